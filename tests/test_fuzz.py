@@ -36,7 +36,7 @@ from convoy.errors import ConvoyError
 from convoy.plans.fit import parse_fix
 from convoy.plans.plan import Plan
 from convoy.training.recipe import Recipe, check_names, load_recipe
-from convoy.training.schema import all_keys
+from convoy.training.schema import fields_of
 from data.made import encoded, picture, tar_members, write_cifar, write_mnist, write_parquet, write_tar
 from training.scenarios import put
 
@@ -47,7 +47,7 @@ adamw cosine null true false .nan .inf 1e999 -1 0 2 3.5 07 90ep 10ba 5% 2d lenet
 WORDS = PLAIN.split()
 MARKS = [*"=,:;{}[]()\"'&*!|>%@`#~?/\\.-+ \t\n\r\x00\x1b\x7f\u202e\udcff\ufeffé图", "~x/", "../", "- "]
 MARKS += [": ", "${", "<<"]
-KEYS = ["", ".", "..", "model.name.x", *all_keys(Recipe)]
+KEYS = ["", ".", "..", "model.name.x", *dict.fromkeys(key for key, _, _ in fields_of(Recipe))]
 VALID = """mesh: {sample: 2, filter: 2}
 layers:
   conv*: {sample: sample}

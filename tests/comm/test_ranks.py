@@ -35,7 +35,7 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import Span, Task
 from convoy.training.environment import join_ranks
-from convoy.training.evaluate import EvaluationTally
+from convoy.training.evaluate import Evaluation
 from convoy.training.recipe import load_recipe
 from ranks import run_ranks
 
@@ -64,7 +64,7 @@ def test_what_goes_in_comes_out() -> None:
     for value in VALUES:
         back = from_json(to_json(value))
         assert back == value and type(back) is type(value) and repr(back) == repr(value)
-    tally = EvaluationTally(TENSORS["turned"])
+    tally = Evaluation(TENSORS["turned"])
     assert torch.equal(from_json(to_json(tally)).confusion, tally.confusion)
     for error, kind, fields in [
         (ConvoyError("no"), ConvoyError, {}),

@@ -62,7 +62,7 @@ def test_ranks_divide_the_batches_of_one_device_and_of_the_trainer() -> None:
 
 
 def test_every_sample_comes_once_and_no_part_is_empty() -> None:
-    sizes = [(22, 6), (24, 6), (13, 4), (3, 2), (2, 100), (7, 2), (5, 3)]
+    sizes = [(22, 6), (24, 6), (3, 2), (2, 100), (5, 3)]
     more: list[dict[str, Any]] = [{}, {"shares": (5, 1)}, {"shuffle": True, "drop_last": False}]
     cases = [{"num_samples": num, "global_batch": batch} | options for num, batch in sizes for options in more]
     for options, *parts in zip(cases, *run_ranks(drawn, 2, "sample=2", [(0,)], cases), strict=True):
@@ -77,14 +77,10 @@ def test_every_sample_comes_once_and_no_part_is_empty() -> None:
 
 SAMPLERS: list[tuple[dict[str, Any], str]] = [
     ({"num_samples": 1, "global_batch": 8}, "num_samples=1 cannot be divided over 2 ranks that each need a sample"),
-    ({"num_samples": 9, "global_batch": 1}, "global_batch=1 cannot be divided over 2 ranks"),
-    ({"num_samples": 9, "global_batch": 0}, "global_batch=0 must be a whole number of at least 1"),
-    ({"num_samples": 9, "global_batch": 4.0}, "global_batch=4.0 must be a whole number"),
-    ({"num_samples": 9, "global_batch": 4, "shares": (1, 1, 1)}, "shares=(1, 1, 1) must be 2 positive numbers"),
+    ({"num_samples": 9, "global_batch": 4.0}, "global_batch=4.0 must be a whole number of at least 1"),
     ({"num_samples": 9, "global_batch": 4, "shares": (1, 0)}, "must be 2 positive numbers"),
     ({"num_samples": 9, "global_batch": 10, "shuffle": True}, "global_batch=10 is larger than the data set"),
 ]
-UNLIKE = {"num_samples": "samples where this one has 2", "seed": "another global_batch, shuffle, seed, "}
 
 
 def right(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -96,9 +92,7 @@ def refused_on_ranks() -> None:
     net, rank = tiny("sample=2"), dist.get_rank()
     for options, words in SAMPLERS:
         assert words in refused(BatchSampler, net, **options)
-    for name, words in UNLIKE.items():
-        options = {"num_samples": 20, "global_batch": 4, "seed": 0}
-        assert words in refused(BatchSampler, net, **(options | {name: options[name] + rank}))
+    assert "another global_batch, shuffle, seed, " in refused(BatchSampler, net, 20, 4, seed=rank)
     pairs = TensorDataset(torch.zeros(9, 4), torch.zeros(9, dtype=torch.int64))
     uneven = DataLoader(pairs, batch_size=3 + 6 * rank)
     sampled = DataLoader(pairs, sampler=DistributedSampler(pairs), batch_size=2)
@@ -106,17 +100,13 @@ def refused_on_ranks() -> None:
     assert "rank 1 has no more batches where rank 0 has one" in refused(evaluate, net, uneven, right)
     assert "DistributedSampler repeats samples" in refused(evaluate, net, sampled, right)
     assert "leaves out 1 of the 9 samples" in refused(evaluate, net, dropping, right)
-    assert "the loader gave no batch" in refused(evaluate, net, [], right)
 
 
 def test_samplers_and_loaders_that_would_count_wrongly_are_refused() -> None:
     run_ranks(refused_on_ranks, 2)
-    net = tiny("serial")
-    for wrong in ((-1,), (0, 6), (0, -1)):
-        assert "epochs count from 0, and each has 5 batches" in refused(BatchSampler(net, 20, 4).set_epoch, *wrong)
-    loader = [(torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64))]
+    net, loader = tiny("serial"), [(torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64))]
+    assert "epochs count from 0, and each has 5 batches" in refused(BatchSampler(net, 20, 4).set_epoch, 0, 6)
     assert "each of the 3 samples of the batch, shape [3], but it" in refused(evaluate, net, loader, F.cross_entropy)
-    assert "returned float" in refused(evaluate, net, loader, lambda outputs, labels: 1.0)
     assert "pairs (inputs, targets)" in refused(evaluate, net, [torch.zeros(3, 4)], F.cross_entropy)
 
 
@@ -131,21 +121,14 @@ def measures(outputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {"loss": loss, "right": right(outputs, labels), "class": labels}
 
 
-def trained_a_little(net: nn.Module, mine: slice) -> nn.Module:
-    """With running statistics that are not the first ones, and one layer frozen in evaluation mode."""
-    images, _ = digits()[:]
-    net(images[mine])
-    net.norm.eval()
-    return net
-
-
 def evaluated(plan: str, shares: tuple[int, ...] | None) -> tuple[dict[str, float], float, list[bool]]:
     """What Convoy finds, its largest difference from the plain network, and whether layers are in its modes."""
     torch.manual_seed(0)
     serial = Dense().double()
     net = convoy.parallelize(copy.deepcopy(serial), plan, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
-    trained_a_little(serial, slice(None))
-    trained_a_little(net, convoy.local_samples(net, 13))
+    for each, mine in ((serial, slice(None)), (net, convoy.local_samples(net, 13))):
+        each(digits()[:][0][mine])  # running statistics that are not the first ones, and a layer that is frozen
+        each.norm.eval()
     loader = DataLoader(digits(), batch_sampler=BatchSampler(net, 13, 4, shares=shares))
     found = evaluate(net, loader, measures)
     assert evaluate(net, loader, right) == found["right"]
@@ -157,46 +140,18 @@ def evaluated(plan: str, shares: tuple[int, ...] | None) -> tuple[dict[str, floa
     return found, max(abs(found[name] - want[name]) for name in want), modes
 
 
-@pytest.mark.parametrize(
-    ("plan", "shares", "world"),
-    [
-        ("serial", None, 1),
-        ("sample=2", (3, 1), 2),
-        ("filter=2", None, 2),
-    ],
-)
+@pytest.mark.parametrize(("plan", "shares", "world"), [("sample=2", (3, 1), 2), ("filter=2", None, 2)])
 def test_evaluation_is_that_of_one_device(plan: str, shares: tuple[int, ...] | None, world: int) -> None:
     ranks = run_ranks(evaluated, world, plan, shares)
     assert all(found == ranks[0][0] and error < 1e-12 and all(modes) for found, error, modes in ranks)
 
 
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        return self.head(first * second)
-
-
-def test_networks_of_several_inputs() -> None:
-    net = convoy.parallelize(TwoInputs(), "serial", (torch.zeros(2, 4), torch.zeros(2, 4)))
-    x = torch.arange(20.0).view(5, 4)
-    loader = DataLoader([((x[i], x[i] + 1), i) for i in range(5)], batch_sampler=BatchSampler(net, 5, 2))
-    found = evaluate(net, loader, lambda outputs, numbers: outputs.sum(1) + numbers)
-    with torch.no_grad():
-        assert found == pytest.approx((net(x, x + 1).sum(1) + torch.arange(5)).mean().item())
-
-
-def speaking(path: Path, joined: bool) -> tuple[int, int]:
-    if joined:
-        tiny("sample=2")
+def speaking(path: Path) -> tuple[int, int]:
     with (path / f"{script_ranks.rank()}").open("w") as file:
         script_ranks.print("loss", 0.5, sep="=", file=file)
     return script_ranks.rank(), script_ranks.num_ranks()
 
 
-@pytest.mark.parametrize("joined", [True, False])
-def test_one_rank_speaks(tmp_path: Path, joined: bool) -> None:
-    assert run_ranks(speaking, 2, tmp_path, joined, join=joined) == [(0, 2), (1, 2)]
+def test_one_rank_speaks_before_it_has_joined_the_others_too(tmp_path: Path) -> None:
+    assert run_ranks(speaking, 2, tmp_path, join=False) == [(0, 2), (1, 2)]
     assert [(tmp_path / name).read_text() for name in "01"] == ["loss=0.5\n", ""]

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn, optim
-from torch.optim import lr_scheduler
+from torch import nn, optim
 
 import convoy
 from convoy.checkpoint import store
@@ -71,12 +69,8 @@ def test_a_checkpoint_is_json_and_the_plain_networks_tensors_and_values_come_bac
 
 
 UNSAVED: dict[str, dict[str, Any]] = {
-    "x is a set, which a checkpoint cannot hold": {"x": {1, 2}},
-    "x/1 is a object": {"x": [0, object()]},
-    "x has the key (1, 2)": {"x": {(1, 2): 3}},
+    "x/1 is a object, which a checkpoint cannot hold": {"x": [0, object()]},
     "x is a tensor of torch.float32 and torch.sparse_coo": {"x": torch.eye(2).to_sparse()},
-    "convert it first": {"x": torch.zeros(1, dtype=torch.complex128)},
-    "under a name of its own": {"x": [optim.SGD([torch.zeros(1)], 0.1)]},
     "scheduler has no state_dict and load_state_dict: give the scheduler itself": {"scheduler": 3},
     "holds a parameter of shape [1] that is none of": {"second": optim.SGD([torch.zeros(1)], 0.1)},
 }
@@ -86,39 +80,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     net = small()
     for words, values in UNSAVED.items():
         assert words in refused(save, tmp_path / "x", net, **values)
-    assert "pass what convoy.parallelize returned" in refused(save, tmp_path / "x", nn.Linear(2, 2))
     assert not any(tmp_path.iterdir())
-
-
-SCHEDULERS: dict[str, Any] = {
-    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
-    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=20),
-    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    "sequence": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], [3]
-    ),
-}
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_schedules_go_on(tmp_path: Path) -> None:
-    def run(scheduler: Any, optimizer: optim.Optimizer, epochs: int) -> list[float]:
-        rates = []
-        for _ in range(epochs):
-            optimizer.step()
-            scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
-            rates.append(optimizer.param_groups[0]["lr"])
-        return rates
-
-    net = small()
-    for kind, made in SCHEDULERS.items():
-        optimizer, fresh = (optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
-        scheduler, again = made(optimizer), made(fresh)
-        run(scheduler, optimizer, 4)
-        save(tmp_path / "x", net, optimizer, scheduler=scheduler)
-        rest = run(scheduler, optimizer, 6)
-        assert load(tmp_path / "x", net, fresh, scheduler=again) == {}
-        assert run(again, fresh, 6) == rest, kind
 
 
 class Touchy:
@@ -141,18 +103,13 @@ def test_nothing_is_changed_where_something_does_not_fit(tmp_path: Path) -> None
     save(path := tmp_path / "x", net, stepped(net), scheduler=Touchy(5), last=Touchy(13), epoch=1)
     other = small()
     adam, first, last = stepped(other), Touchy(1), Touchy(2)
-    groups = [{"params": [p]} for p in other.parameters()]
     with torch.no_grad():
         next(other.parameters()).add_(1)
     before = copy.deepcopy((state_dict(other), optimizer_state_dict(other, adam)))
     for words, args, named in (
         ("last does not take what was saved (KeyError: '13')", (other, adam), {"scheduler": first, "last": last}),
         ("no ema: leave ema away", (other, adam), {"ema": copy.deepcopy(other)}),
-        ("epoch is no object", (other, adam), {"epoch": 0}),
-        ("epoch is the state of an object, but a value in", (other, adam), {"epoch": last}),
         ("optimizer was saved from Adam, and is SGD now", (other, optim.SGD(other.parameters(), 0.1)), {}),
-        ("group 0: make the optimizer with", (other, optim.Adam(other[0].parameters(), 0.1)), {}),
-        ("has 1 parameter groups and the optimizer 4", (other, optim.Adam(groups, 0.1)), {}),
         ("net is another network than was saved: 0.weight is [4, 3, 3, 3] in the state", (small(width=5),), {}),
     ):
         assert words in refused(load, path, *args, **named)
@@ -162,22 +119,18 @@ def test_nothing_is_changed_where_something_does_not_fit(tmp_path: Path) -> None
 
 
 def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    net = small()
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "thesis.tex").write_text("mine")
-    (tmp_path / "empty").mkdir()
-    for name in ("file", "folder"):
-        assert "is there and no checkpoint: give convoy.save another path" in refused(save, tmp_path / name, net)
-        assert "is no checkpoint (it has no checkpoint.json)" in refused(load, tmp_path / name, net)
+    net, folder = small(), tmp_path / "folder"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("mine")
+    for place in (folder, folder / "thesis.tex"):
+        assert "is there and no checkpoint: give convoy.save another path" in refused(save, place, net)
+        assert "is no checkpoint (it has no checkpoint.json)" in refused(load, place, net)
     assert "is not there: give the path" in refused(load, tmp_path / "none", net)
-    assert (tmp_path / "folder" / "thesis.tex").read_text() == (tmp_path / "file").read_text() == "mine"
-    assert "could not be written" in refused(save, tmp_path / "file" / "x", net)
-    save(tmp_path / "empty", net)
+    assert (folder / "thesis.tex").read_text() == "mine"
     save(tmp_path / "a" / "new" / "place", net)
-    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "new" / "place")
     save(tmp_path / "link", net, epoch=2)
-    assert (tmp_path / "link").is_symlink() and load(tmp_path / "empty", net) == {"epoch": 2}
+    assert (tmp_path / "link").is_symlink() and load(tmp_path / "a" / "new" / "place", net) == {"epoch": 2}
     kept = store.CheckpointStore(tmp_path / "run")
     place = put(kept, Checkpoint(3, "a run", {"model.x": torch.zeros(1)}, {}))
     assert "is a checkpoint of convoy train: give convoy.save another path" in refused(save, place, net)
@@ -211,32 +164,14 @@ def test_damage_and_other_values_are_noticed_and_the_next_one_takes_their_place(
     net, place = small(), tmp_path / "x"
     save(place, net, epoch=1)
     record = json.loads((place / "checkpoint.json").read_text())
-    tensor = {"$": "tensor", "name": "nobody"}
-    for values in (
-        {},
-        {"about": {}, "state": {}},
-        {"about": [], "state": {"net": 1}},
-        {"about": {"net": {}}, "state": {"net": tensor}},
-    ):
+    forged = {"about": {"net": {}}, "state": {"net": {"$": "tensor", "name": "nobody"}}}
+    for values in ({}, forged):
         write_record(place, record["step"], record["identity"], values, record["sha256"])
-        assert re.search("holds other values|no net|damaged", refused(load, place, net))
+        assert "holds other values" in refused(load, place, net)
     (place / "checkpoint.json").write_text("{")
     assert "damaged" in refused(load, place, net)
     save(place, net, epoch=2)
     assert load(place, net) == {"epoch": 2}
-
-
-class Shadow:
-    """An average as some libraries keep it: of the parameters that it is given."""
-
-    def __init__(self, net: nn.Module) -> None:
-        self.shadow = [p.detach().clone() for p in net.parameters()]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"shadow": self.shadow}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.shadow = state["shadow"]
 
 
 def _together(folder: Path) -> tuple[str, list[str], str]:
@@ -254,7 +189,6 @@ def _together(folder: Path) -> tuple[str, list[str], str]:
     different: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         ((optimizer,), {}),
         ((), {"mean": torch.tensor(float(rank))}),
-        ((), {"shadow": Shadow(net)}),
         ((), {"scheduler": Touchy(rank)}),
         ((), {"a": 1, "b": 2} if rank else {"b": 2, "a": 1, "c": 3}),
     ]
@@ -270,50 +204,7 @@ def test_ranks_save_together_and_what_goes_wrong_on_one_is_said_on_all(tmp_path:
     assert first[:2] == second[:2] and [file.name for file in tmp_path.iterdir()] == ["x"]
     no_room, unlike, _ = first
     assert no_room.startswith("rank 1: ") and "No space left" in no_room
-    places = ["optimizer/param_groups/0/lr", "mean", "shadow/shadow/0", "scheduler/number", "c"]
+    places = ["optimizer/param_groups/0/lr", "mean", "scheduler/number", "c"]
     for text, place in zip(unlike, places, strict=True):
         assert text.startswith(place) and "is not the same on rank 1 as on rank 0" in text, text
     assert all("all ranks call convoy.save together" in alone for *_, alone in (first, second))
-
-
-class Tied(nn.Module):
-    """Two layers with one weight, and a buffer that is not saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(48, 48), nn.Linear(48, 48)
-        self.second.weight = self.first.weight
-        self.register_buffer("scale", torch.full((48,), 0.1), persistent=False)
-        self.register_buffer("shift", torch.zeros(48))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x.flatten(1)) * self.scale + self.shift)
-
-
-def _everything(plan: str, folder: Path, write: bool) -> tuple[Any, ...]:
-    """A second network, its copy of before, its optimizer, a plain module and a scale go with the first."""
-    net = small(plan)
-    torch.manual_seed(1 if write else 2)
-    critic = convoy.parallelize(Tied(), plan, example=torch.zeros(2, 3, 4, 4))
-    average, table = copy.deepcopy(critic), nn.Embedding(2, 3)
-    judge = stepped(critic, optim.AdamW) if write else optim.AdamW(critic.parameters(), 0.5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0 if write else 2.0)
-    rest = {"critic": critic, "average": average, "judge": judge, "table": table, "scaler": scaler}
-    if write:
-        nn.init.constant_(table.weight, 4.0)
-        save(folder / "x", net, **rest)
-    else:
-        assert load(folder / "x", net, **rest) == {}
-        assert (table.weight == 4).all() and scaler.state_dict()["scale"] == 8.0
-    return state_dict(critic), state_dict(average), optimizer_state_dict(critic, judge), state_dict(net)
-
-
-def test_whatever_goes_with_the_network_goes_to_every_plan(tmp_path: Path) -> None:
-    saved = run_ranks(_everything, 2, "filter=2", tmp_path, True)[0]
-    assert set(saved[0]) == {"first.weight", "first.bias", "second.weight", "second.bias", "shift"}
-    assert not alike(saved[0], saved[1])
-    for plan, world in {"serial": 1, "channel=2": 2}.items():
-        assert all(alike(loaded, saved, 0.0) for loaded in run_ranks(_everything, world, plan, tmp_path, False)), plan
-    whole = load(tmp_path / "x", small())
-    assert whole.keys() == {"critic", "average", "judge", "table", "scaler"}
-    assert alike(dict(whole["critic"]), dict(saved[0]), 0.0) and alike(whole["judge"], saved[2], 0.0)

@@ -19,7 +19,7 @@ from convoy.engine import profiling
 from convoy.resources import own_cores, pin
 from convoy.training import Session, examination, observation, step, trials
 from convoy.training.checkpoints import Saver
-from convoy.training.evaluate import EvaluationTally
+from convoy.training.evaluate import Evaluation
 from convoy.training.examination import examine
 from convoy.training.set_up import set_up
 from convoy.training.trials import Budget, Change, changes, try_changes
@@ -53,8 +53,8 @@ def examined(
         stack.enter_context(contextlib.chdir(folder))
         hook = register_optimizer_step_pre_hook(lambda *_: clock.sleep(each_s))  # in sessions of trials too
         stack.callback(hook.remove)
-        add = clock.before(EvaluationTally.add, lambda: each_s + 0 * next(batches))
-        stack.enter_context(patch.object(EvaluationTally, "add", add))
+        add = clock.before(Evaluation.add, lambda: each_s + 0 * next(batches))
+        stack.enter_context(patch.object(Evaluation, "add", add))
         stack.enter_context(patch.object(Saver, "save", clock.before(Saver.save, lambda: 1.0)))
         if no_folder:
             stack.enter_context(patch.object(tempfile, "TemporaryDirectory", refuse))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from convoy.errors import ConvoyError, MachineError, TooLargeError
 from convoy.training import finite
 from convoy.training.environment import join_ranks
-from convoy.training.evaluate import EvaluationTally
+from convoy.training.evaluate import Evaluation
 from convoy.training.finite import Origin
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep
@@ -261,16 +261,16 @@ def signalled(data: Path, out: Path, stops: list[int | None]) -> list[tuple[str 
         The signal, the updates done, and batches that were evaluated.
     """
     ranks, _ = join_ranks()
-    add, found, counts = EvaluationTally.add, list[tuple[str | None, int, int]](), list[int]()
+    add, found, counts = Evaluation.add, list[tuple[str | None, int, int]](), list[int]()
 
-    def counted(self: EvaluationTally, *args: Any) -> None:
+    def counted(self: Evaluation, *args: Any) -> None:
         counts[-1] += 1
         if counts[-1] == stops[len(counts) - 1] and ranks.rank == ranks.num - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         add(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EvaluationTally, "add", counted)
+        patch.setattr(Evaluation, "add", counted)
         patch.setattr(Session, "evaluation_batch", lambda self: 5)
         for _ in stops:
             counts.append(0)

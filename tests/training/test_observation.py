@@ -27,7 +27,7 @@ from convoy.planner.cost.store import ProfileStore
 from convoy.planner.profiling import local_op_of
 from convoy.training import Session, evaluate, loop, observation, step
 from convoy.training.build import build_model
-from convoy.training.evaluate import EvaluationTally
+from convoy.training.evaluate import Evaluation
 from convoy.training.observation import WARM_UP, WATCHED, Observation
 from convoy.training.step import TrainingStep
 from convoy.training.workloads import measuring, workload_in_passes
@@ -244,11 +244,11 @@ def diagnosed(data: Path, out: Path, settings: dict[str, str], fails: bool = Fal
         raise ZeroDivisionError("division by zero")
 
     with made_time(observation, evaluate, step) as clock, ExitStack() as stack:
-        update, batch = (clock.before(work, lambda: 0.1) for work in (TrainingStep.__call__, EvaluationTally.add))
+        update, batch = (clock.before(work, lambda: 0.1) for work in (TrainingStep.__call__, Evaluation.add))
         for owner, name, value in (
             (loop, "UPDATES", FIRST),
             (TrainingStep, "__call__", update),
-            (EvaluationTally, "add", batch),
+            (Evaluation, "add", batch),
             (Diagnosis, "of", staticmethod(no_diagnosis if fails else Diagnosis.of)),
             (Observation, "look", lambda self: None),  # what else the machine does
         ):

@@ -1,18 +1,17 @@
 """Recipes: what they say and leave open, what follows from them, and mistakes in them, one sentence each."""
 
-import itertools
 from pathlib import Path
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from convoy import models
 from convoy.errors import ConvoyError
-from convoy.training.config import Duration, TimeSpan, in_words
-from convoy.training.derived import derive, left_out_of_epochs, num_microbatches, resolve
+from convoy.training.config import Duration, TimeSpan
+from convoy.training.derived import derive, resolve
 from convoy.training.parallel_config import ParallelConfig, fitted
 from convoy.training.recipe import Recipe, load_recipe, recipe_names, recipe_summary, recipe_text, to_yaml
-from convoy.training.schedules import CosineConfig, PolynomialConfig
+from convoy.training.schedules import CosineConfig
 
 NEEDS = {"default": ["model.name=resnet18"], "lenet-mnist": []}
 CHANGES = ["microbatches=2", "optimizer.lr=1e-05", "ema.decay=0.999", "data.mean=[0.5]", "data.std=[0.1]"]
@@ -48,25 +47,15 @@ def test_the_default_recipe_says_the_defaults_and_clips_and_a_short_one_says_no_
     assert (mine.model.name, mine.optimizer.lr) == ("lenet", 0.4)
 
 
-def test_what_has_no_effect_is_noted() -> None:
+def test_what_has_no_effect_is_noted_and_mixing_without_partners_refused_where_it_is_asked_for() -> None:
     changes = ["data.path=x", "model.weights=w.pth", "epochs=70ep", "checkpoint.every=80ep", "batch=16"]
     changes += ["microbatch=64", "checkpoint.mtbf=30min"]
     notes = default(*changes, name="imagenet-90").notes()
     known = ["model.zero_init_residual", "schedule.milestones", "microbatch=64", "checkpoint.every=80ep"]
     assert {note.partition(" ")[0] for note in notes} == {*known, "checkpoint.mtbf"}
-    assert default("checkpoint.mtbf=30min").notes() == []
-
-
-def test_mixing_without_partners_is_noted_and_refused_where_it_is_asked_for(tmp_path: Path) -> None:
-    path, alone = tmp_path / "mine.yaml", ["batch=12", "microbatch=1"]
-    path.write_text("model: {name: lenet}\ndata: {path: mnist-mini, mix: {mixup: 0.2}}\n")
     words = "data.mix.mixup has no effect: a microbatch of one sample has no other to mix it with"
-    assert load_recipe(str(path)).notes() == load_recipe(str(path), ["batch=12", "microbatches=11"]).notes() == []
-    assert load_recipe(str(path), alone).notes()[0].startswith(words)
-    assert load_recipe(str(path), ["batch=12", "microbatches=12"]).notes()[0].startswith(words)
     with pytest.raises(ConvoyError, match=words):
-        default("data.mix.mixup=0.2", *alone)
-    default("data.mix.mixup=0", *alone)
+        default("data.mix.mixup=0.2", "batch=12", "microbatch=1")
 
 
 # What is set
@@ -99,58 +88,39 @@ def test_one_key_takes_the_place_of_another_and_that_is_said_of_what_is_lost() -
     assert load_recipe("lenet-mnist", ["optimizer.name=sgd", "batch=64", "batch=64"], notes).batch == 64 and not notes
 
 
-def test_a_whole_section_comes_before_its_keys() -> None:
-    recipe = default("schedule.power=3", "schedule={name: polynomial, warmup: 3ba}", "ema.decay=0.9")
-    assert recipe.schedule == PolynomialConfig(name="polynomial", warmup="3ba", power=3) and recipe.ema is not None
-
-
 # Changes to the default recipe with a model, and what the sentence must say: the key, the problem, the way out.
 WRONG = [
-    ("foo.bar=3", "foo is unknown|a recipe has model, data"),
     ("optimizer.name=adam", "must be sgd, adamw, lars or lamb|did you mean adamw?"),
     ("batch=12.5", "batch is 12.5|a whole number"),
-    ("seed=true", "seed is true|a whole number"),
     ("schedule=cosine", "schedule is cosine|a section"),
     ("schedule.warmup_from=high", "schedule.warmup_from is high|a number or base_lr"),
     ("data.augment.scale=[0.5]", "data.augment.scale is [0.5]|longer list"),
-    ("data.mean=[a]", "data.mean.0 is a|a number"),
     ("optimizer.lr=.nan", "optimizer.lr is nan|a finite number"),
     ("optimizer.momentum=1", "optimizer.momentum is 1|less than 1"),
     ("ema={}", "ema.decay is missing|--set ema.decay="),
-    ("ema.decay=0", "ema.decay is 0|more than 0"),
     ("checkpoint.every=often", "checkpoint.every|90ep or 0.5ep"),
-    ("checkpoint.mtbf=6", "checkpoint.mtbf|90s, 30min, 6h or 2d"),
     ("epochs=0", "epochs: 0ep|more than 0"),
-    ("evaluate_every=1.5ba", "evaluate_every|whole number of weight updates"),
     ("optimizer.name=adamw optimizer.lr=1e-3 optimizer.nesterov=true", "optimizer.nesterov would be ignored|adamw"),
     ("optimizer.momentum=0", "optimizer.nesterov would be ignored without momentum"),
-    ("optimizer.weight_decay=0 optimizer.decay_norm_and_bias=true", "decay_norm_and_bias would be ignored"),
     ("optimizer.name=lamb", "optimizer.lr and optimizer.base_lr are both missing|square root"),
-    ("schedule.name=step schedule.milestones=[3ep,2ep]", "2ep follows 3ep"),
-    ("schedule.warmup=0ep schedule.warmup_from=0.1", "schedule.warmup_from=0.1 would be ignored"),
+    ("schedule.name=step schedule.milestones=[]", "schedule.milestones is []|1 or more"),
     ("optimizer.lr=1 schedule.warmup_from=base_lr", "schedule.warmup_from=base_lr needs optimizer.base_lr"),
     ("microbatch=4 microbatches=3", "microbatch and microbatches are both given"),
-    ("model.options.zero_init_residual=true", "model.zero_init_residual"),
-    ("data.augment.pad=4", "data.augment: pad=4 would be ignored"),
     ("data.mean=[0.5]", "data: mean and std belong together"),
-    ("reproducible=true precision=auto", "but precision=auto asks the device: set precision=fp32 or precision=bf16"),
     ("batch=1 batch=2", "batch is set twice"),
     ("batch.size=3", "batch.size cannot be set|not a section"),
     ("batch=0 precision=fp8 optimizer.momntum=1", "optimizer.momntum is unknown|(also wrong: batch, precision)"),
 ]
 FILES = [
-    ("model: [lenet]\ndata: {path: mnist-mini}", "model is [lenet], but must be a section"),
     ("model: {name: lenet}\ndata: {path: x}\noptimizer: {lr: 1}", "optimizer.name is missing: it is one of sgd"),
-    ("model: {name: lenet}\ndata: {path: x}\n1: 2", "1 is unknown"),
     ("model: {name: lenet}\ndata: {path: x}\nseed: !!binary aGVsbG8=", "write the value itself"),
     ("model: {name: lenet}\nmodel: {name: vgg16}", "line 2: the key model is twice"),
 ]
 # What only the data can tell, of 1,000 samples.
 LATE = [
-    ("batch=2000", "the batch of 2000 is larger than the 1000 training samples: lower --batch"),
     ("epochs=20ba schedule.warmup=3ep", "schedule.warmup=3ep is 21 weight updates, but the whole run has 20"),
     ("schedule.warmup_from=0.5", "schedule.warmup_from=0.5 lies above the peak learning rate 0.05"),
-    ("schedule.name=step schedule.milestones=[700ba,1ep]", "do not rise"),
+    ("schedule.name=step schedule.milestones=[3ep,2ep]", "do not rise"),
     ("schedule.name=step schedule.milestones=[1ep,5ep] schedule.warmup=2ep", "inside schedule.warmup=2ep"),
 ]
 
@@ -171,30 +141,18 @@ def test_what_is_wrong_is_one_sentence_with_the_key_and_the_way_out(tmp_path: Pa
 # What follows
 
 
-def test_durations_are_counted_in_weight_updates() -> None:
-    adapter = TypeAdapter(Duration)
+def test_durations_are_counted_in_weight_updates_and_what_is_none_is_refused() -> None:
     updates = {"90ep": 900, "0.25ep": 3, "0.01ep": 1, "5000ba": 5000, "5%": 10, "0.1%": 0, "0%": 0}
     for text, number in updates.items():
-        assert Duration.parse(text).updates(10, total=200) == number
-        assert str(Duration.parse(text)) == adapter.dump_python(adapter.validate_python(text), mode="json") == text
-    assert Duration.parse(1.5).updates(10) == 15
-    assert [Duration.parse(f"{n / 10}ep").updates(30) for n in range(1, 10)] == [3 * n for n in range(1, 10)]
-    assert Duration(5, "ep").longer_than(Duration(4, "ep")) and not Duration(5000, "ba").longer_than(Duration(1, "ep"))
-
-
-def test_what_is_no_duration_and_no_span_is_refused() -> None:
-    words = r"90ep|at most 100%|is not a duration"
-    texts = ["", "ninety", "90", "ep", "-1ep", "1e3ba", "1.5ba", "5 epochs", "101%", "9" * 400 + "ep", True]
-    for odd in [*texts, -1, float("inf"), float("nan"), 1e300, None, [1]]:
-        with pytest.raises(ValueError, match=words):
+        assert Duration.parse(text).updates(10, total=200) == number and str(Duration.parse(text)) == text
+    for odd in ["", "90", "-1ep", "1e3ba", "1.5ba", "101%", "9" * 400 + "ep", True, float("nan"), None, [1]]:
+        with pytest.raises(ValueError, match=r"90ep|at most 100%|is not a duration"):
             Duration.parse(odd)
-    for odd in ["6", 6, "h", "-1h", "0h", "1e3s", "6 hours", None, "9" * 50 + "s"]:
+    for odd in ["6", 6, "-1h", "0h", "1e3s", None, "9" * 50 + "s"]:
         with pytest.raises(ValueError, match=r"write (90s|more than 0)"):
             TimeSpan.parse(odd)
     spans = {text: TimeSpan.parse(text).seconds for text in ("90s", "1.5 min", "6h", " 2d ")}
     assert list(spans.values()) == [90, 90, 21600, 172800]
-    words_of = {0.0312: "0.031 s", 2.0: "2 s", 31.4: "31 s", 119: "119 s", 300: "5 min", 21600: "6 h", 1e6: "278 h"}
-    assert {seconds: in_words(seconds) for seconds in words_of} == words_of
 
 
 def test_every_quantity_says_how_and_why() -> None:
@@ -205,48 +163,22 @@ def test_every_quantity_says_how_and_why() -> None:
     want |= {"learning rate drops at updates": "4680, 9360, 12480"}
     assert {name: found[name].value for name in want} == want
     assert found["peak learning rate"].formula == "0.1 · 8192 / 256" and "Goyal" in found["peak learning rate"].source
-    changes = ["optimizer.name=adamw", "optimizer.base_lr=0.001", "batch=100", "microbatches=3", "ema.decay=0.999"]
-    recipe = default("data.path=x", *changes, name="imagenet-90")
-    found = {row.name: row for row in derive(recipe, 1_281_167, workers=(4, "x"), samples=[34, 33, 33])}
-    assert all(row.name and row.formula and row.source for row in found.values())
-    assert "timm" in found["peak learning rate"].source and found["data workers"].value == 4
-    assert found["samples per microbatch"].value == found["samples per device"].value == "1 of 34, 2 of 33"
-    assert resolve(recipe, 1000).sizes == (34, 33, 33)
-    for settings, threads in ((["reproducible=true"], 1), (["reproducible=true", "threads=3"], 3)):
-        assert [row.value for row in derive(default(*settings), 1000) if row.name == "threads"] == [threads]
-    sizes = {(256, 32): 8, (250, 32): 8, (16, 32): 1, (33, 32): 2}
-    assert {(b, m): num_microbatches(default(f"batch={b}", f"microbatch={m}")) for b, m in sizes} == sizes
 
 
 def test_lines_of_metrics_come_often_enough_and_the_last_is_not_of_a_few_updates() -> None:
-    every = {1: 1, 49: 1, 186: 3, 187: 3, 203: 4, 620: 12, 999: 19, 1000: 20, 450_000: 20}
-    for log_every, (total, interval) in itertools.product(("auto", "20ba", "7ba"), every.items()):
-        found = resolve(default("data.path=x", f"epochs={total}ba", f"log_every={log_every}"), 60_000)
-        assert log_every != "auto" or found.log_every == interval
-        made = [done for done in range(1, min(total, 5000) + 1) if found.logged(done)]
-        assert log_every != "auto" or len(made) >= min(total, 50)
-        if 1 < total < 5000:
-            assert (made[0], made[-1]) == (1, total) and 2 * (made[-1] - made[-2]) >= found.log_every
-            assert all(done % found.log_every == 0 for done in made[1:-1])
-
-
-def test_what_epochs_leave_out_is_said_with_a_batch_that_does_not() -> None:
-    for batch, num, left, better in ((128, 231, 103, 115), (128, 255, 127, 127), (6, 11, 5, 5)):
-        (said,) = left_out_of_epochs(batch, num)
-        assert said.startswith(f"{left} of the {num} training images are left out of every epoch")
-        assert f"--batch {better} leaves out 1" in said
-    assert [left_out_of_epochs(*each) for each in ((128, 1_281_167), (10, 99), (7, 7))] == [[], [], []]
+    for total, interval in {1: 1, 49: 1, 187: 3, 999: 19, 450_000: 20}.items():
+        numbers = resolve(default("data.path=x", f"epochs={total}ba"), 60_000)
+        made = [done for done in range(1, total + 1) if numbers.logged(done)]
+        assert numbers.log_every == interval and len(made) >= min(total, 50) and (made[0], made[-1]) == (1, total)
+        assert total == 1 or 2 * (made[-1] - made[-2]) >= interval
 
 
 # On another number of devices
 
 SHARES = [
-    ("sample=2,filter=2", (3, 1), 4, True),
     ("sample=2,filter=4", (3, 1), 6, True),  # sample=2,filter=3
     ("sample=2,filter=2", (3, 1), 2, False),  # sample=1,filter=2
-    ("sample=2,filter=2", (3, 1, 1), 3, True),  # sample=3,filter=1: as if they had been for it
     ("filter=4", (3, 3, 2, 2), 4, False),
-    (None, (3, 1), 2, True),
     ("auto", (3, 1), 4, True),  # of the planner's choices those with two parts
     ("auto", (3, 2, 1), 4, False),
 ]
@@ -258,7 +190,3 @@ def test_shares_belong_to_the_parts_of_the_batch() -> None:
         found = fitted(ParallelConfig(devices=4, plan=plan, shares=shares), devices, False, False, notes)
         assert (found.shares == shares) is kept, (plan, shares)
         assert any("left out" in note for note in notes) is not kept
-    section, notes = ParallelConfig(devices=3, shares=(3, 3, 2.5)), []
-    assert fitted(section, 2, False, False, notes).shares is None
-    assert notes == ["the shares 3,3,2.5 are for 3 parts of the batch, not 2: they are left out"]
-    assert fitted(section, 3, False, False, notes).shares == fitted(section, 2, False, True, notes).shares

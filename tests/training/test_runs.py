@@ -3,20 +3,15 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from convoy.cli import main
-from convoy.cli.requests import new_length
 from convoy.errors import ConvoyError
-from convoy.ops import statistics
-from convoy.training import RunDirectory, load_recipe
-from convoy.training.config import Duration
+from convoy.training import load_recipe
 from ranks import run_ranks
-from tiny import NUM_TEST, TinyAgain, TinyNet, write_mnist
+from tiny import NUM_TEST, TinyNet, write_mnist
 from training.scenarios import (
     Settings,
     change_json,
@@ -45,12 +40,9 @@ def test_a_run_learns_and_leaves_its_folder_complete(data: Path, tmp_path: Path)
     TinyNet().load_state_dict(weights(out))
     evaluation = json.loads((out / "evaluation.json").read_text())
     assert evaluation["images"] == NUM_TEST == sum(map(sum, evaluation["confusion"]))
-    found = summary(out)
-    assert (found["status"], found["steps"], found["parameters"]) == ("finished", 48, 4_116)
+    assert (summary(out)["status"], summary(out)["steps"], store_of(out).steps()[-1]) == ("finished", 48, 48)
     settled = recipe_of(data, settings | {"precision": "fp32", "channels_last": "false", "parallel.devices": "1"})
     assert load_recipe(str(out / "config.yaml")) == settled
-    assert any(path.name.startswith("events.out.tfevents") for path in (out / "tensorboard").iterdir())
-    assert store_of(out).steps()[-1] == 48
 
 
 @pytest.mark.parametrize(
@@ -90,13 +82,9 @@ def test_restarts_and_notes_are_kept_and_another_recipe_does_not_go_on(data: Pat
     change_json(out / "summary.json", lambda document: document.update(notes=["something was decided"]))
     with pytest.raises(ConvoyError, match=r"seed=0 and cannot go on with seed=1"):
         trained(data, out, SHORT | {"seed": "1"}, resume=True)
-    trained(data, out, SHORT, stop_at=5, resume=True)
     trained(data, out, SHORT | {"log_every": "3ba", "checkpoint.keep": "1"}, resume=True)
     noted = json.loads((out / "environment.json").read_text())
-    restarts = noted.pop("restarts")
-    assert noted == begun and "restarts" not in begun
-    assert [(one["after"], one["devices"], one["plan"]) for one in restarts] == [(3, 1, "serial"), (5, 1, "serial")]
-    assert all(one["started"] >= begun["started"] for one in restarts)
+    assert [(one["after"], one["plan"]) for one in noted.pop("restarts")] == [(3, "serial")] and noted == begun
     assert summary(out)["notes"][0] == "something was decided"
     before = lines(out)
     trained(data, out, SHORT, resume=True)  # finished already
@@ -104,78 +92,39 @@ def test_restarts_and_notes_are_kept_and_another_recipe_does_not_go_on(data: Pat
 
 
 def test_the_newest_whole_checkpoint_of_the_run_is_used_and_others_are_named(data: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run, other = tmp_path / "run", tmp_path / "other"
     trained(data, run, EVERY, stop_at=7)
-    trained(data, tmp_path / "other", EVERY | {"seed": "1"}, stop_at=9)
-    for name, newest, words in (("cut", 6, "is damaged"), ("foreign", 7, "another run")):
-        out = shutil.copytree(run, tmp_path / name)
-        if name == "cut":
-            (state,) = (store_of(out).place(7) / "state").iterdir()
-            state.write_bytes(state.read_bytes()[:-1])
-        else:
-            shutil.copytree(store_of(tmp_path / "other").place(9), store_of(out).place(9))
-        said = trained(data, out, EVERY, resume=True).said
-        assert f"{newest} of {TOTAL}" in said
-        assert any(f"step-0000000{7 if name == 'cut' else 9}" in one and words in one for one in said), said
-    drop_checkpoints(run, 3)
-    shutil.copytree(store_of(run).place(3), store_of(run).folder / "step-00000099")
+    trained(data, other, EVERY | {"seed": "1"}, stop_at=9)
+    (state,) = (store_of(run).place(7) / "state").iterdir()
+    state.write_bytes(state.read_bytes()[:-1])
+    shutil.copytree(store_of(other).place(9), store_of(run).place(9))
     one = EVERY | {"checkpoint.keep": "1"}
-    assert trained(data, run, one, stop_at=5, resume=True).outcome.steps == 5
-    assert f"5 of {TOTAL}" in trained(data, run, one, resume=True).said  # new ones stay where damaged newer ones lie
-
-
-class Again(TinyAgain):
-    """Calls its batch norm layer twice, and computes in float64."""
-
-    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
-        super().__init__(num_classes, in_channels)
-        self.double()
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x.double())
+    said = trained(data, run, one, stop_at=8, resume=True).said
+    assert f"6 of {TOTAL}" in said
+    for step, words in ((7, "is damaged"), (9, "another run")):
+        assert any(f"step-0000000{step}" in sentence and words in sentence for sentence in said), said
+    assert f"8 of {TOTAL}" in trained(data, run, one, resume=True).said  # new ones stay where damaged newer ones lie
 
 
 def test_merged_and_single_microbatches_train_alike_and_other_statistics_do_not(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = SHORT | {"microbatch": "8", "model.name": "training.test_runs:Again"}
+    settings = SHORT | {"microbatch": "8", "model.name": "tiny:TinyDouble"}
     trained(data, tmp_path / "merged", settings)
     trained(data, tmp_path / "sync", settings | {"batch_norm": "sync"})
-
-    def by_calls(passes: statistics.Passes) -> tuple[tuple[int, int], ...]:
-        return tuple((0, i) for i in range(sum(len(starts) for starts, _ in passes)))
-
-    with monkeypatch.context() as patch:
-        statistics._own_rows.cache_clear()
-        patch.setattr(statistics, "_order", by_calls)  # all microbatches of one call before those of the next
-        trained(data, tmp_path / "by calls", settings)
-        statistics._own_rows.cache_clear()
     monkeypatch.setattr("convoy.engine.coupling.CPU_BUDGET", 0)
     trained(data, tmp_path / "single", settings)
-    merged, single, sync, by_call = (weights(tmp_path / name) for name in ("merged", "single", "sync", "by calls"))
+    merged, single, sync = (weights(tmp_path / name) for name in ("merged", "single", "sync"))
     for name, number in (("merged", 3), ("single", 1)):
         derived = summary(tmp_path / name)["derived"]
         assert number in [row["value"] for row in derived if row["name"] == "microbatches in one pass"]
     torch.testing.assert_close(merged, single, rtol=1e-9, atol=1e-12)
-    for other in (sync, by_call):
-        assert not torch.allclose(merged["norm.running_var"], other["norm.running_var"], rtol=1e-6)
+    assert not torch.allclose(merged["norm.running_var"], sync["norm.running_var"], rtol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_where_something_is_wrong_nothing_is_made(data: Path, tmp_path: Path) -> None:
-    for settings, words in (
-        ({"model.name": "tiny:Unfit"}, "logits"),
-        ({"batch": "1000"}, "batch"),
-        ({"model.name": "alexnet"}, "alexnet"),
-        ({"parallel.local_sgd": "2", "ema.decay": "0.9"}, "ema averages the weights of every update, but local_sgd"),
-        ({"model.name": "tiny:tiny_scripted"}, "the network is TorchScript"),
-    ):
-        with pytest.raises(ConvoyError, match=words):
-            trained(data, tmp_path / "run", settings)
-        assert not (tmp_path / "run").exists()
-    undetermined = {"model.name": "failing:Undetermined", "reproducible": "true"}
+def test_a_reproducible_run_refuses_what_torch_computes_otherwise_each_time(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConvoyError, match="torch has no deterministic guess_backward_cuda"):
-        trained(data, tmp_path / "run", undetermined)
+        trained(data, tmp_path / "run", {"model.name": "failing:Undetermined", "reproducible": "true"})
 
 
 # Longer runs
@@ -212,14 +161,7 @@ def test_a_longer_run_ends_as_one_of_that_length_and_leaves_the_old_one_as_it_wa
 
 REFUSED = {
     "--batch 12": "was trained with batch=24, so a run that extends it cannot",
-    "--set optimizer.name=adamw --lr 0.1": "--weights",
-    "--seed 3": "seed=0, so a run that extends it cannot have seed=3",
     "--epochs 3": "--epochs contradicts --extend",
-    "--recipe lenet-mnist": "--recipe contradicts --extend",
-    "--resume": "--extend begins a new run: go on with that one by",
-    "--extend long": "--extend: 'long' is not a duration: write epochs as 90ep",
-    "--extend 0": "--extend 0 is no length to train on for",
-    "--extend 5%": "--extend 5% is no length to train on for",
     "--data {less}": "the data are not those that",
 }
 
@@ -229,31 +171,19 @@ def test_the_command_makes_a_run_longer_or_says_why_not(
 ) -> None:
     old, less = tmp_path / "old", write_mnist(tmp_path / "less", num_train=72)
     trained(data, old, {"epochs": "2ep"})
-    before = sorted(tmp_path.iterdir())
 
-    def refused(*options: str) -> str:
-        assert main(["train", str(old), *options]) == 2
+    def refused(options: str = "") -> str:
+        before = sorted(tmp_path.iterdir())
+        assert main(["train", str(old), "--extend", "1", *options.format(less=less).split()]) == 2
         assert sorted(tmp_path.iterdir()) == before
         return capsys.readouterr().err
 
     for options, words in REFUSED.items():
-        extend = [] if "--extend" in options else ["--extend", "1"]
-        assert words in refused(*extend, *options.format(less=less).split()), options
-    assert f"convoy train {old} --extend 6ep" in refused("--resume", "--epochs", "8")
-    (old / "checkpoints").rename(old / "away")
-    assert "has no checkpoints any more" in refused("--extend", "1")
-    (old / "away").rename(old / "checkpoints")
+        assert words in refused(options), options
     assert main(["train", str(old), "--extend", "1"]) == main(["train", str(old), "--extend", "1"]) == 0
     assert (tmp_path / "old-extended-2" / "weights.safetensors").exists()
     assert config(tmp_path / "old-extended")["epochs"] == "3ep" and summary(tmp_path / "old-extended")["steps"] == 12
-    change_json(old / "summary.json", lambda found: found.update(status="stopped"))
-    before = sorted(tmp_path.iterdir())
-    assert "is not finished (its summary says stopped)" in refused("--extend", "1")
-
-
-def test_lengths_in_other_units_are_counted_in_updates(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    run.config.write_text("model: {name: lenet}\ndata: {path: mnist-mini}\nbatch: 10\nepochs: 2ep\n")
-    run.summary_file.write_text('{"num_train": 105}')
-    assert new_length(run, "8") == new_length(run, "8ep") == Duration(10, "ep")
-    assert (new_length(run, "0.1"), new_length(run, "7ba")) == (Duration(2.1, "ep"), Duration(27, "ba"))
+    shutil.rmtree(old / "checkpoints")
+    assert "has no checkpoints any more" in refused()
+    change_json(old / "summary.json", lambda document: document.update(status="stopped"))
+    assert "is not finished (its summary says stopped)" in refused()

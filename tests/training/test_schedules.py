@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
-from convoy.training.checkpoints import FIRST_UPDATES, Automatic, Every, Pace, Young
-from convoy.training.classification import ClassificationLoss, heads, num_correct
-from convoy.training.config import TimeSpan
+from convoy.training.checkpoints import FIRST_UPDATES, Timetable
+from convoy.training.classification import ClassificationLoss, heads
 from convoy.training.derived import resolve
 from convoy.training.recipe import load_recipe
 from convoy.training.state import AveragedWeights, effective_decay
@@ -51,67 +50,53 @@ def points(name: str, *changes: str, want: dict[float, float]) -> None:
 # When a checkpoint is due: the same updates on all ranks, whatever their clocks say
 
 
-class Clock(Pace):
-    """One that shows what it is told."""
+class Told(Timetable):
+    """With a clock that shows what it is told."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
+    seconds = 1.0
 
     @property
     def update_s(self) -> float:
         return self.seconds
 
 
-def due(when: Automatic | Every, updates: range, seconds: float) -> list[int]:
+def due(every: int | None, updates: range, seconds: float, multiple: int = 1) -> list[int]:
     """After which updates it was; every checkpoint is on disk at once."""
-    found = []
+    when, steps = Told(every, Ranks.here(), 320.0, multiple), []
+    when.seconds = seconds
     for done in updates:
-        if when.due(done, Clock(seconds)):
-            found.append(done)
+        if when.due(done):
+            steps.append(done)
             when.saved(done)
-            when.measured(done, 0.1, 0.01, 0.5)
-    return found
-
-
-def automatic(multiple: int = 1) -> Automatic:
-    return Automatic(Young(TimeSpan(320, "s"), multiple), Ranks.here())
+            when.measured(0.1, 0.01, 0.5)
+    return steps
 
 
 def test_the_first_checkpoint_is_soon_and_the_others_follow_from_its_cost() -> None:
-    assert due(Every(4), range(1, 13), 1.0) == [4, 8, 12]
+    assert due(4, range(1, 13), 1.0) == [4, 8, 12]
     for update_s, first in ((0.001, FIRST_UPDATES), (1.0, 30), (100.0, 2)):
         want = list(range(first, 121, 16))  # sqrt(2 · 0.1 s · 320 s) = 8 s of 0.5 s each
-        assert due(automatic(), range(1, 121), update_s) == want
-    averaging = due(automatic(7), range(1, 200), 0.3)  # where a checkpoint averages the weights
+        assert due(None, range(1, 121), update_s) == want
+    averaging = due(None, range(1, 200), 0.3, multiple=7)  # where a checkpoint averages the weights
     assert len(averaging) > 5 and all(step % 7 == 0 for step in averaging)
 
 
 def _with_clocks_apart() -> list[int]:
     rank = Ranks.here().rank
-    return due(automatic(), range(1, 100), 1.0 if rank == 0 else 0.001 * rank)
+    return due(None, range(1, 100), 1.0 if rank == 0 else 0.001 * rank)
 
 
 def test_all_ranks_follow_one_clock() -> None:
     assert run_ranks(_with_clocks_apart, 3) == [[30, 46, 62, 78, 94]] * 3
 
 
-def test_the_interval_is_youngs_which_loses_least() -> None:
-    hours = TimeSpan(6, "h")
-    decided = Young(hours).decide(0.08, 0.5, 0.1427)
-    assert decided.updates == round(math.sqrt(2 * 0.08 * 6 * 3600) / 0.1427) == 412
-    assert decided.sentence == (
-        "checkpoint every 412 updates (59 s): sqrt(2 · 0.08 s · 6 h), Young 1974; at most 59 s of work are lost"
-    )
-    for cost, mtbf in ((0.01, 0.1), (0.3, 6), (5, 24)):
-        best = Young(TimeSpan(mtbf, "h")).decide(cost, 0.0, 0.001).seconds
-        # a share of all time: for checkpoints, and half an interval at every failure
-        lost = {factor: cost / (best * factor) + best * factor / 2 / mtbf / 3600 for factor in (0.5, 0.9, 1, 1.1, 2)}
-        assert min(lost.values()) == lost[1]
-    young = Young(hours)
-    young.decide(9.0, 0.0, 0.1)  # a single outlier does not count
-    assert [young.decide(0.08, 0.0, 0.1).updates for _ in range(4)][-1] == Young(hours).decide(0.08, 0, 0.1).updates
-    assert Young(hours, 7).decide(0.08, 0.0, 0.1427).updates == 413
+def test_the_interval_is_youngs_by_the_median_of_costs() -> None:
+    sentence = "checkpoint every 412 updates (59 s): sqrt(2 · 0.08 s · 6 h), Young 1974; at most 59 s of work are lost"
+    assert Timetable(None, Ranks()).measured(0.08, 0.5, 0.1427) == sentence
+    assert round(math.sqrt(2 * 0.08 * 6 * 3600) / 0.1427) == 412
+    outlier = Timetable(None, Ranks())
+    assert "sqrt(2 · 9 s" in str(outlier.measured(9.0, 0.0, 0.1427))
+    assert "every 412 updates" in str([outlier.measured(0.08, 0.5, 0.1427) for _ in range(2)][-1])
 
 
 # Averages of weights
@@ -161,9 +146,6 @@ def test_auxiliary_heads_count_with_their_weight_and_smoothing_mixes_with_the_un
     assert torch.equal(ClassificationLoss()((LOGITS, None, None), LABELS), one)  # heads that are off
     soft = 0.9 * F.one_hot(LABELS, 4).float() + 0.1 / 4
     assert torch.allclose(ClassificationLoss(0.1)(LOGITS, LABELS), F.cross_entropy(LOGITS, soft))
-    right = int((LOGITS.argmax(1) == LABELS).sum())
-    assert num_correct((LOGITS, AUX), LABELS) == right
-    assert num_correct(LOGITS, F.one_hot(LABELS, 4).float() * 0.7 + 0.05) == right  # of mixed targets
-    for outputs in (torch.zeros(2, 3, 4, 4), None, ()):
+    for outputs in (torch.zeros(2, 3, 4, 4), None):
         with pytest.raises(ConvoyError, match="logits"):
             heads(outputs)

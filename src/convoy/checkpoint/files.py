@@ -134,12 +134,13 @@ def write_record(
         "values": json.loads(to_json(values)),
         "sha256": dict(checksums),
     }
-    write_text(folder / RECORD, as_text(record | {"record_sha256": _digest(record)}))
+    write_text(folder / RECORD, _as_text(record))
 
 
-def as_text(record: Mapping[str, Any]) -> str:
-    """The one form in which a record is written: every byte of the file counts."""
-    return to_json(record, indent=2) + "\n"
+def _as_text(record: Mapping[str, Any]) -> str:
+    """The one form in which a record is written, with its checksum: every byte of the file counts."""
+    checksum = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    return to_json({**record, "record_sha256": checksum}, indent=2) + "\n"
 
 
 def _damaged(folder: Path, what: str) -> DamagedCheckpointError:
@@ -170,8 +171,8 @@ def _read(folder: Path, step: int | None) -> dict[str, Any]:
     try:
         text = (folder / RECORD).read_text(encoding="utf-8")
         record: dict[str, Any] = json.loads(text)
-        form, is_as_written = record["format"], text == as_text(record)
-        digest = record.pop("record_sha256")
+        form = record["format"]
+        del record["record_sha256"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(folder, f"is damaged or not Convoy's: {RECORD} cannot be read") from error
     if form != FORMAT:
@@ -179,7 +180,7 @@ def _read(folder: Path, step: int | None) -> dict[str, Any]:
     kinds = {"step": int, "identity": str, "values": dict, "sha256": dict}
     if [type(record.get(key)) for key in kinds] != list(kinds.values()):
         raise _damaged(folder, f"is not Convoy's: {RECORD} lacks what belongs into it")
-    if not is_as_written or digest != _digest(record) or step not in (None, record["step"]):
+    if text != _as_text(record) or step not in (None, record["step"]):
         raise _damaged(folder, f"is damaged: {RECORD} does not match its checksum")
     return record
 
@@ -196,7 +197,3 @@ def values_explained(what: str) -> Iterator[None]:
             f"{what} holds other values than Convoy writes, though its checksums fit ({type(error).__name__}: "
             f"{error}): remove it, and use the one before it"
         ) from error
-
-
-def _digest(record: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

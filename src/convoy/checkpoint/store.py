@@ -104,12 +104,12 @@ def read_checkpoint(place: Path, step: int | None = None) -> Checkpoint:
     return Checkpoint(record["step"], record["identity"], tensors, record["values"])
 
 
+@dataclass(frozen=True)
 class CheckpointStore:
     """The checkpoints of one run directory: the last `keep` of them and the best."""
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
-        self.folder = folder
-        self.keep = keep
+    folder: Path
+    keep: int = 3
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, in rising order; damaged ones included."""
@@ -196,6 +196,7 @@ def stamp(path: Path) -> tuple[int, int, int] | None:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
+@dataclass
 class Writing:
     """Writes shard `number` of a draft (None: this rank writes none); on the rank that has `put`, waits for the shards
     of the others and then calls it, which makes the draft a checkpoint.
@@ -205,18 +206,15 @@ class Writing:
     thread knows it, and the ranks agree on that when they next ask each other.
     """
 
-    def __init__(
-        self,
-        draft: Draft,
-        number: int | None,
-        tensors: Mapping[str, Tensor],
-        put: Callable[[], None] | None = None,
-    ) -> None:
-        self.draft = draft
+    draft: Draft
+    number: int | None
+    tensors: Mapping[str, Tensor]
+    put: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
         self.failure: Exception | None = None  # what went wrong
         self.seconds = 0.0  # how long it took, once it has ended
         self.processor_s = 0.0  # processor time of the thread
-        self._number, self._tensors, self._put = number, tensors, put
         self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="convoy-checkpoint", daemon=True)
         self._thread.start()
@@ -237,20 +235,16 @@ class Writing:
     def _run(self) -> None:
         began = time.perf_counter()
         try:
-            if self._number is not None:
-                self.draft.add(self._number, self._tensors)
-            self._tensors = {}
+            if self.number is not None:
+                self.draft.add(self.number, self.tensors)
+            self.tensors = {}
             self.processor_s = time.thread_time()
-            if self._put is not None and self._others():
-                self._put()
+            while self.put is not None and not self._given_up.is_set():
+                if self.draft.complete():
+                    self.put()
+                    break
+                self._given_up.wait(_LOOK_S)
         except Exception as error:
             self.failure = error
-            self._tensors = {}
+            self.tensors = {}
         self.seconds = time.perf_counter() - began
-
-    def _others(self) -> bool:
-        """Wait for the shards of the others; whether they came."""
-        while not self.draft.complete():
-            if self._given_up.wait(_LOOK_S):
-                return False
-        return True

@@ -7,9 +7,10 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,7 +25,7 @@ from convoy.engine.network import Network, network_of
 from convoy.errors import ConvoyError
 from convoy.graph.tree import replace
 from convoy.script.ranks import alike, together
-from convoy.script.state import Entries, NamedOptimizer, Parts
+from convoy.script.state import NamedOptimizer, Parts
 from convoy.script.values import Packed, Whole, unpacked
 
 _OWN = ("net", "optimizer", "scheduler")
@@ -66,9 +67,10 @@ def save(
     agree("convoy.save", network.groups)
     with together(network):
         things = _things(net, optimizer, scheduler, anything)
-    entries = {name: thing.named.entries() for name, thing in things.items() if isinstance(thing, _Optimizer)}
+    for thing in things.values():
+        thing.prepare()
     with together(network):
-        packed = Packed({name: thing.state(entries.get(name)) for name, thing in things.items()})
+        packed = Packed({name: thing.state() for name, thing in things.items()})
     about = {name: thing.about() for name, thing in things.items()}
     if network.groups.mesh.num_devices > 1:
         facts = packed.facts([name for name, thing in things.items() if type(thing) is _Thing])
@@ -138,20 +140,24 @@ def load(
     return {name: thing for name, thing in saved.items() if name not in things and name not in _OWN}
 
 
+@dataclass
 class _Thing:
     """One of the values to save, by its name; subclasses are objects with a state."""
 
-    kind = "a value"
-    mend = "give the object whose state was saved"  # the advice where another kind was saved
+    name: str
+    thing: Any
 
-    def __init__(self, name: str, thing: Any) -> None:
-        self.name, self.thing = name, thing
+    kind: ClassVar[str] = "a value"
+    mend: ClassVar[str] = "give the object whose state was saved"  # the advice where another kind was saved
 
     def about(self) -> dict[str, Any]:
         """What is to be known beside its state."""
         return {"kind": self.kind}
 
-    def state(self, entries: Entries | None = None) -> Any:
+    def prepare(self) -> None:
+        """Before its state is taken; all ranks call it."""
+
+    def state(self) -> Any:
         return self.thing
 
     def check(self, saved: Any, about: Mapping[str, Any]) -> None:
@@ -168,7 +174,7 @@ class _Object(_Thing):
     def about(self) -> dict[str, Any]:
         return {"kind": self.kind, "of": type(self.thing).__name__}
 
-    def state(self, entries: Entries | None = None) -> Any:
+    def state(self) -> Any:
         return self.thing.state_dict()
 
     def check(self, saved: Any, about: Mapping[str, Any]) -> None:
@@ -195,7 +201,7 @@ class _Module(_Thing):
         draws = {place: {"seed": network.context.seed, "passes": network.passes} for place, network in networks}
         return {"kind": self.kind, "draws": draws}
 
-    def state(self, entries: Entries | None = None) -> Any:
+    def state(self) -> Any:
         parts = Parts(self.thing)
         return {
             name: Whole(partial(parts.whole, name, tensor), parts.shape(name, tensor)) if parts.networks else tensor
@@ -217,16 +223,16 @@ class _Module(_Thing):
                 network.context.seed, network.passes = draws["seed"], draws["passes"]
 
 
+@dataclass
 class _Optimizer(_Object):
+    named: NamedOptimizer
     kind = "an optimizer"
 
-    def __init__(self, name: str, optimizer: Optimizer, named: NamedOptimizer) -> None:
-        super().__init__(name, optimizer)
-        self.named = named
+    def prepare(self) -> None:
+        self.entries = self.named.entries()
 
-    def state(self, entries: Entries | None = None) -> Any:
-        assert entries is not None
-        return self.named.state(entries)
+    def state(self) -> Any:
+        return self.named.state(self.entries)
 
     def check(self, saved: Any, about: Mapping[str, Any]) -> None:
         super().check(saved, about)

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.collectives import by_way_of_host, gather_ints
+from convoy.comm.collectives import by_way_of_host
+from convoy.comm.ranks import Ranks
 from convoy.engine.network import Network, network_of
 from convoy.engine.recorded import Recorded, graph_on
 from convoy.engine.stages import StagedNetwork
@@ -80,15 +81,9 @@ class _Step:
             _warn("gloo carries what the devices exchange, by way of the CPU")
             return
 
-        def agree(reason: str | None) -> str | None:
-            refusing = [rank for rank, (no,) in enumerate(gather_ints([reason is not None], world)) if no]
-            return reason or (f"rank {refusing[0]} cannot record it" if refusing else None)
-
-        def fit(fits: bool) -> bool:
-            return all(every for (every,) in gather_ints([fits], world))
-
+        ranks, abandon = Ranks(group=world), network.abandon
         self._recorded = Recorded(
-            self._run, net, network.context, graph, agree=agree, fit=fit, abandon=network.abandon, tell=_tell
+            self._run, net, network.context, graph, agree=ranks.first_of, fit=ranks.agree, abandon=abandon, tell=_tell
         )
         if network.device.type == "cuda" and torch.cuda.current_stream() == torch.cuda.default_stream():
             self._stream = torch.cuda.Stream()

@@ -110,8 +110,11 @@ def build_for(
     The weights are the same in either case. A network that cannot be built so, or does not show its calls without
     numbers, is built whole on every rank, with a note. All ranks call it.
     """
-    in_stages = plan is not None and "stage" in plan.mesh.names
-    if ranks.num == 1 or not (in_stages or _bytes_of_weights(recipe, len(given.classes)) >= LARGE):
+    if ranks.num == 1:
+        return build_model(recipe, given)
+    weights = on_meta(recipe, len(given.classes))
+    is_large = weights is not None and sum(weight.nbytes for weight in weights.parameters()) >= LARGE
+    if not is_large and (plan is None or "stage" not in plan.mesh.names):
         return build_model(recipe, given)
     model: nn.Module | None = None
     refused, notes = "", list[str]()
@@ -126,11 +129,6 @@ def build_for(
         return model, notes
     model, notes = build_model(recipe, given)
     return model, [*notes, f"every device builds all of {recipe.model.name} before it takes its part, as {refused}"]
-
-
-def _bytes_of_weights(recipe: Recipe, num_classes: int) -> int:
-    model = on_meta(recipe, num_classes)
-    return 0 if model is None else sum(weight.nbytes for weight in model.parameters())
 
 
 def on_meta(recipe: Recipe, num_classes: int | None = None) -> nn.Module | None:
@@ -244,8 +242,8 @@ def _depends_on_microbatches(recipe: Recipe, model: nn.Module, found: Probe | No
         return True
     if recipe.batch_norm != "microbatch":
         return False
-    coupled_samples = found is not None and (not found.separable or (found.draws and not found.owned))
-    return coupled_samples or any(isinstance(layer, _BatchNorm) for layer in model.modules())
+    couples = found is not None and (not found.separable or (found.draws and not found.owned))
+    return couples or any(isinstance(layer, _BatchNorm) for layer in model.modules())
 
 
 def merged(

@@ -9,18 +9,18 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from convoy.checkpoint.store import CheckpointStore, Draft, State, Writing, snapshot, stamp
+from convoy.checkpoint.store import CheckpointStore, State, Writing, snapshot, stamp
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError, MachineError
 from convoy.files import to_json
-from convoy.training.config import TimeSpan, in_words
+from convoy.training.config import in_words
 
 # The first checkpoint of a process comes after this many updates at most: those by which predictions are checked are
 # before it.
@@ -35,132 +35,80 @@ TIMEOUT_S = 300.0  # the default limit of the run's wait for a checkpoint
 END_S = 5.0  # what a checkpoint on its way is given when the run ends by a mistake
 
 
-class Pace:
-    """The time of an update on this rank, with evaluations and without checkpoints, from the second update on."""
+class Timetable:
+    """When a checkpoint is due: every so many updates, or (None) at the interval that follows from what one costs, the
+    first one soon, to measure that. All ranks follow the clock of rank 0.
 
-    def __init__(self) -> None:
+    Young, A first order approximation to the optimum checkpoint interval, 1974: with a checkpoint that costs C and a
+    mean time M between failures, `mtbf_s`, the least time is lost with sqrt(2 · C · M) between checkpoints. (Daly,
+    2006, adds terms that matter where C is not far below M.) Shorter than the time in which a checkpoint is written it
+    cannot be. Such checkpoints come after a `multiple` of so many updates.
+    """
+
+    def __init__(self, every: int | None, ranks: Ranks, mtbf_s: float = 6 * 3600.0, multiple: int = 1) -> None:
+        self._every, self._ranks, self._mtbf_s, self._multiple = every, ranks, mtbf_s, multiple
+        # The time of an update, with evaluations and without checkpoints, is that from the second one on.
         self._first: int | None = None
-        self._began = 0.0
-        self._waited_s = 0.0
-        self._done = 0
+        self._began = self._waited_s = 0.0
+        self._done = self._last = 0
+        self._costs: deque[float] = deque(maxlen=_REMEMBERED)
+        self._interval = self._told = 0  # updates; 0 before anything is measured
+        self._next: int | None = None
 
-    def updated(self, done: int) -> None:
+    def due(self, done: int) -> bool:
+        """Whether a checkpoint is due after so many updates. All ranks call it after every update."""
         self._done = done
         if self._first is None:
             self._first, self._began = done, time.perf_counter()
+        if self._every is not None:
+            return done % self._every == 0
+        if self._next is None and done == self._first + 1:
+            updates = min(FIRST_UPDATES, max(2, int(FIRST_S / self.update_s)))
+            (updates,) = self._ranks.largest(updates if self._ranks.rank == 0 else 0)
+            self._next = self._rounded(done + updates - 2)
+        return self._next is not None and done >= self._next
+
+    @property
+    def update_s(self) -> float:
+        """Seconds of an update on this rank; 0 while nothing is known."""
+        if self._first is None or self._done == self._first:
+            return 0.0
+        return max(1e-6, (time.perf_counter() - self._began - self._waited_s) / (self._done - self._first))
 
     def waited(self, seconds: float) -> None:
         """The run was kept by a checkpoint."""
         if self._first is not None:
             self._waited_s += seconds
 
-    @property
-    def update_s(self) -> float:
-        """Seconds; 0 while nothing is known."""
-        if self._first is None or self._done == self._first:
-            return 0.0
-        return max(1e-6, (time.perf_counter() - self._began - self._waited_s) / (self._done - self._first))
-
-
-class Every:
-    """A checkpoint every so many updates, at least 1; the same on all ranks."""
-
-    def __init__(self, updates: int) -> None:
-        self._updates = updates
-
-    def due(self, done: int, pace: Pace) -> bool:
-        """Whether a checkpoint is due after so many updates. All ranks call it after every update."""
-        return done % self._updates == 0
-
     def saved(self, step: int) -> None:
-        """One was begun, due or not."""
+        """A checkpoint was begun, due or not."""
+        self._last = step
+        if self._interval or self._next is not None:
+            self._next = self._rounded(step + (self._interval or FIRST_UPDATES))
 
-    def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
-        """One is on disk: seconds that it kept the run from its work, until it was written, and of an update (0: not
-        known yet); the same numbers on all ranks. Gives a sentence where there is something new to say.
+    def measured(self, cost_s: float, write_s: float, update_s: float) -> str | None:
+        """A checkpoint is on disk: seconds that it kept the run from its work, until it was written, and of an update
+        (0: not known yet); the same numbers on all ranks. The interval follows from the median of the last costs; it is
+        said at first, and where it has changed to half or double of that.
         """
-        return None
-
-
-class Interval(NamedTuple):
-    """The updates between two checkpoints, the seconds by the measured time of one, and a sentence that says why."""
-
-    updates: int
-    seconds: float
-    sentence: str
-
-
-@dataclass
-class Young:
-    """Derives the interval from what checkpoints cost.
-
-    Young, A first order approximation to the optimum checkpoint interval, 1974: with a checkpoint that costs C and a
-    mean time M between failures, the least time is lost with sqrt(2 · C · M) between checkpoints. (Daly, 2006, adds
-    terms that matter where C is not far below M.) Shorter than the time in which a checkpoint is written it cannot be.
-    """
-
-    mtbf: TimeSpan  # M of the formula
-    multiple: int = 1  # the interval is a multiple of so many updates
-    _costs: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-
-    def decide(self, cost_s: float, write_s: float, update_s: float) -> Interval:
-        """Take one more measurement into account: the median of the last ones counts."""
+        if self._every is not None or update_s == 0:
+            return None
         self._costs.append(max(cost_s, 1e-6))
         cost, update_s = median(self._costs), max(update_s, 1e-6)
-        young = math.sqrt(2 * cost * self.mtbf.seconds)
-        updates = max(1, round(max(young, write_s) / update_s))
-        updates = math.ceil(updates / self.multiple) * self.multiple
-        seconds = updates * update_s
-        formula = f"sqrt(2 · {in_words(cost)} · {in_words(self.mtbf.seconds)}), Young 1974"
+        young = math.sqrt(2 * cost * self._mtbf_s)
+        updates = self._interval = self._rounded(max(1, round(max(young, write_s) / update_s)))
+        self._next = self._rounded(self._last + updates)
+        if self._told and 0.5 < updates / self._told < 2:
+            return None
+        self._told = updates
+        formula = f"sqrt(2 · {in_words(cost)} · {in_words(self._mtbf_s)}), Young 1974"
         if write_s > young:
             formula = f"as long as one takes to be written, more than {formula}"
-        every = f"checkpoint every {updates:,} update{'s' if updates > 1 else ''} ({in_words(seconds)})"
-        return Interval(updates, seconds, f"{every}: {formula}; at most {in_words(seconds + write_s)} of work are lost")
+        every = f"checkpoint every {updates:,} update{'s' if updates > 1 else ''} ({in_words(updates * update_s)})"
+        return f"{every}: {formula}; at most {in_words(updates * update_s + write_s)} of work are lost"
 
-
-class Automatic(Every):
-    """At Young's interval after the one before; the first one soon, to measure what a checkpoint costs. The ranks
-    follow the clock of rank 0.
-    """
-
-    def __init__(self, young: Young, ranks: Ranks) -> None:
-        self._young = young
-        self._ranks = ranks
-        self._calls = 0
-        self._next: int | None = None
-        self._last = 0
-        self._interval: Interval | None = None
-        self._said = 0
-
-    def due(self, done: int, pace: Pace) -> bool:
-        self._calls += 1
-        if self._calls == 2 and self._next is None:
-            updates = min(FIRST_UPDATES, max(2, int(FIRST_S / pace.update_s)))
-            (updates,) = self._ranks.largest(updates if self._ranks.rank == 0 else 0)
-            self._next = self._rounded(done + updates - 2)
-        return self._next is not None and done >= self._next
-
-    def saved(self, step: int) -> None:
-        self._last = step
-        if self._interval is not None:
-            self._next = self._rounded(step + self._interval.updates)
-        else:
-            self._next = None if self._next is None else self._rounded(step + FIRST_UPDATES)
-
-    def measured(self, step: int, cost_s: float, write_s: float, update_s: float) -> str | None:
-        """Derive the interval; it is said at first, and where it has changed to half or double of that."""
-        if update_s == 0:
-            return None
-        self._interval = self._young.decide(cost_s, write_s, update_s)
-        self._next = self._rounded(self._last + self._interval.updates)
-        if self._said and 0.5 < self._interval.updates / self._said < 2:
-            return None
-        self._said = self._interval.updates
-        return self._interval.sentence
-
-    def _rounded(self, step: int) -> int:
-        multiple = self._young.multiple
-        return -(-step // multiple) * multiple
+    def _rounded(self, updates: int) -> int:
+        return -(-updates // self._multiple) * self._multiple
 
 
 @dataclass
@@ -185,13 +133,13 @@ class Report:
 
     state: State
     failure: str | None  # why this rank could not write
-    waited_s: float  # of the run, for this checkpoint
-    processor_s: float  # processor time of the thread
+    cost_s: float  # that it kept the run from its work so far
     seconds: float  # until it was written
     update_s: float  # the time of an update
     kept_s: float  # that the run has now waited for it in one go
 
 
+@dataclass
 class Saver:
     """Writes the checkpoints of a run.
 
@@ -202,35 +150,24 @@ class Saver:
     `check(updates done)` refuses to write where the run directory has gone.
     """
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        when: Every,
-        ranks: Ranks,
-        tell: Callable[[str], None],
-        *,
-        goes_on: bool = False,
-        on_processor: bool = True,
-        timeout_s: float = TIMEOUT_S,
-        check: Callable[[int], None] = lambda done: None,
-    ) -> None:
+    store: CheckpointStore
+    when: Timetable
+    ranks: Ranks
+    tell: Callable[[str], None]
+    _: KW_ONLY
+    goes_on: bool = False
+    on_processor: bool = True
+    timeout_s: float = TIMEOUT_S
+    check: Callable[[int], None] = lambda done: None
+
+    def __post_init__(self) -> None:
         self.newest: int | None = None  # step of the newest checkpoint on disk
         self.tally = CheckpointTally()
         self._wait_s = 0.0
-        self._store = store
-        self._when = when
-        self._ranks = ranks
-        self._tell = tell
-        self._goes_on = goes_on
-        self._on_processor = on_processor
-        self._timeout_s = timeout_s
-        self._check = check
-        self._pace = Pace()
         self._writing: Writing | None = None
         self._writers: list[int] = [0]
         self._token = ""
-        self._count = 0
-        self._look_at = 0
+        self._count = self._look_at = 0
         self._failed = False
 
     @contextmanager
@@ -238,10 +175,10 @@ class Saver:
         """While entered, checkpoints are written. All ranks enter it; `seen` is a file of the run directory that rank 0
         has just written.
         """
-        if self._ranks.rank == 0:
-            self._store.sweep()
+        if self.ranks.rank == 0:
+            self.store.sweep()
         here = stamp(seen)
-        stamps = self._ranks.gather((here, uuid.uuid4().hex))
+        stamps = self.ranks.gather((here, uuid.uuid4().hex))
         self._token = stamps[0][1]
         self._writers = [rank for rank, (stamp, _) in enumerate(stamps) if rank == 0 or stamp == stamps[0][0]]
         try:
@@ -256,12 +193,12 @@ class Saver:
 
     def due(self, done: int) -> bool:
         """Whether a checkpoint is due now. All ranks call it after every update."""
-        self._pace.updated(done)
+        is_due = self.when.due(done)
         if self._writing is not None and done >= self._look_at:
             reports = self._ask()
             update_s = reports[0].update_s
             self._look_at = done + (min(MAX_UPDATES, max(1, int(LOOK_S / update_s))) if update_s else 1)
-        return self._when.due(done, self._pace)
+        return is_due
 
     def save(
         self,
@@ -276,22 +213,22 @@ class Saver:
         """
         before_s = self.tally.waited_s
         self.finish()
-        self._ranks.first(lambda: self._check(step))
+        self.ranks.first(lambda: self.check(step))
         began = time.perf_counter()
         self._wait_s = 0.0
-        number = self._writers.index(self._ranks.rank) if self._ranks.rank in self._writers else None
+        number = self._writers.index(self.ranks.rank) if self.ranks.rank in self._writers else None
         shard = snapshot(tensors, number, len(self._writers))
         self._count += 1
-        draft = self._store.draft(step, len(self._writers), f"{self._token}-{self._count}")
+        draft = self.store.draft(step, len(self._writers), f"{self._token}-{self._count}")
         frozen = json.loads(to_json(values))
 
         def put() -> None:
-            draft.put(self._store.place(step), identity, frozen)
-            self._store.prune(step, best_step)
+            draft.put(self.store.place(step), identity, frozen)
+            self.store.prune(step, best_step)
 
-        self._writing = Writing(draft, number, shard, put if self._ranks.rank == 0 else None)
+        self._writing = Writing(draft, number, shard, put if self.ranks.rank == 0 else None)
         self._look_at = step + 1
-        self._when.saved(step)
+        self.when.saved(step)
         self._waited(began)
         self.tally.longest_wait_s = max(self.tally.longest_wait_s, self.tally.waited_s - before_s)
 
@@ -309,18 +246,18 @@ class Saver:
             self._waited(began)
             writing, reports = self._writing, self._ask(or_raise, time.perf_counter() - came)
             kept_s = reports[0].kept_s  # one clock for all
-            if self._writing is not None and kept_s > self._timeout_s:
+            if self._writing is not None and kept_s > self.timeout_s:
                 self._too_late(writing, reports)
             if not said and kept_s > LONG_S:
                 said = True
-                self._tell(f"waiting for the checkpoint of update {writing.draft.step:,}, {_still(reports)}")
+                self.tell(f"waiting for the checkpoint of update {writing.draft.step:,}, {_still(reports)}")
         self.tally.longest_wait_s = max(self.tally.longest_wait_s, self.tally.waited_s - before_s)
 
     def _waited(self, since: float) -> None:
         seconds = time.perf_counter() - since
         self._wait_s += seconds
         self.tally.waited_s += seconds
-        self._pace.waited(seconds)
+        self.when.waited(seconds)
 
     def _ask(self, or_raise: bool = False, kept_s: float = 0.0) -> list[Report]:
         """What every rank knows of the checkpoint on its way; when all have ended, what follows."""
@@ -330,8 +267,9 @@ class Saver:
         if state != "running" and failure is not None:
             named = isinstance(failure, OSError) and failure.strerror
             reason = named or f"{type(failure).__name__}: {failure}"
-        spent = self._wait_s, writing.processor_s, writing.seconds, self._pace.update_s, kept_s
-        reports = self._ranks.gather(Report(state, reason, *spent))
+        cost_s = self._wait_s + (writing.processor_s if self.on_processor else 0.0)
+        report = Report(state, reason, cost_s, writing.seconds, self.when.update_s, kept_s)
+        reports = self.ranks.gather(report)
         states = [report.state for report in reports]
         if "failed" in states:
             writing.give_up()
@@ -340,47 +278,45 @@ class Saver:
             if "failed" in states:
                 self._failure(writing, reports, or_raise)
             else:
-                self._success(writing.draft, reports)
+                self._success(writing.draft.step, reports)
         return reports
 
-    def _success(self, draft: Draft, reports: list[Report]) -> None:
-        self.newest = draft.step
+    def _success(self, step: int, reports: list[Report]) -> None:
+        self.newest = step
         self.tally.written += 1
         if self._failed:
             self._failed = False
-            self._tell(f"the checkpoint of update {draft.step:,} is written: a failure costs no more than that")
-        cost = max(report.waited_s + (report.processor_s if self._on_processor else 0.0) for report in reports)
-        write = max(report.seconds for report in reports)
-        sentence = self._when.measured(draft.step, cost, write, reports[0].update_s)
-        if sentence is not None:
-            self._tell(sentence)
+            self.tell(f"the checkpoint of update {step:,} is written: a failure costs no more than that")
+        cost_s, write_s = max(report.cost_s for report in reports), max(report.seconds for report in reports)
+        if (sentence := self.when.measured(cost_s, write_s, reports[0].update_s)) is not None:
+            self.tell(sentence)
 
     def _failure(self, writing: Writing, reports: list[Report], or_raise: bool) -> None:
-        if self._ranks.rank == 0:
+        if self.ranks.rank == 0:
             writing.draft.discard()
-        self._ranks.first(lambda: self._check(writing.draft.step))
+        self.ranks.first(lambda: self.check(writing.draft.step))
         if writing.failure is not None and not isinstance(writing.failure, OSError):
             raise writing.failure
         sentence = (
-            f"the checkpoint of update {writing.draft.step:,} could not be written to {self._store.folder} "
+            f"the checkpoint of update {writing.draft.step:,} could not be written to {self.store.folder} "
             f"({_first_failure(reports)}): {self._older()}"
         )
-        if or_raise or not self._goes_on:
+        if or_raise or not self.goes_on:
             raise ConvoyError(
                 f"{sentence}; free what is in its way and go on with --resume, or let runs train on without it: "
                 "--set checkpoint.on_error=continue"
             )
         self._failed = True
         self.tally.failed += 1
-        self._tell(f"{sentence}; the run goes on")
+        self.tell(f"{sentence}; the run goes on")
 
     def _too_late(self, writing: Writing, reports: list[Report]) -> None:
         """The file system may not answer: nothing more is asked of it, not even to remove the draft."""
         self._writing = None
         writing.give_up()
         raise MachineError(
-            f"the checkpoint of update {writing.draft.step:,} is not written after {in_words(self._timeout_s)} "
-            f"(--timeout), {_still(reports)}: {self._older()}; see whether the file system of {self._store.folder} "
+            f"the checkpoint of update {writing.draft.step:,} is not written after {in_words(self.timeout_s)} "
+            f"(--timeout), {_still(reports)}: {self._older()}; see whether the file system of {self.store.folder} "
             "answers, then go on with --resume"
         )
 
@@ -394,7 +330,7 @@ class Saver:
             return
         writing.wait(timeout_s)
         writing.give_up()
-        if self._ranks.rank == 0 and timeout_s and writing.state != "written":
+        if self.ranks.rank == 0 and timeout_s and writing.state != "written":
             writing.draft.discard()
 
 

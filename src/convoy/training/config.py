@@ -5,24 +5,34 @@ import math
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-Unit = Literal["ep", "ba", "%"]
 FORMS = "epochs as 90ep or 0.5ep, or weight updates as 5000ba"
+SPANS = "90s, 30min, 6h or 2d"
 
 _FORM = re.compile(r"(\d+(?:\.\d+)?)\s*(ep|ba|%)")
+_SPAN = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|d)")
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 
 
+@dataclass(frozen=True)
 class _Written(ABC):
-    """A value that recipes write as text: pydantic reads it by `parse` and writes it by `str`."""
+    """A number with a unit that recipes write as text: pydantic reads it by `parse` and writes it by `str`."""
+
+    value: float
+    unit: str
 
     @classmethod
     @abstractmethod
     def parse(cls, text: Any) -> Self:
-        """Read it."""
+        """Read it; a ValueError says what it may be."""
+
+    def __str__(self) -> str:
+        number = int(self.value) if self.value == int(self.value) else self.value
+        return f"{number}{self.unit}"
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -32,25 +42,14 @@ class _Written(ABC):
         )
 
 
-@dataclass(frozen=True)
 class Duration(_Written):
-    """A length or a point of training.
-
-    Attributes:
-        value: not negative; whole for `ba`, at most 100 for `%`.
-        unit: `ep` (epochs), `ba` (weight updates, each of one global batch) or `%` (of the whole run).
+    """A length or a point of training: a number of epochs (`ep`), a whole number of weight updates (`ba`), each of one
+    global batch, or a share of the whole run (`%`, at most 100). It is not negative.
     """
-
-    value: float
-    unit: Unit
 
     @classmethod
     def parse(cls, text: Any) -> Self:
-        """Read `90ep`, `0.5ep`, `5000ba` or `5%`; a number without a unit counts epochs.
-
-        Raises:
-            ValueError: the text has another form.
-        """
+        """Read `90ep`, `0.5ep`, `5000ba` or `5%`; a number without a unit counts epochs."""
         is_number = isinstance(text, int | float) and not isinstance(text, bool)
         form = _FORM.fullmatch(f"{text}ep" if is_number else text.strip() if isinstance(text, str) else "")
         if form is None or not math.isfinite(value := float(form[1])):
@@ -59,16 +58,12 @@ class Duration(_Written):
             raise ValueError(f"{text!r} is not a whole number of weight updates: write {FORMS}")
         if form[2] == "%" and value > 100:
             raise ValueError(f"{text!r} is more than the whole run: write at most 100%")
-        return cls(value, form[2])  # type: ignore[arg-type]
+        return cls(value, form[2])
 
     def updates(self, updates_per_epoch: int, total: int | None = None) -> int:
-        """The nearest whole number of weight updates.
+        """The nearest whole number of weight updates, of which an epoch has so many, and the whole run `total`.
 
         Something above zero in `ep` or `ba` is at least one update; a small share of a short run may be none.
-
-        Args:
-            updates_per_epoch: weight updates in one pass over the data.
-            total: weight updates of the whole run, of which a `%` is taken.
         """
         if self.unit == "ba":
             return int(self.value)
@@ -84,35 +79,13 @@ class Duration(_Written):
     def __bool__(self) -> bool:
         return self.value > 0
 
-    def __str__(self) -> str:
-        number = int(self.value) if self.value == int(self.value) else self.value
-        return f"{number}{self.unit}"
 
-
-SPANS = "90s, 30min, 6h or 2d"
-_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-_SPAN = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|d)")
-
-
-@dataclass(frozen=True)
 class TimeSpan(_Written):
-    """A span of time.
-
-    Attributes:
-        value: more than 0.
-        unit: `s`, `min`, `h` or `d`.
-    """
-
-    value: float
-    unit: str
+    """A span of time, more than none: `90s`, `30min`, `6h` or `2d`."""
 
     @classmethod
     def parse(cls, text: Any) -> Self:
-        """Read `6h` and the like.
-
-        Raises:
-            ValueError: the text has another form, or says no time at all.
-        """
+        """Read it."""
         form = _SPAN.fullmatch(text.strip()) if isinstance(text, str) else None
         if form is None:
             raise ValueError(f"{text!r} is not a span of time: write {SPANS}")
@@ -124,9 +97,6 @@ class TimeSpan(_Written):
     def seconds(self) -> float:
         """In seconds."""
         return self.value * _SECONDS[self.unit]
-
-    def __str__(self) -> str:
-        return f"{self.value:.9g}{self.unit}"
 
 
 def in_words(seconds: float) -> str:

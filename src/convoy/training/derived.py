@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
+from convoy.resources import own_cores
 from convoy.training.config import Duration
-from convoy.training.environment import num_cores
 from convoy.training.optimizers import REFERENCE_BATCH, learning_rate
 from convoy.training.recipe import Recipe
 from convoy.training.records import Derived
@@ -53,7 +53,7 @@ def num_microbatches(recipe: Recipe) -> int:
 
 def num_threads(recipe: Recipe) -> int:
     """Threads of a process on CPU: as the recipe says, else one if reproducible and all cores if not."""
-    return recipe.threads or (1 if recipe.reproducible else num_cores())
+    return recipe.threads or (1 if recipe.reproducible else len(own_cores()))
 
 
 def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:

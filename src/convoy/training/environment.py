@@ -14,6 +14,7 @@ from convoy.comm.joining import join
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.errors import ConvoyError
+from convoy.resources import own_cores
 from convoy.version import __version__
 
 
@@ -61,11 +62,6 @@ def join_ranks(timeout_s: float = 600.0, device: str | None = None) -> tuple[Ran
     return Ranks.here(), ranks_and_device
 
 
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def describe(command: str, device: torch.device, num_devices: int = 1, plan: str = "serial") -> dict[str, str | int]:
     """The facts for `environment.json`."""
     return {
@@ -78,7 +74,7 @@ def describe(command: str, device: torch.device, num_devices: int = 1, plan: str
         "devices": num_devices,
         "plan": plan,
         "threads": torch.get_num_threads(),
-        "cores": num_cores(),
+        "cores": len(own_cores()),
         "started": _now(),
     }
 

@@ -2,11 +2,11 @@
 
 import heapq
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,44 +42,58 @@ class WrongAnswer:
 
 @dataclass
 class Evaluation:
-    """What a network does on a whole split."""
+    """What a network does on a whole split, or on one part of it: the batches that a rank takes in turn."""
 
-    num_images: int
-    loss: float  # mean cross-entropy over all samples
-    top1: float  # share of samples, 0 to 1
-    top5: float | None  # the same; None for five classes or fewer
     confusion: Tensor  # int64 [classes, classes], true labels in rows
-    mistakes: list[WrongAnswer]  # the most confident first
-    bad: list[tuple[int, str]]  # samples that could not be read, with the reason; they count nowhere
-    seconds: float
+    losses: list[float] = field(default_factory=list)  # cross-entropy, summed over the samples of each batch
+    num_in_top5: int = 0
+    mistakes: list[WrongAnswer] = field(default_factory=list)  # the most confident; a heap while batches are added
+    bad: list[tuple[int, str]] = field(default_factory=list)  # samples that could not be read, with the reason
+    seconds: float = 0.0
+
+    @property
+    def num_images(self) -> int:
+        """Samples that count: those that could not be read count nowhere."""
+        return int(self.confusion.sum())
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy over all samples."""
+        total = 0.0
+        for loss in self.losses:  # `sum` of later Pythons rounds otherwise
+            total += loss
+        return total / max(self.num_images, 1)
+
+    @property
+    def top1(self) -> float:
+        """Share of samples, 0 to 1."""
+        return int(self.confusion.diagonal().sum()) / max(self.num_images, 1)
+
+    @property
+    def top5(self) -> float | None:
+        """The same; None for five classes or fewer."""
+        return self.num_in_top5 / max(self.num_images, 1) if len(self.confusion) > 5 else None
 
     def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
         """Name, samples, precision and recall of each class: 0 to 1, None where there is nothing to divide."""
-        right, true, taken = self.confusion.diagonal().tolist(), self.confusion.sum(1), self.confusion.sum(0)
+        right, true, taken = (
+            x.tolist() for x in (self.confusion.diagonal(), self.confusion.sum(1), self.confusion.sum(0))
+        )
         return [
-            {"class": name, "samples": samples, "precision": hits / found if found else None}
+            {"class": name, "samples": samples, "precision": hits / answers if answers else None}
             | {"recall": hits / samples if samples else None}
-            for name, hits, samples, found in zip(classes, right, true.tolist(), taken.tolist(), strict=True)
+            for name, hits, samples, answers in zip(classes, right, true, taken, strict=True)
         ]
 
     def save(self, run: Path, classes: list[str], name: Callable[[int], str]) -> dict[str, Any]:
         """Write the pictures of the mistakes and return what goes into `evaluation.json`."""
-        folder = run / "mistakes"
-        folder.mkdir(exist_ok=True)
+        (run / "mistakes").mkdir(exist_ok=True)
         rows = []
         for index, mistake in enumerate(self.mistakes):
-            picture = folder / f"{index:02d}.png"
-            write_atomically(picture, partial(to_image(mistake.picture).save, format="PNG"))
-            rows.append(
-                records.Mistake(
-                    sample=mistake.sample,
-                    name=name(mistake.sample),
-                    label=mistake.label,
-                    predicted=mistake.predicted,
-                    probability=mistake.probability,
-                    picture=f"mistakes/{index:02d}.png",
-                )
-            )
+            picture = f"mistakes/{index:02d}.png"
+            write_atomically(run / picture, partial(to_image(mistake.picture).save, format="PNG"))
+            row = {key: getattr(mistake, key) for key in ("sample", "label", "predicted", "probability")}
+            rows.append(records.Mistake(name=name(mistake.sample), picture=picture, **row))
         return records.EvaluationFile.model_construct(
             classes=classes,
             confusion=self.confusion.tolist(),
@@ -90,21 +104,6 @@ class Evaluation:
             mistakes=rows,
         ).model_dump()
 
-
-class StoppedError(Exception):
-    """An evaluation has ended before it was complete, as it was asked to."""
-
-
-@dataclass
-class EvaluationTally:
-    """What one part of a split gave; `EvaluationTally.total` adds parts up."""
-
-    confusion: Tensor
-    losses: list[float] = field(default_factory=list)  # sum over the samples of each batch
-    top5: int = 0
-    worst: list[WrongAnswer] = field(default_factory=list)  # the most confident mistakes, as a heap
-    bad: list[tuple[int, str]] = field(default_factory=list)
-
     def add(self, batch: Batch, logits: Tensor) -> None:
         """Count the samples of a batch."""
         num_classes = len(self.confusion)
@@ -114,13 +113,13 @@ class EvaluationTally:
             return
         self.losses.append(F.cross_entropy(logits, batch.labels, reduction="sum").item())
         if num_classes > 5:
-            self.top5 += int((logits.topk(5).indices == batch.labels[:, None]).sum())
+            self.num_in_top5 += int((logits.topk(5).indices == batch.labels[:, None]).sum())
         probability, predicted = logits.softmax(1).max(1)
         pairs = batch.labels * num_classes + predicted
         self.confusion.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
         wrong = (predicted != batch.labels).nonzero().flatten()
-        if len(self.worst) == NUM_MISTAKES:
-            wrong = wrong[probability[wrong] >= self.worst[0].probability]
+        if len(self.mistakes) == NUM_MISTAKES:
+            wrong = wrong[probability[wrong] >= self.mistakes[0].probability]
         # Of a batch, no more can be among the worst. Ties go by the sample's number; topk would leave them open.
         order = np.lexsort((batch.samples[wrong].numpy(), probability[wrong].numpy()))[-NUM_MISTAKES:]
         for i in wrong[order].tolist():
@@ -131,27 +130,23 @@ class EvaluationTally:
                 int(predicted[i]),
                 batch.images[i : i + 1].to("cpu")[0].clone(),
             )
-            (heapq.heappush if len(self.worst) < NUM_MISTAKES else heapq.heappushpop)(self.worst, mistake)
+            (heapq.heappush if len(self.mistakes) < NUM_MISTAKES else heapq.heappushpop)(self.mistakes, mistake)
 
     @staticmethod
-    def total(parts: Sequence["EvaluationTally"], seconds: float) -> Evaluation:
-        """The evaluation of the whole split, from parts that took turns at its batches: the same for any number."""
-        confusion = torch.stack([part.confusion for part in parts]).sum(0)
-        loss = 0.0
-        for turn in zip(*(part.losses for part in parts), strict=True):
-            for value in turn:
-                loss += value
-        images, num_classes = int(confusion.sum()), len(confusion)
+    def total(parts: Sequence["Evaluation"]) -> "Evaluation":
+        """That of the whole split, from parts that took turns at its batches: the same for any number of them."""
         return Evaluation(
-            num_images=images,
-            loss=loss / max(images, 1),
-            top1=int(confusion.diagonal().sum()) / max(images, 1),
-            top5=sum(part.top5 for part in parts) / max(images, 1) if num_classes > 5 else None,
-            confusion=confusion,
-            mistakes=sorted((mistake for part in parts for mistake in part.worst), reverse=True)[:NUM_MISTAKES],
+            confusion=torch.stack([part.confusion for part in parts]).sum(0),
+            losses=list(chain.from_iterable(zip(*(part.losses for part in parts), strict=True))),
+            num_in_top5=sum(part.num_in_top5 for part in parts),
+            mistakes=sorted((mistake for part in parts for mistake in part.mistakes), reverse=True)[:NUM_MISTAKES],
             bad=sorted(entry for part in parts for entry in part.bad),
-            seconds=seconds,
+            seconds=max(part.seconds for part in parts),
         )
+
+
+class StoppedError(Exception):
+    """An evaluation has ended before it was complete, as it was asked to."""
 
 
 def evaluate(
@@ -175,55 +170,28 @@ def evaluate(
     ranks, data, on_gpu = ranks or Ranks(), pipeline.data, pipeline.device.type == "cuda"
     part, num_parts, samples = ranks.sample_rank, ranks.num_sample_ranks, range(len(data.test))
     batches = evaluation_batches(data, recipe.data, batch=size, part=part, num_parts=num_parts, pin_memory=on_gpu)
-    tally = EvaluationTally(torch.zeros(num_classes, num_classes, dtype=torch.int64))
-    passed: deque[tuple[Batch, Callable[[], Tensor]]] = deque()
-    ahead = int(on_gpu)  # a GPU computes the next batch while the CPU counts this one
-
-    def count(uncounted: int) -> None:
-        while len(passed) > uncounted:
-            batch, logits = passed.popleft()
-            tally.add(batch, logits())
-
+    evaluation = Evaluation(torch.zeros(num_classes, num_classes, dtype=torch.int64))
     with closing(batches), evaluating(model), torch.no_grad():
         for number, batch in enumerate(batches):
             current.to("evaluation")
             if is_asked_to_stop():
                 raise StoppedError
-            missing = 0
+            missing, logits = 0, torch.empty(0, num_classes)
             if announce is not None:
                 turns = range(number * num_parts, (number + 1) * num_parts)
                 counts = tuple(len(samples[turn * size : (turn + 1) * size]) for turn in turns)
                 announce(counts)
                 missing = counts[part] - len(batch.labels)
-            if announce is None and not len(batch.labels):
-                passed.append((batch, partial(torch.empty, 0, num_classes)))
-            else:
+            if announce is not None or len(batch.labels):
                 images = pipeline(batch)
                 if missing:
                     images = torch.cat([images, images.new_zeros(missing, *images.shape[1:])])
                 with autocast_of(recipe, pipeline.device):
                     outputs = model(images)
-                passed.append((batch, _on_host(heads(outputs)[0].float()[: len(batch.labels)])))
-            count(ahead)
-        count(0)
-    seconds = time.perf_counter() - start
-    parts = ranks.gather_samples((tally, seconds))
-    return EvaluationTally.total([part for part, _ in parts], max(took for _, took in parts))
-
-
-def _on_host(x: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy a tensor to the CPU; what gives the copy waits for it alone, not for later work of the GPU."""
-    if x.device.type == "cpu":
-        return lambda: x
-    copy = x.to("cpu", non_blocking=True)  # in pinned memory
-    arrived = torch.cuda.Event()
-    arrived.record()
-
-    def wait() -> Tensor:
-        arrived.synchronize()
-        return copy
-
-    return wait
+                logits = heads(outputs)[0].float()[: len(batch.labels)].cpu()
+            evaluation.add(batch, logits)
+    evaluation.seconds = time.perf_counter() - start
+    return Evaluation.total(ranks.gather_samples(evaluation))
 
 
 def to_image(pixels: Tensor) -> Image.Image:

@@ -25,7 +25,7 @@ from convoy.data.workers import samples_ahead
 from convoy.doctor.facts import Facts
 from convoy.doctor.pictures import measure_pictures
 from convoy.errors import ConvoyError
-from convoy.training.checkpoints import Every, Saver
+from convoy.training.checkpoints import Saver, Timetable
 from convoy.training.evaluate import StoppedError
 from convoy.training.observation import Observation
 from convoy.training.session import Session
@@ -319,7 +319,7 @@ def _checkpoint_s(session: Session, every: int, facts: Facts, folder: Path, part
 
     with ExitStack() as stack:
         place = ranks.first(partial(_temporary, folder, stack))
-        saver = Saver(CheckpointStore(place, 1), Every(every), ranks, lambda _: None)
+        saver = Saver(CheckpointStore(place, 1), Timetable(every, ranks), ranks, lambda _: None)
         updates()
         plain = min(updates(), updates())
         with saver.open(place / "seen"):

@@ -19,7 +19,7 @@ from convoy.files import write_json, write_text
 from convoy.launch.rank import HANDED_ON
 from convoy.planner.comparison import Comparison
 from convoy.progress import Reporter
-from convoy.training.checkpoints import TIMEOUT_S, Automatic, CheckpointTally, Every, Saver, Young
+from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver, Timetable
 from convoy.training.code import OtherCodeError, difference
 from convoy.training.division import SpeedTest, text
 from convoy.training.evaluate import Evaluation, StoppedError
@@ -60,10 +60,9 @@ class Loop:
         self.store = CheckpointStore(run.checkpoints, session.recipe.checkpoint.keep)
         recipe, every = session.recipe, session.quantities.checkpoint_every
         # Local SGD averages the weights for a checkpoint: only when it does so anyway may clocks decide.
-        young = Young(recipe.checkpoint.mtbf, recipe.parallel.local_sgd or 1)
         self.saver = Saver(
             self.store,
-            Automatic(young, session.ranks) if every is None else Every(every),
+            Timetable(every, session.ranks, recipe.checkpoint.mtbf.seconds, recipe.parallel.local_sgd or 1),
             session.ranks,
             self._tell,
             goes_on=recipe.checkpoint.on_error == "continue",

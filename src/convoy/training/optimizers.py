@@ -1,7 +1,7 @@
 """The optimizer of a recipe: its options, which parameters decay, and the learning rate for the size of the batch."""
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -30,28 +30,28 @@ class _Common(Section):
     weight_decay: float = Field(0.0, ge=0)
 
     @model_validator(mode="after")
-    def _one_rate(self) -> Self:
+    def _check(self) -> Self:
         if (self.lr is None) == (self.base_lr is None):
-            said = "are both given" if self.lr is not None else "are both missing"
+            number = "given" if self.lr is not None else "missing"
             rule = "batch/256" if self.scaling == "linear" else "the square root of batch/256"
             raise ValueError(
-                f"optimizer.lr and optimizer.base_lr {said}: give one, lr as it is or base_lr to be multiplied by "
-                f"{rule}"
+                f"optimizer.lr and optimizer.base_lr are both {number}: give one, lr as it is or base_lr to be "
+                f"multiplied by {rule}"
             )
+        for option, needs, words in _NEEDS:
+            if getattr(self, option, False) and getattr(self, needs) == 0:
+                raise ValueError(
+                    f"optimizer.{option} would be ignored without {words}: set optimizer.{needs} or leave it out"
+                )
         return self
+
+
+# An option, and the number without which it does nothing.
+_NEEDS = [("nesterov", "momentum", "momentum"), ("decay_norm_and_bias", "weight_decay", "weight decay")]
 
 
 class _Decaying(_Common):
     decay_norm_and_bias: bool = Field(False, description="let biases and the scales of normalization layers decay too")
-
-    @model_validator(mode="after")
-    def _decay_of_something(self) -> Self:
-        if self.decay_norm_and_bias and self.weight_decay == 0:
-            raise ValueError(
-                "optimizer.decay_norm_and_bias would be ignored without weight decay: set optimizer.weight_decay or "
-                "leave it out"
-            )
-        return self
 
 
 class _OfTorch(_Decaying):
@@ -61,8 +61,8 @@ class _OfTorch(_Decaying):
 
     @model_serializer(mode="wrap")
     def _as_before_where_nothing_is_said(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        found: dict[str, Any] = serialize(self)
-        return {key: value for key, value in found.items() if key != "fused" or value is not None}
+        options: dict[str, Any] = serialize(self)
+        return {key: value for key, value in options.items() if key != "fused" or value is not None}
 
 
 class SgdConfig(_OfTorch):
@@ -75,11 +75,6 @@ class SgdConfig(_OfTorch):
     name: Literal["sgd"]
     momentum: _Fraction = 0.9
     nesterov: bool = Field(False, description="Nesterov's momentum (Sutskever et al., 2013)")
-
-    @model_validator(mode="after")
-    def _nesterov_needs_momentum(self) -> Self:
-        _refuse_nesterov_alone(self.nesterov, self.momentum)
-        return self
 
 
 class AdamWConfig(_OfTorch):
@@ -115,7 +110,6 @@ class LarsConfig(_Common):
                 "optimizer.decay_norm_and_bias cannot be true with lars, which never lets biases and the scales of "
                 "normalization layers decay: leave it out"
             )
-        _refuse_nesterov_alone(self.nesterov, self.momentum)
         return self
 
 
@@ -151,31 +145,21 @@ def learning_rate(config: OptimizerConfig, batch: int) -> float:
     return config.base_lr * (ratio if config.scaling == "linear" else math.sqrt(ratio))
 
 
-def parameter_groups(model: "nn.Module", config: OptimizerConfig) -> list[dict[str, Any]]:
-    """The trainable parameters: those that decay and, unless `decay_norm_and_bias`, those that do not. A ConvoyError
-    where nothing can be trained.
+def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float) -> "Optimizer":
+    """The optimizer for a model's trainable parameters; LARS and LAMB overwrite the gradients during a step."""
+    import torch  # which a mistake in a recipe is not to wait for
 
-    A bias or the scale or shift of a normalization layer is a parameter with at most one dimension.
-    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ConvoyError(f"the model {type(model).__name__} has no parameter that can be trained: choose another")
-    if config.decay_norm_and_bias:
-        return [{"params": parameters, "weight_decay": config.weight_decay}]
-    groups = [
+    # A bias or the scale or shift of a normalization layer is a parameter with at most one dimension.
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
-
-
-def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float) -> "Optimizer":
-    """The optimizer for a model's parameters; LARS and LAMB overwrite the gradients during a step. A ConvoyError where
-    nothing can be trained.
-    """
-    import torch  # which a mistake in a recipe is not to wait for
-
-    groups = parameter_groups(model, config)
+    if config.decay_norm_and_bias:
+        groups = [{"params": parameters, "weight_decay": config.weight_decay}]
+    groups = [group for group in groups if group["params"]]
     match config:
         case SgdConfig():
             return torch.optim.SGD(
@@ -187,33 +171,16 @@ def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float) -> 
             from pytorch_optimizer import LARS  # the import takes most of a second
 
             ratio = config.trust_coefficient
-            lars: Optimizer = LARS(
+            optimizer: Any = LARS(
                 groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, trust_coefficient=ratio
             )
-            return lars
         case LambConfig():
-            return _lamb(groups, config, lr)
+            from pytorch_optimizer import Lamb
 
-
-def _lamb(groups: list[dict[str, Any]], config: LambConfig, lr: float) -> "Optimizer":
-    from pytorch_optimizer import Lamb
-
-    for group in groups:
-        exempt = not config.decay_norm_and_bias and all(parameter.ndim <= 1 for parameter in group["params"])
-        group["adam"] = exempt  # True: the trust ratio is 1
-    optimizer: Any = Lamb(
-        groups,
-        lr=lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decouple=False,  # the decay belongs into r; the library's default is that of AdamW
-        adam_debias=True,  # a step of lr; the library's default is lr / (1 - beta1^t), ten times that at first
-    )
-    optimizer.clamp = math.inf  # the library cuts ‖w‖ at 10, less than a large convolution has from the start
-    lamb: Optimizer = optimizer
-    return lamb
-
-
-def _refuse_nesterov_alone(nesterov: bool, momentum: float) -> None:
-    if nesterov and momentum == 0:
-        raise ValueError("optimizer.nesterov would be ignored without momentum: set optimizer.momentum or leave it out")
+            for group in groups:  # adam: the trust ratio is 1
+                group["adam"] = not config.decay_norm_and_bias and all(p.ndim <= 1 for p in group["params"])
+            # The decay belongs into r; the library's default is that of AdamW. A step is lr; its default is
+            # lr / (1 - beta1^t), ten times that at first.
+            optimizer = Lamb(groups, lr=lr, betas=config.betas, eps=config.eps, weight_decouple=False, adam_debias=True)
+            optimizer.clamp = math.inf  # the library cuts ‖w‖ at 10, less than a large convolution has from the start
+    return cast("Optimizer", optimizer)

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Annotated, Any, Literal, Self
 
@@ -18,7 +18,7 @@ from convoy.training.config import AbsoluteDuration, Duration, PositiveDuration,
 from convoy.training.optimizers import OptimizerConfig, SgdConfig
 from convoy.training.parallel_config import ParallelConfig
 from convoy.training.schedules import CosineConfig, ScheduleConfig, StepConfig
-from convoy.training.schema import all_keys, is_text, sentence
+from convoy.training.schema import fields_of, is_text, sentence
 
 DEFAULT_MICROBATCH = 32
 _BUILT_IN = resources.files("convoy.training") / "recipes"
@@ -256,18 +256,20 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = (), notes: list[st
     each group of the recipe's options that an override puts out of force.
     """
     document = _read(name_or_path)
-    annotations = all_keys(Recipe)
-    changes = parse_overrides(overrides, lambda key: is_text(annotations.get(key)))
+    changes = _changes(overrides)
     for section in ("optimizer", "schedule"):
         document.setdefault(section, Recipe.model_fields[section].default.model_dump(mode="json"))
     if isinstance(document.get("model"), str):  # the short form
         document["model"] = {"name": document["model"]}
-    sentences = apply_overrides(document, changes)
+    sentences = _change(document, changes)
     if not isinstance(document.get("data", {}), dict) or "path" not in document.get("data", {}):
         raise ConvoyError("data.path is missing: name the data with --data, a file or folder or mnist-mini")
-    recipe = validate(document)
-    if any(key.startswith("data.mix") for key in changes) and (sentence := recipe.mixing_without_partners()):
-        raise ConvoyError(sentence)
+    try:
+        recipe = Recipe.model_validate_json(json.dumps(document, default=str), strict=True)  # strict: "1" is no number
+    except ValidationError as error:
+        raise ConvoyError(sentence(error, Recipe)) from error
+    if any(key.startswith("data.mix") for key in changes) and (problem := recipe.mixing_without_partners()):
+        raise ConvoyError(problem)
     if notes is not None:
         notes += sentences
     return recipe
@@ -279,20 +281,18 @@ _ALTERNATIVES = [("optimizer.lr", "optimizer.base_lr"), ("microbatch", "microbat
 _KEPT = {"optimizer": (), "schedule": ("warmup", "warmup_from")}
 
 
-def parse_overrides(texts: Sequence[str], is_text: Callable[[str], bool]) -> dict[str, Any]:
-    """`key.sub=value` texts as dotted keys and values; a ConvoyError where a text has another form, a value is no YAML,
-    or a key has two values.
-
-    Where `is_text` says that a key's value is free text, such as a path, it is taken as it stands, unless it is in
-    quotes; every other value is read as YAML.
+def _changes(texts: Sequence[str]) -> dict[str, Any]:
+    """`key.sub=value` texts as dotted keys and values. A value that is free text, such as a path, is taken as it
+    stands, unless it is in quotes; every other value is read as YAML.
     """
+    annotations = {key: field.annotation for key, _, field in fields_of(Recipe)}
     overrides: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         key = key.strip()
         if not equals or not all(key.split(".")) or key.count(".") > DEEPEST:
             raise ConvoyError(f"{brief(text)!r} is not of the form key=value: write for example optimizer.lr=0.4")
-        raw = is_text(key) and value not in ("", "null") and value[:1] not in ("'", '"')
+        raw = is_text(annotations.get(key)) and value not in ("", "null") and value[:1] not in ("'", '"')
         read = value if raw else parse(value, f"the value of {brief(key)}")
         if key in overrides and overrides[key] != read:
             raise ConvoyError(f"{brief(key)} is set twice, to {show(overrides[key])} and to {show(read)}: set it once")
@@ -300,10 +300,8 @@ def parse_overrides(texts: Sequence[str], is_text: Callable[[str], bool]) -> dic
     return overrides
 
 
-def apply_overrides(document: dict[str, Any], overrides: dict[str, Any]) -> list[str]:
-    """Change a recipe's document in place, and give a sentence for each group of the recipe's options that no longer
-    apply. A ConvoyError where a key lies below something that is not a section.
-    """
+def _change(document: dict[str, Any], overrides: dict[str, Any]) -> list[str]:
+    """Change a recipe's document in place, and give a sentence for each group of options that no longer apply."""
     notes = []
     for section, kept in _KEPT.items():
         new = overrides.get(f"{section}.name")
@@ -314,12 +312,12 @@ def apply_overrides(document: dict[str, Any], overrides: dict[str, Any]) -> list
             if dropped:
                 what = ", ".join(f"{key}={show(old[key])}" for key in dropped)
                 notes.append(f"{section}.name={new} takes the place of {old['name']}: {what} no longer apply")
+    for key in sorted(overrides, key=lambda key: key.count(".")):  # a whole section first, then its keys
+        _put(document, key.split("."), overrides[key])
     for pair in _ALTERNATIVES:
         for key, other in (pair, pair[::-1]):
             if overrides.get(key) is not None and other not in overrides:
-                _remove(document, other.split("."))
-    for key in sorted(overrides, key=lambda key: key.count(".")):  # a whole section first, then its keys
-        _put(document, key.split("."), overrides[key])
+                _put(document, other.split("."), None)
     return notes
 
 
@@ -334,28 +332,12 @@ def _put(document: Any, keys: Sequence[str], value: Any) -> None:
     document[keys[-1]] = value
 
 
-def _remove(document: Any, keys: Sequence[str]) -> None:
-    for key in keys[:-1]:
-        document = document.get(key) or {}
-        if not isinstance(document, dict):
-            return
-    document.pop(keys[-1], None)
-
-
 def check_names(recipe: Recipe) -> None:
     """Refuse a network, file of weights, or data set that is not there, as far as that is seen without torch."""
     check_name(recipe.model.name)
     if recipe.model.weights is not None and not expanded(recipe.model.weights).exists():
         raise ConvoyError(f"weights file {recipe.model.weights} does not exist: check the path")
     existing(recipe.data.path)
-
-
-def validate(document: dict[str, Any]) -> Recipe:
-    """A recipe from a document of plain values; a ConvoyError where something in it is wrong."""
-    try:
-        return Recipe.model_validate_json(json.dumps(document, default=str), strict=True)  # strict: "1" is no number
-    except ValidationError as error:
-        raise ConvoyError(sentence(error, Recipe)) from error
 
 
 def _read(name_or_path: str) -> dict[str, Any]:

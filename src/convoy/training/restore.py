@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,13 +135,10 @@ class TrainedRun:
         self.network.to(device=device, memory_format=self.memory_format)  # type: ignore[call-overload]
 
 
-def _of_loop(place: Path, *keys: str) -> Any:
-    """What the loop has put into a checkpoint that is whole; None where it is of an earlier version."""
+def _of_loop(place: Path, read: Callable[[Any], Any]) -> Any:
+    """What the loop has put into a checkpoint that is whole."""
     with values_explained(f"checkpoint {place}"):
-        value = checked_record(place)["values"]["loop"]
-        for key in keys:
-            value = value[key] if key != "code" else value.get(key)
-        return value
+        return read(checked_record(place)["values"]["loop"])
 
 
 def checkpoint_step(run: RunDirectory, which: str | int) -> int:
@@ -149,15 +146,13 @@ def checkpoint_step(run: RunDirectory, which: str | int) -> int:
     ConvoyError where there is none.
     """
     store = CheckpointStore(run.checkpoints)
-    steps = store.steps()
-    wanted: object = which
+    steps, step = store.steps(), which
     if steps and which == "last":
-        wanted = steps[-1]
+        step = steps[-1]
     elif steps and which == "best":
-        wanted = _of_loop(store.place(steps[-1]), "progress", "best_step")
-    for step in steps:
-        if str(step) == str(wanted):
-            return step
+        step = _of_loop(store.place(steps[-1]), lambda loop: loop["progress"]["best_step"])
+    if str(step) in map(str, steps):
+        return int(step)
     there = ", ".join(map(str, steps)) or "none"
     raise ConvoyError(f"{run.path} has no checkpoint {which}: choose best, last, or an update that has one: {there}")
 
@@ -213,8 +208,7 @@ def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None, 
     if not trust_code:
         check_own(recipe.model.name, run.config)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": None})})
-    kept = "input" in run.begun_by()  # not by the first versions
-    given = NetworkInput.of_run(run) if kept else NetworkInput.of(open_data(recipe.data))
+    given = NetworkInput.of_run(run)
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(gpus):  # whoever calls this may have seeded the generators
         network, _ = build_model(recipe, given)
@@ -236,10 +230,8 @@ def _changed_code(
 ) -> str:
     try:
         step = checkpoint_step(run, "last" if checkpoint is None else checkpoint)
-        was = _of_loop(CheckpointStore(run.checkpoints).place(step), "code")
+        was = _of_loop(CheckpointStore(run.checkpoints).place(step), lambda loop: loop["code"])
     except ConvoyError:  # final weights need no checkpoint
-        return ""
-    if was is None:  # by an earlier version
         return ""
     # a run looked at two microbatches of two samples, or of one, where they have no more
     graphs = (graph_of(network, shape, samples, training=True) for samples in (2, 1))
@@ -277,10 +269,9 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
     notes = list(data.notes)
     if data.test is data.train:
         summary = RunDirectory(run.path).summary()
-        is_runs_data = (
-            len(data.test) == summary.get("num_train", 0) + summary.get("num_test", 0) and data.classes == run.classes
-        )
-        if is_runs_data:  # the run's own data, moved: what it was trained on counts nowhere
+        number = summary.get("num_train", 0) + summary.get("num_test", 0)
+        # The run's own data, moved: what it was trained on counts nowhere.
+        if (len(data.test), data.classes) == (number, run.classes):
             split = {key: getattr(run.recipe.data, key) for key in ("validation_fraction", "split_seed")}
             data = open_data(_settings(run, path, split))
             notes = list(data.notes)
@@ -297,20 +288,8 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 
 def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfig:
     """The run's section for other data."""
-    network_input = run.given
-    settings = {
-        "path": path,
-        "format": "auto",
-        "validation_fraction": None,
-        "split_seed": None,
-        "train": None,
-        "test": None,
-        "image_size": network_input.image_size,
-        "resize": network_input.resize,
-        "channels": network_input.channels,
-        "mean": network_input.mean,
-        "std": network_input.std,
-    }
+    settings = {"path": path, "format": "auto", **dict.fromkeys(("validation_fraction", "split_seed", "train", "test"))}
+    settings |= {key: getattr(run.given, key) for key in ("image_size", "resize", "channels", "mean", "std")}
     return run.recipe.data.model_copy(update={**settings, **split})
 
 

@@ -98,10 +98,10 @@ def check_ranks(data: DataSet, ranks: Ranks) -> None:
     """Refuse data that are not the same on all ranks, naming one, its host and what differs. All ranks call it."""
     (first, expected), *other_ranks = ranks.gather((socket.gethostname(), data.fingerprint))
     for rank, (host, fingerprint) in enumerate(other_ranks, 1):
-        if (found := difference(fingerprint, expected)) is not None:
-            what, there, here = found
-            how = f"is {there} for rank {rank} on {host}, and {here} for rank 0 on {first}"
-            how = how if there else f"differ between rank {rank} on {host} and rank 0 on {first}"
+        if (difference_of_ranks := difference(fingerprint, expected)) is not None:
+            what, value, expected_value = difference_of_ranks
+            how = f"is {value} for rank {rank} on {host}, and {expected_value} for rank 0 on {first}"
+            how = how if value else f"differ between rank {rank} on {host} and rank 0 on {first}"
             raise ConvoyError(f"the data are not the same everywhere: {what} {how}: give all hosts the same files")
 
 
@@ -109,23 +109,19 @@ def check_data(data: DataSet, run: RunDirectory) -> None:
     """Refuse data that are not those a run was begun on, as far as it has noted what those were; the ConvoyError names
     what differs.
     """
-    begun = run.begun_by().get("input")
-    noted = {**(begun if isinstance(begun, dict) else {}), **run.summary()}
-    now = {**NetworkInput.of(data).as_dict(), "num_train": len(data.train), "num_test": len(data.test)}
-    del now["in_memory"]  # how they are kept, not what they are
-    names = {"num_train": "the number of training samples", "num_test": "the number of test samples"}
-    differ = [
-        "other classes" if key == "classes" else f"{names.get(key, key)} was {show(noted[key])} and is {show(value)}"
-        for key, value in now.items()
-        if key in noted and noted[key] != value
-    ]
+    begun, changes = run.begun_by(), list[str]()
     with suppress(KeyError, TypeError, AttributeError):  # not noted, or by somebody else
-        if (change := difference(data.fingerprint, run.begun_by()["data"], later=True)) is not None:
+        if (change := difference(data.fingerprint, begun["data"], later=True)) is not None:
             what, is_now, was = change
-            differ.append(f"{what} was {was} and is {is_now}" if was else f"{what} have changed")
-    if differ:
+            changes.append(f"{what} was {was} and is {is_now}" if was else f"{what} have changed")
+    with suppress(KeyError, TypeError, AttributeError):
+        for key, value in NetworkInput.of(data).as_dict().items():
+            if key != "in_memory" and begun["input"][key] != value:  # how they are kept, not what they are
+                was_and_is = f"was {show(begun['input'][key])} and is {show(value)}"
+                changes.append("other classes" if key == "classes" else f"{key} {was_and_is}")
+    if changes:
         raise ConvoyError(
-            f"the data are not those that {run.path} was begun on ({differ[0]}): name the same data by --data, or "
+            f"the data are not those that {run.path} was begun on ({changes[0]}): name the same data by --data, or "
             "begin a new run in another --out"
         )
 
@@ -134,8 +130,8 @@ def mended_files(data: DataSet, run: RunDirectory) -> str | None:
     """The sentence where files have other sizes than when the run was begun."""
     with suppress(KeyError, TypeError, AttributeError):
         begun, now = (
-            [size for split in ("training", "test") for size in each[split].get("sizes", ())]
-            for each in (run.begun_by()["data"], data.fingerprint)
+            [size for split in ("training", "test") for size in fingerprint[split].get("sizes", ())]
+            for fingerprint in (run.begun_by()["data"], data.fingerprint)
         )
         if changed := num_changed(now, begun):
             return f"{changed} of {len(now)} files that were looked at have another size than when the run was begun"

@@ -32,6 +32,7 @@ _MUST_BE = {
     "tuple_type": _LIST,
     "list_type": _LIST,
     "too_long": "a list of {max_length}",
+    "too_short": "a list of {min_length} or more",
     "dict_type": _SECTION,
     "model_type": _SECTION,
     "model_attributes_type": _SECTION,
@@ -55,30 +56,24 @@ class Key:
     description: str
 
 
-def all_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Every dotted key that a document can have, in order, with its annotation."""
-    keys: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
-        kinds = _kinds(field.annotation)
-        for kind in kinds:
-            keys |= all_keys(kind, f"{prefix}{name}.")
-        if not kinds:
-            keys[f"{prefix}{name}"] = field.annotation
-    return keys
-
-
-def describe_keys(model: type[BaseModel], prefix: str = "", kind: str = "") -> Iterator[Key]:
-    """Every key of a document in order, those of each kind of a section after one another."""
+def fields_of(model: type[BaseModel], prefix: str = "", kind: str = "") -> Iterator[tuple[str, str, FieldInfo]]:
+    """Every dotted key that a document can have in order, the kind of its section where that has several, and its
+    field.
+    """
     for name, field in model.model_fields.items():
         kinds = _kinds(field.annotation)
         for section in kinds:
-            yield from describe_keys(section, f"{prefix}{name}.", f" ({_name(section)})" if len(kinds) > 1 else kind)
+            yield from fields_of(section, f"{prefix}{name}.", f" ({_name(section)})" if len(kinds) > 1 else kind)
         if not kinds:
-            default = (
-                "" if field.is_required() else show(field.get_default(call_default_factory=True, validated_data={}))
-            )
-            accepts = " | ".join(dict.fromkeys(map(_type, _leaves(field.annotation))))
-            yield Key(f"{prefix}{name}{kind}", accepts, default, field.description or "")
+            yield f"{prefix}{name}", kind, field
+
+
+def describe_keys(model: type[BaseModel]) -> Iterator[Key]:
+    """Every key of a document in order, those of each kind of a section after one another."""
+    for key, kind, field in fields_of(model):
+        default = "" if field.is_required() else show(field.get_default(call_default_factory=True, validated_data={}))
+        accepts = " | ".join(dict.fromkeys(map(_type, _leaves(field.annotation))))
+        yield Key(f"{key}{kind}", accepts, default, field.description or "")
 
 
 def field_at(model: type[BaseModel], key: str) -> FieldInfo:
@@ -173,7 +168,7 @@ def _in_its_words(message: str, place: _Place) -> str:
 
 def _unknown(place: _Place, model: type[BaseModel]) -> str:
     key, name, parents = place.key, str(place.path[-1]), place.path[:-1]
-    keys, siblings = list(all_keys(model)), list(place.section.model_fields)
+    keys, siblings = list(dict.fromkeys(name for name, _, _ in fields_of(model))), list(place.section.model_fields)
     owner = f"{dotted(parents)} with name {place.kind}" if place.kind else dotted(parents) or "a recipe"
     near = [dotted([*parents, match]) for match in difflib.get_close_matches(name, siblings, 1, cutoff=0.7)]
     near = near or [other for other in keys if other.rpartition(".")[2] == name and other != key][:3]

@@ -1,6 +1,7 @@
 """A run's state as a checkpoint, and back: everything by name, so that it fits any number of devices."""
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,29 +112,27 @@ class RunState:
         """
         named = NamedOptimizer(self.model, self.optimizer)
         entries = named.entries()
-        scalars: dict[str, dict[str, Any]] = {}
-        for name, entry in entries.items():
-            for key, value in entry.items():
-                if not isinstance(value, Tensor) and value is not None:
-                    scalars.setdefault(name, {})[key] = value
+        scalars = {
+            name: {key: value for key, value in entry.items() if not isinstance(value, Tensor) and value is not None}
+            for name, entry in entries.items()
+        }
         groups = [
             {key: value for key, value in group.items() if isinstance(value, int | float) and key != "fused"}
             for group in self.optimizer.param_groups
         ]
         values = {
             "loop": dict(loop),
-            "optimizer": {"scalars": scalars, "groups": groups},
+            "optimizer": {"scalars": {name: entry for name, entry in scalars.items() if entry}, "groups": groups},
             "scaler": self.scaler.state_dict(),
             "ema": None if self.averaged is None else self.averaged.num_updates,
         }
         return self._tensors(named, entries), values
 
     def _tensors(self, named: NamedOptimizer, entries: Entries) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in Parts(self.model).tensors().items():
-            yield f"model.{name}", self.network.engine.whole(name, tensor)
-        if self.averaged is not None:
-            for name, tensor in self.averaged.averages.items():
-                yield f"ema.{name}", self.network.engine.whole(name, tensor)
+        averages = {} if self.averaged is None else self.averaged.averages
+        for kind, tensors in (("model", Parts(self.model).tensors()), ("ema", averages)):
+            for name, tensor in tensors.items():
+                yield f"{kind}.{name}", self.network.engine.whole(name, tensor)
         for name, entry in entries.items():
             for key, value in entry.items():
                 if isinstance(value, Tensor):
@@ -145,59 +144,51 @@ class RunState:
         """Take over a checkpoint's state, and give the loop's own values, as `contents` took them. A
         DamagedCheckpointError, with nothing changed, where the checkpoint is of another model.
         """
-        tensors, values = checkpoint.tensors, checkpoint.values
-        if any(name.startswith(_optimizer(1)) for name in tensors):  # of which ranks take different ones
-            tensors = {name: received(x) if name.startswith("optimizer") else x for name, x in tensors.items()}
-        parts = Parts(self.model)
-        weights = self._fitting("model.", parts.tensors(), checkpoint)
-        averages = None if self.averaged is None else self._fitting("ema.", self.averaged.averages, checkpoint)
+        values, sections, parts = checkpoint.values, _sections(checkpoint), Parts(self.model)
+        own = {"model": parts.tensors(), "ema": {} if self.averaged is None else self.averaged.averages}
+        for kind, tensors in own.items():
+            want = {name: parts.shape(name, tensor) for name, tensor in tensors.items()}
+            saved = {name: tuple(tensor.shape) for name, tensor in sections[kind].items()}
+            misfits = [name for name in want.keys() | saved.keys() if want.get(name) != saved.get(name)]
+            if misfits and tensors:
+                raise DamagedCheckpointError(
+                    f"checkpoint step-{checkpoint.step:08d} is of another model: {kind}.{min(misfits)} does not fit"
+                )
         named = NamedOptimizer(self.model, self.optimizer)
-        entries = {
-            name: {
-                **{key.split(".")[1]: self._own_version(key, tensors) for key in tensors if _is_state_of(key, name)},
-                **values["optimizer"]["scalars"].get(name, {}),
-            }
-            for name in named.parameters
-        }
+        scalars = values["optimizer"]["scalars"]
+        entries: dict[str, dict[str, Any]] = {name: dict(scalars.get(name, {})) for name in named.parameters}
+        kinds = sorted(kind for kind in sections if kind.startswith("optimizer"))
+        for kind in kinds:
+            for place, tensor in sections[kind].items():
+                key, _, name = place.partition(".")
+                # Where ranks take different ones, all of them ask for all.
+                value = received(tensor) if len(kinds) > 1 else tensor
+                if kind in (_optimizer(0), _optimizer(self.network.version)):
+                    entries[name][key] = value
         named.load(entries, values["optimizer"]["groups"])
-        parts.load(weights)
-        if self.averaged is not None and averages is not None:
-            own = {name: parts.part(name, received(average)) for name, average in averages.items()}
-            self.averaged.load(own, values["ema"])
+        parts.load(sections["model"])
+        if self.averaged is not None:
+            averages = {name: parts.part(name, received(average)) for name, average in sections["ema"].items()}
+            self.averaged.load(averages, values["ema"])
         if values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
         return dict(values["loop"])
 
-    def _fitting(self, prefix: str, own: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
-        """The checkpoint's whole tensors under a prefix, which must be shaped as the wholes of `own`."""
-        saved = {
-            name.removeprefix(prefix): tensor for name, tensor in checkpoint.tensors.items() if name.startswith(prefix)
-        }
-        parts = Parts(self.model)
-        shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-        want = {name: parts.shape(name, tensor) for name, tensor in own.items()}
-        if want != shapes:
-            odd = min(name for name in want.keys() | shapes.keys() if want.get(name) != shapes.get(name))
-            raise DamagedCheckpointError(
-                f"checkpoint step-{checkpoint.step:08d} is of another model: {prefix}{odd} does not fit"
-            )
-        return saved
-
-    def _own_version(self, key: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        version_key = key.replace(_optimizer(0), _optimizer(self.network.version), 1)
-        return tensors.get(version_key, tensors[key])
-
 
 def delivered_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Parameters and buffers of the network that a run would have delivered then, as `RunState.delivered` has them."""
-    named = [(key.partition("."), tensor) for key, tensor in checkpoint.tensors.items()]
-    return {name: tensor for kind in ("model", "ema") for (of, _, name), tensor in named if of == kind}
+    sections = _sections(checkpoint)
+    return sections["model"] | sections["ema"]
+
+
+def _sections(checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
+    """The tensors by the first part of their names, which says what they are of."""
+    sections: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for place, tensor in checkpoint.tensors.items():
+        kind, _, name = place.partition(".")
+        sections[kind][name] = tensor
+    return sections
 
 
 def _optimizer(version: int) -> str:
     return f"optimizer-{version}" if version else "optimizer"
-
-
-def _is_state_of(key: str, name: str) -> bool:
-    kind, _, rest = key.partition(".")
-    return kind == "optimizer" and rest.partition(".")[2] == name

@@ -26,8 +26,8 @@ from convoy.data import BadImage, Normalize
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
 from convoy.models.libraries import reason
+from convoy.resources import own_cores
 from convoy.training.classification import heads
-from convoy.training.environment import num_cores
 from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.restore import TrainedRun
 
@@ -68,7 +68,7 @@ class Classifier:
         self._normalize = Normalize(run.given.mean, run.given.std, device, run.memory_format)
         # One for each thread, with the same weights: a network may keep things in itself while it computes.
         self._networks: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
-        self.num_threads = min(num_cores(), _MAX_THREADS)
+        self.num_threads = min(len(own_cores()), _MAX_THREADS)
         for network in _copies(run.network, self.num_threads):
             self._networks.put(network)
 
