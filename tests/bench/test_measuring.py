@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.made_study import study
-from convoy.bench import measurement, training_runs
+from convoy.bench import command, measurement
 from convoy.bench.ask import configurations, missing
 from convoy.bench.measure import forecast, measure_rank, wrap
 from convoy.bench.measurement import MeasurementTask, Stopwatch
 from convoy.bench.processes import RankFailed, RankSlot, Say, run_ranks
 from convoy.bench.records import COMMUNICATION, INPUT, OPTIMIZER, Forecast, Store
 from convoy.bench.study import recipe_for
-from convoy.bench.training_runs import Heard
 from convoy.comm.collectives import waits
 from convoy.comm.position import current
 from convoy.engine.profiling import CallTimes, Profile, Profiler
@@ -82,21 +81,18 @@ def test_what_lies_inside_counts_once_and_collectives_and_optimizers_are_seen(mo
 
 
 def test_a_training_that_moves_is_heard_of_while_it_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_runs, "_BEAT_S", 0.01)
+    monkeypatch.setattr(command, "_BEAT_S", 0.01)
     told: list[tuple[str, int, int]] = []
-    heard = Heard(lambda *what: told.append(what))
-    heard.prepare("counting", 3, 9)
-    heard.begin(0, 50)
-    heard.advance(7, "loss 2.3")
-    before = [("counting", 0, 0), ("beginning", 0, 50), ("loss 2.3", 7, 50)]
-    with heard.beating():
+    latest = command.Latest()
+    latest.begin(0, 50)
+    latest.advance(7, "loss 2.3")
+    with command.heard(latest, lambda *what: told.append(what)):
+        wait_for(lambda: len(told) == 1, 10)
         time.sleep(0.1)
-        assert told == before  # nothing has moved
+        assert told == [("loss 2.3", 7, 50)]  # nothing has moved
         current.to("evaluation")
-        wait_for(lambda: len(told) > 3, 10)
-    current.to("evaluation")
-    time.sleep(0.1)
-    assert told == [*before, before[-1]]
+        wait_for(lambda: len(told) == 2, 10)
+    assert told == [("loss 2.3", 7, 50)] * 2
 
 
 def backward(kind: str, say: Say) -> tuple[list[int], int, set[str], list[float]]:

@@ -51,12 +51,12 @@ def write_files(folder: Path) -> Written:
     results, trained = Results(store), convergence(store)
     drawn: list[Panel] = []
     tables: dict[str, str] = {}
-    sentences: list[str] = []
-    if results.rows or trained is None:
+    warnings, gaps, lost = doubts(results), missing(results), list[str]()
+    timed_remarks, trained_remarks = list[str](), list[str]()
+    if is_timed := bool(results.rows) or trained is None:
         drawn += panels(results)
         tables |= {"table.csv": csv_of(records(results)), "table.tex": latex_text(results, store)}
-        sentences += [*doubts(results), *remarks(store, results)]
-    sentences += missing(results)
+        timed_remarks = remarks(store, results)
     if trained is not None:
         drawn += convergence_panels(trained)
         tables |= {
@@ -64,33 +64,34 @@ def write_files(folder: Path) -> Written:
             "convergence.tex": convergence_latex(trained, store),
             "curves.csv": csv_of(curve_records(trained)),
         }
-        sentences += [*convergence_remarks(trained), *missing(trained)]
+        trained_remarks, lost = list(convergence_remarks(trained)), missing(trained)
     files = {name: text.encode() for name, text in tables.items()}
-    pictures = [(panel, _files(panel)) for panel in drawn]
-    content = _content(store, results, trained)
+    downloads = [Download.of(name, one) for name, one in {NAME: store.path.read_bytes(), **files}.items()]
+    shown = []
+    for panel in drawn:
+        pictures = _files(panel)
+        files |= pictures
+        uris = [(name, data_uri(one, KINDS[name.rpartition(".")[2]])) for name, one in pictures.items()]
+        shown.append((panel, panel.svg(), uris))
     html = pages.render(
         "bench.html.jinja",
         ("report.css", "bench.css"),
         ("copy.js",),
-        **content,
-        panels=[
-            (
-                panel,
-                panel.svg(),
-                [(name, data_uri(one, KINDS[name.rpartition(".")[2]])) for name, one in contents.items()],
-            )
-            for panel, contents in pictures
-        ],
-        downloads=[Download.of(name, one) for name, one in {NAME: store.path.read_bytes(), **files}.items()],
+        **_content(store, results, trained),
+        timed=is_timed,
+        remarks=timed_remarks,
+        trained_remarks=trained_remarks,
+        missing=[*warnings, *gaps, *lost],
+        panels=shown,
+        downloads=downloads,
     )
     files["report.html"] = html.encode("utf-8", errors="replace")
-    for _, contents in pictures:
-        files |= contents
     try:
         for name, one in files.items():
             write_atomically(folder / name, lambda path, one=one: path.write_bytes(one))  # type: ignore[misc]
     except OSError as error:
         raise ConvoyError(f"{folder} cannot be written ({error.strerror}): free space there, or copy it") from error
+    sentences = [*warnings, *timed_remarks, *gaps, *trained_remarks, *lost]
     return Written(results, trained, sentences, folder / "report.html")
 
 
@@ -110,7 +111,6 @@ def _files(panel: Panel) -> dict[str, bytes]:
 def _content(store: Store, results: Results, trained: Convergence | None) -> dict[str, Any]:
     study, table = store.study, store.table
     whole = not any((one.waiting or one.failed) for one in (results, trained) if one is not None)
-    timed = bool(results.rows) or trained is None
     own_plans = {row.devices: row.found_plan for row in results.rows if "\n" in row.found_plan}
     return {
         "name": "scaling study",
@@ -124,12 +124,8 @@ def _content(store: Store, results: Results, trained: Convergence | None) -> dic
         "rows": [(row, _cells(row, results)) for row in results.rows],
         "epochs": None if table.epochs is None else units.value(table.epochs),
         "dataset_size": table.dataset_size,
-        "timed": timed,
-        "remarks": remarks(store, results) if timed else [],
         "trained": convergence_lines(trained) if trained else None,
         "trained_numbers": CONVERGENCE_NUMBERS,
-        "trained_remarks": convergence_remarks(trained) if trained else [],
-        "missing": [*doubts(results), *missing(results), *(missing(trained) if trained else ())],
         "notes": results.notes,
         "chosen": [(units.plural(devices, "device"), plan.strip()) for devices, plan in own_plans.items()],
         "commands": list(dict.fromkeys(session.command for session in store.sessions)),

@@ -226,18 +226,17 @@ class Store(Record):
             return Store(path=path, study=study.model_copy(), machine=machine)
         store = Store.read(folder)
         there, wanted = store.study.model_dump(mode="json"), study.model_dump(mode="json")
-        for key, value in wanted.items():
-            either = key == "updates" and None in (value, there[key])
-            if there[key] != value and not either:
-                raise ConvoyError(
-                    f"{path} is of a study with {_difference(key, there[key], value)}: give another --out, or remove it"
-                )
-        for key in _OF_THE_MACHINE:
-            if key in machine and store.machine.get(key) != machine[key]:
-                raise ConvoyError(
-                    f"{path} was measured with {_difference(key, store.machine.get(key), machine[key])}: give "
-                    "another --out, or remove it"
-                )
+        if None in (there["updates"], wanted["updates"]):
+            del wanted["updates"]
+        measured_with = {key: machine[key] for key in _OF_THE_MACHINE if key in machine}
+        for what, before, now in (
+            ("is of a study", there, wanted),
+            ("was measured", store.machine, measured_with),
+        ):
+            for key, value in now.items():
+                if before.get(key) != value:
+                    difference = _difference(key, before.get(key), value)
+                    raise ConvoyError(f"{path} {what} with {difference}: give another --out, or remove it")
         return store
 
     @staticmethod
@@ -279,16 +278,6 @@ class Store(Record):
     def begin(self, command: str, started: str) -> None:
         self.sessions.append(Session(command=command, started=started, wall_s=0.0, planning_s=0.0))
 
-    def spent(self, wall: float, planning: float) -> None:
-        """Seconds of this call so far, which has not trained yet."""
-        self.sessions[-1].wall_s, self.sessions[-1].planning_s = round(wall, 3), round(planning, 3)
-
-    def spent_on_training(self, seconds: float) -> None:
-        """Seconds of this call's trainings so far."""
-        session = self.sessions[-1]
-        session.wall_s = round(session.wall_s - session.training_s + seconds, 3)
-        session.training_s = round(seconds, 3)
-
     def add(self, rows: Sequence[Configuration]) -> list[Configuration]:
         """The rows as they are kept: those that are there already stay, and may be tried again."""
         there = {row.key: row for row in self.configurations}
@@ -313,8 +302,8 @@ class Store(Record):
         row.training.failed = None
         return row.training
 
-    def put_forecast(self, devices: int, found: Forecast) -> None:
-        self.forecasts[devices] = self.forecasts.get(devices, Forecast()) | found
+    def put_forecast(self, devices: int, new: Forecast) -> None:
+        self.forecasts[devices] = self.forecasts.get(devices, Forecast()) | new
 
     def plan_of(self, row: Configuration) -> str | None:
         """The plan that a row runs, None for peers. For `auto` it is the planner's for the row's shares, or else plain

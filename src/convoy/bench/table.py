@@ -25,33 +25,22 @@ NUMBERS = (
 )
 
 
+# The columns for programs, with the attributes of a row: seconds, bytes, and parts of one.
+_RECORD = (
+    *(("configuration", "label"), ("kind", "kind"), ("devices", "devices"), ("plan", "plan"), ("batch", "batch")),
+    *(("step_s", "seconds"), ("spread_s", "spread"), ("images_per_s", "images_per_s")),
+    *(("speedup", "speedup"), ("speedup_spread", "speedup_spread"), ("efficiency", "efficiency"), ("days", "days")),
+    *(("compute_s", COMPUTE), ("exposed_communication_s", COMMUNICATION), ("data_wait_s", INPUT)),
+    *(("optimizer_s", OPTIMIZER), ("memory_bytes", "memory"), ("predicted_s", "predicted")),
+    *(("prediction_error", "error"), ("predicted_memory_bytes", "predicted_memory")),
+    *(("rounds", "rounds"), ("overhead_s", "overhead")),
+)
+
+
 def records(results: Results) -> list[dict[str, Any]]:
-    """The rows with plain numbers: seconds, bytes, and parts of one."""
+    """The rows with plain numbers."""
     return [
-        {
-            "configuration": row.label,
-            "kind": row.kind,
-            "devices": row.devices,
-            "plan": row.plan,
-            "batch": row.batch,
-            "step_s": row.seconds,
-            "spread_s": row.spread,
-            "images_per_s": row.images_per_s,
-            "speedup": row.speedup,
-            "speedup_spread": row.speedup_spread,
-            "efficiency": row.efficiency,
-            "days": row.days,
-            "compute_s": row.parts[COMPUTE],
-            "exposed_communication_s": row.parts[COMMUNICATION],
-            "data_wait_s": row.parts[INPUT],
-            "optimizer_s": row.parts[OPTIMIZER],
-            "memory_bytes": row.memory,
-            "predicted_s": row.predicted,
-            "prediction_error": row.error,
-            "predicted_memory_bytes": row.predicted_memory,
-            "rounds": row.rounds,
-            "overhead_s": row.overhead,
-        }
+        {key: row.parts[name] if name in row.parts else getattr(row, name) for key, name in _RECORD}
         for row in results.rows
     ]
 
