@@ -41,18 +41,17 @@ def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "- 1": "has the keys devices and links",
-    "device: {count: 2}": "no key 'device': did you mean devices",
-    "devices: {speed: 0.5}": "no count",
-    "devices: {count: true}": "count of devices is True",
-    "devices: {count: 251}": "from 1 to 250",
+    "- 1": "is not a cluster",
+    "devices: {speed: 0.5}": "a cluster needs devices and their count: write e.g.",
+    "devices: {count: 2, sped: 1}": "devices.sped is unknown: did you mean devices.speed?",
+    "devices: {count: true}": "devices.count is true, but must be a whole number",
+    "devices: {count: 251}": "must be at most 250",
     "devices: {count: 2, hosts: 3}": "2 devices cannot be in 3 hosts",
-    "devices: {count: 2, speed: .nan}": "the share of a core that it has",
-    "devices: [{speed: 0.5}, 3]": "entry 2 of devices is 3",
+    "devices: {count: 2, speed: .nan}": "devices.speed is nan, but must be a finite number",
     "devices: [{host: 'a b'}]": "host 'a b': use letters",
     "devices: {count: 2}": "link of host host0 has no rate",
     "devices: {count: 2}\nlinks: {rate: 0gbit}": "rate of a link is '0gbit'",
-    "devices: {count: 2}\nlinks: {rate: 1gbit, latency: 0.1ms}": "latency, which is not emulated",
+    "devices: {count: 2}\nlinks: {rate: 1gbit, latency: 0.1ms}": "links.latency is unknown",
     "devices: {count: 2}\nlinks: {rate: 1gbit, hosts: {c: 1gbit}}": "given for 'c', but the hosts are host0",
 }
 

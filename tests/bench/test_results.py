@@ -16,7 +16,7 @@ from convoy.bench.page import write_files
 from convoy.bench.records import Forecast, PlanPrediction, Store, Training
 from convoy.bench.remarks import convergence_remarks, missing, remarks
 from convoy.bench.results import Convergence, Results, convergence, repeatability
-from convoy.bench.table import convergence_records, csv_of, curve_records, escaped, latex_text, plus_minus, records
+from convoy.bench.table import csv_of, curve_records, escaped, of_trainings, of_updates, plus_minus
 from convoy.training import load_recipe
 from convoy.units import SPACE
 
@@ -109,9 +109,9 @@ def test_tables_and_sentences_have_every_row(tmp_path: Path) -> None:
     auto = rows["auto on 4"]
     assert (auto.plan, auto.predicted, rows["ddp on 4"].predicted) == (AUTO, pytest.approx(0.095 / 4), None)
     assert auto.error == pytest.approx(0.095 / 4 / auto.seconds - 1)
-    read = list(csv.DictReader(io.StringIO(csv_of(records(results)))))
+    read = list(csv.DictReader(io.StringIO(of_updates(results, store).csv())))
     assert len(read) == len(results.rows) == 10 and float(read[0]["step_s"]) == results.rows[0].seconds
-    latex = latex_text(results, store)
+    latex = of_updates(results, store).latex()
     assert latex.count(r"\\") == 11 and r"100\,\%" in latex and r"$\pm$" in latex and "days" in latex
     times = [(0.0123, 0.0004), (1.5, 0.05), (2e-5, None)]
     assert [plus_minus(*time) for time in times] == ["12.3 ± 0.4 ms", "1.50 ± 0.05 s", "20.0 µs"]
@@ -162,7 +162,7 @@ def test_the_largest_distance_is_over_all_evaluations_and_rows(tmp_path: Path) -
     assert "never farther from the serial run's than 0.20 points (filter=2, after 500 updates)" in words
     assert "the test loss never farther than 0.0040 (filter=2, after 400), over 10 evaluations" in words
     assert "No final weights are the reference's bit for bit" in words and "one image is 0.010 points" in words
-    rows = list(csv.DictReader(io.StringIO(csv_of(convergence_records(curves)))))
+    rows = list(csv.DictReader(io.StringIO(of_trainings(curves, Store.read(tmp_path / "study")).csv())))
     assert [float(row["distance_error"] or 0) for row in rows] == pytest.approx([0, 1e-3, 2e-3])
     assert len(curve_records(curves)) == 30
     _, words = curves_of(tmp_path / "same", same=["sample=2 on 2", "filter=2 on 2"])

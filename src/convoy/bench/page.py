@@ -12,16 +12,14 @@ from convoy.bench.records import COMMUNICATION, CONVOY, INPUT, NAME, OPTIMIZER, 
 from convoy.bench.remarks import convergence_remarks, doubts, missing, remarks
 from convoy.bench.results import Convergence, Results, StudyRow, convergence
 from convoy.bench.table import (
-    CONVERGENCE_NUMBERS,
-    convergence_latex,
-    convergence_lines,
-    convergence_records,
+    NUMBERS,
+    Table,
     csv_of,
     curve_records,
-    latex_text,
+    of_trainings,
+    of_updates,
     plus_minus,
     points,
-    records,
     signed,
 )
 from convoy.documents import dump
@@ -37,10 +35,9 @@ _SHOWN_PARTS = (COMMUNICATION, INPUT, OPTIMIZER)
 
 @dataclass(frozen=True)
 class Written:
-    """A study's results, its trainings, the sentences on both, and the report."""
+    """A study's tables, by their names in JSON, the sentences on them, and the report."""
 
-    results: Results
-    convergence: Convergence | None
+    tables: dict[str, Table]
     remarks: list[str]
     report: Path
 
@@ -49,23 +46,22 @@ def write_files(folder: Path) -> Written:
     """Write all files of the study in a folder, as far as it was measured."""
     store = Store.read(folder)
     results, trained = Results(store), convergence(store)
+    tables = {"configurations": of_updates(results, store)}
     drawn: list[Panel] = []
-    tables: dict[str, str] = {}
+    texts: dict[str, str] = {}
     warnings, gaps, lost = doubts(results), missing(results), list[str]()
     timed_remarks, trained_remarks = list[str](), list[str]()
     if is_timed := bool(results.rows) or trained is None:
         drawn += panels(results)
-        tables |= {"table.csv": csv_of(records(results)), "table.tex": latex_text(results, store)}
+        texts |= {"table.csv": tables["configurations"].csv(), "table.tex": tables["configurations"].latex()}
         timed_remarks = remarks(store, results)
     if trained is not None:
+        table = tables["convergence"] = of_trainings(trained, store)
         drawn += convergence_panels(trained)
-        tables |= {
-            "convergence.csv": csv_of(convergence_records(trained)),
-            "convergence.tex": convergence_latex(trained, store),
-            "curves.csv": csv_of(curve_records(trained)),
-        }
+        texts |= {"convergence.csv": table.csv(), "convergence.tex": table.latex()}
+        texts["curves.csv"] = csv_of(curve_records(trained))
         trained_remarks, lost = list(convergence_remarks(trained)), missing(trained)
-    files = {name: text.encode() for name, text in tables.items()}
+    files = {name: text.encode() for name, text in texts.items()}
     downloads = [Download.of(name, one) for name, one in {NAME: store.path.read_bytes(), **files}.items()]
     shown = []
     for panel in drawn:
@@ -80,6 +76,8 @@ def write_files(folder: Path) -> Written:
         **_content(store, results, trained),
         timed=is_timed,
         remarks=timed_remarks,
+        trained=tables["convergence"].rows if trained is not None else None,
+        trained_numbers=NUMBERS,
         trained_remarks=trained_remarks,
         missing=[*warnings, *gaps, *lost],
         panels=shown,
@@ -92,7 +90,7 @@ def write_files(folder: Path) -> Written:
     except OSError as error:
         raise ConvoyError(f"{folder} cannot be written ({error.strerror}): free space there, or copy it") from error
     sentences = [*warnings, *timed_remarks, *gaps, *trained_remarks, *lost]
-    return Written(results, trained, sentences, folder / "report.html")
+    return Written(tables, sentences, folder / "report.html")
 
 
 def _files(panel: Panel) -> dict[str, bytes]:
@@ -124,8 +122,6 @@ def _content(store: Store, results: Results, trained: Convergence | None) -> dic
         "rows": [(row, _cells(row, results)) for row in results.rows],
         "epochs": None if table.epochs is None else units.value(table.epochs),
         "dataset_size": table.dataset_size,
-        "trained": convergence_lines(trained) if trained else None,
-        "trained_numbers": CONVERGENCE_NUMBERS,
         "notes": results.notes,
         "chosen": [(units.plural(devices, "device"), plan.strip()) for devices, plan in own_plans.items()],
         "commands": list(dict.fromkeys(session.command for session in store.sessions)),
