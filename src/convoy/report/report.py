@@ -56,12 +56,11 @@ def render(run: Run) -> str:
 
 def _content(run: Run) -> dict[str, Any]:
     word, kind = status(run)
-    model = (run.summary.model if run.summary else None) or _text(run.setting("model.name"))
-    data = (run.summary.data if run.summary else None) or _text(run.setting("data.path"))
-    evaluation, lines = run.evaluation, reversed([*run.metrics.train, *run.metrics.test])
-    bad = run.summary.bad_images if run.summary is not None else []
-    table = Confusion(evaluation or EvaluationFile())
-    many = evaluation is not None and len(evaluation.classes) > LARGEST_MATRIX
+    summary, evaluation, lines = run.summary, run.evaluation, reversed([*run.metrics.train, *run.metrics.test])
+    model = summary.model or _text(run.setting("model.name"))
+    data = summary.data or _text(run.setting("data.path"))
+    table = Confusion(evaluation)
+    many = len(evaluation.classes) > LARGEST_MATRIX
     return {
         "name": "report",
         "over": "training report",
@@ -73,7 +72,7 @@ def _content(run: Run) -> dict[str, Any]:
         "remarks": remarks(run),
         "about": about(run),
         "bench": bench_command(run),
-        "notes": run.summary.notes if run.summary is not None else [],
+        "notes": summary.notes,
         "tiles": result_tiles(run),
         "panels": [(panel, panel.svg()) for panel in draw_panels(run)],
         "updates_per_epoch": next((round(line.step / line.epoch) for line in lines if line.epoch), None),
@@ -88,10 +87,10 @@ def _content(run: Run) -> dict[str, Any]:
         "pairs": table.pairs(12 if many else 8),
         "classes": table.classes(),
         "hardest": table.hardest(12) if many else [],
-        "mistakes": _mistakes(run.path, evaluation) if evaluation else [],
-        "derived": run.summary.derived if run.summary is not None else [],
-        "bad_images": bad[:MOST_BAD_IMAGES],
-        "num_bad_images": len(bad),
+        "mistakes": _mistakes(run.path, evaluation),
+        "derived": summary.derived,
+        "bad_images": summary.bad_images[:MOST_BAD_IMAGES],
+        "num_bad_images": len(summary.bad_images),
         "command": _text(run.environment.get("command")),
         "configuration": _highlighted(run.config_text),
         "environment": {
@@ -122,10 +121,10 @@ def _moment(value: object) -> str:
 
 def _restarts(run: Run) -> list[dict[str, Any]]:
     """When the run was started again, after how many updates, on how many devices, under which plan, on other data."""
-    found = run.environment.get("restarts")
-    listed = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    restarts = run.environment.get("restarts")
+    noted = [one for one in restarts if isinstance(one, dict)] if isinstance(restarts, list) else []
     facts = ("after", "devices", "plan", "data")
-    return [{"started": _moment(one.get("started")), **{key: one.get(key) for key in facts}} for one in listed]
+    return [{"started": _moment(one.get("started")), **{key: one.get(key) for key in facts}} for one in noted]
 
 
 def _text(value: object) -> str:
@@ -146,8 +145,7 @@ def _tests(run: Run) -> list[dict[str, Any]]:
 
 def _stages(run: Run) -> list[tuple[int, StageRecord, Group | None]]:
     """The stages, numbered; what each computes and waits for is measured, and missing in short runs."""
-    stages = run.summary.stages if run.summary is not None else []
-    seen = run.prediction.stages if run.prediction is not None else ()
+    stages, seen = run.summary.stages, run.prediction.stages if run.prediction is not None else ()
     return list(zip(count(1), stages, seen if len(seen) == len(stages) else [None] * len(stages)))
 
 

@@ -103,7 +103,7 @@ def _one_history(lines: list[MetricsLine]) -> tuple[list[MetricsLine], list[Metr
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a run directory holds; what comes from a file of its own is None without that file.
+    """Everything that a run directory holds; what comes from a file of its own is empty or None without that file.
 
     `training` says whether a process trains in it now; None where that cannot be told.
     """
@@ -113,8 +113,8 @@ class Run:
     config: dict[str, Any]
     environment: dict[str, Any]
     metrics: Metrics
-    summary: RunSummary | None
-    evaluation: EvaluationFile | None
+    summary: RunSummary
+    evaluation: EvaluationFile
     prediction: Comparison | None = None
     diagnosis: Diagnosis | None = None
     training: bool | None = None
@@ -144,7 +144,7 @@ def read_run(path: Path) -> Run:
             config_text=config_file.read_text(encoding="utf-8"),
             environment=_read(path / "environment.json", dict[str, Any]) or {},
             metrics=read_metrics(path / "metrics.jsonl"),
-            summary=_read(path / "summary.json", RunSummary),
+            summary=_read(path / "summary.json", RunSummary) or RunSummary(),
             evaluation=_read_evaluation(path / "evaluation.json"),
             prediction=_read(path / "prediction.json", Comparison),
             diagnosis=_read(path / "diagnosis.json", Diagnosis),
@@ -166,13 +166,12 @@ def _read(path: Path, model: type[_Model]) -> _Model | None:
         raise ConvoyError(f"{path}: {_problem(error)}; {mend}.") from None
 
 
-def _read_evaluation(path: Path) -> EvaluationFile | None:
-    evaluation = _read(path, EvaluationFile)
-    if evaluation is not None and evaluation.confusion:
-        size = len(evaluation.classes)
-        if len(evaluation.confusion) != size or any(len(row) != size for row in evaluation.confusion):
-            raise ConvoyError(
-                f"{path}: `confusion` is not a table of {size} rows and {size} columns, one for each of `classes`; "
-                "evaluate the run again."
-            )
+def _read_evaluation(path: Path) -> EvaluationFile:
+    evaluation = _read(path, EvaluationFile) or EvaluationFile()
+    size, table = len(evaluation.classes), evaluation.confusion
+    if table and (len(table) != size or any(len(row) != size for row in table)):
+        raise ConvoyError(
+            f"{path}: `confusion` is not a table of {size} rows and {size} columns, one for each of `classes`; "
+            "evaluate the run again."
+        )
     return evaluation
