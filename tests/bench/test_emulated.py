@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from convoy.bench.emulated import Cluster, ClusterDevice, cores_for, emulate, network
+from convoy.bench.emulated import Cluster, ClusterDevice, emulate, network
 from convoy.bench.emulated.network import Hierarchy
 from convoy.bench.processes import RankSlot, Say, run_ranks
 from convoy.comm.joining import join
@@ -62,18 +62,6 @@ def test_a_mistake_is_one_sentence_that_has_the_file(tmp_path: Path) -> None:
             read(tmp_path, text)
         sentence = str(caught.value)
         assert sentence.startswith(str(tmp_path / "cluster.yaml")) and words in sentence and "\n" not in sentence
-
-
-def test_cores_are_shared_evenly_and_not_more_than_there_are() -> None:
-    for speeds, cores, places in (
-        ([0.25] * 4, [4, 7], [4, 7, 4, 7]),
-        ([1.0, 0.5, 0.5], [0, 1], [0, 1, 1]),
-        ([0.2, 0.8, 0.3], [0, 1], [1, 0, 1]),
-        ([0.1] * 10, [3], [3] * 10),
-    ):
-        assert cores_for(speeds, cores) == places
-    with pytest.raises(ConvoyError, match=r"add up to 3 cores, but here are 2 cores: multiply all speeds by 0\.66"):
-        cores_for([1.0] * 3, [0, 1])
 
 
 def test_control_groups_of_both_versions_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

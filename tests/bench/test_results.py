@@ -58,18 +58,6 @@ def test_speed_up_is_over_the_fastest_on_one_device_or_else_the_first_row(tmp_pa
     assert "speed-up is over sample=2 on 2 devices and efficiency not known" in words and "above 100" not in words
 
 
-def test_slower_than_one_device_and_faster_than_the_ideal_is_said(tmp_path: Path) -> None:
-    for number, (one, two, sentence) in enumerate((
-        ([0.2] * 3, [0.4, 0.41, 0.4], "Slower than one device: sample=2 on 2."),
-        ([0.2] * 3, [0.21, 0.1, 0.4], "Not told apart from one device, by their ±: sample=2 on 2;"),
-        ([0.2], [0.09], "Efficiency above 100 % (sample=2 on 2): a device's smaller part of the work may fit"),
-        ([0.2], [0.0999], ""),  # 100 % in the table
-    )):  # fmt: skip
-        *_, words = exact(tmp_path / str(number), {"serial on 1": one, "sample=2 on 2": two})
-        starts = [start for start in ("Slower than", "Not told apart", "Efficiency above") if start in words]
-        assert sentence in words and starts == [sentence[: len(start)] for start in starts] and len(starts) < 2
-
-
 def test_efficiency_is_by_the_sum_of_what_devices_do_alone(tmp_path: Path) -> None:
     store = new_store(tmp_path, speeds=[0.6, 0.6])
     rows = store.add(configurations([1, 2], ["sample"], [], ["", "auto"], alone=2))
@@ -81,7 +69,6 @@ def test_efficiency_is_by_the_sum_of_what_devices_do_alone(tmp_path: Path) -> No
     assert (even.ideal, even.efficiency) == pytest.approx((1.5, 2 / 3))
     assert auto.efficiency == pytest.approx(64 / 0.15 / 480)
     words = " ".join(remarks(store, results)).replace(SPACE, " ")
-    assert "480 together" in words and "sample=2 67 %, sample=2, shares auto 89 %" in words
     assert "sample=2, shares auto is 1.33 times as fast as even parts, with 3, 2 microbatches" in words
 
 

@@ -54,7 +54,7 @@ def test_a_complete_run_has_every_part_and_the_same_bytes_again(tmp_path: Path) 
     assert packed.name == "metrics.jsonl.gz" and gzip.decompress(base64.b64decode(packed.uri.partition(",")[2])) == many
     (run / "mistakes" / "00.png").unlink()
     (run / "metrics.jsonl").unlink()
-    assert "picture missing" in page(run).words and len(page(run).all("img")) == 5
+    assert "picture missing" in page(run).words and "No metrics have been recorded yet" in page(run).words
 
 
 def test_names_of_strangers_are_text_and_nothing_else(tmp_path: Path) -> None:
@@ -76,13 +76,6 @@ def test_names_of_strangers_are_text_and_nothing_else(tmp_path: Path) -> None:
     shown = harmless(write_report(write_run(tmp_path, **files)).read_text(encoding="utf-8"))
     assert shown.text.count("<script>alert(1)</script>") >= 15 and len(shown.all("img")) == 6
     assert r"\x1b[2J" in shown.text and r"\u202egnp.exe" in shown.text and r"ship\udcff.png" in shown.text
-
-
-def test_a_run_of_nothing_but_a_configuration_has_a_page(tmp_path: Path) -> None:
-    alone = page(write_run(tmp_path))
-    for sentence in ("No metrics have been recorded yet", "There is no final evaluation yet.", "was not recorded."):
-        assert sentence in alone.words
-    assert alone.all("svg") == []
 
 
 GOES_ON = "--resume goes on from its last checkpoint"

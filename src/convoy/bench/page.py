@@ -49,7 +49,7 @@ def write_files(folder: Path) -> Written:
     tables = {"configurations": of_updates(results, store)}
     drawn: list[Panel] = []
     texts: dict[str, str] = {}
-    warnings, gaps, lost = doubts(results), missing(results), list[str]()
+    warnings, gaps, training_gaps = doubts(results), missing(results), list[str]()
     timed_remarks, trained_remarks = list[str](), list[str]()
     if is_timed := bool(results.rows) or trained is None:
         drawn += panels(results)
@@ -60,7 +60,7 @@ def write_files(folder: Path) -> Written:
         drawn += convergence_panels(trained)
         texts |= {"convergence.csv": table.csv(), "convergence.tex": table.latex()}
         texts["curves.csv"] = csv_of(curve_records(trained))
-        trained_remarks, lost = list(convergence_remarks(trained)), missing(trained)
+        trained_remarks, training_gaps = list(convergence_remarks(trained)), missing(trained)
     files = {name: text.encode() for name, text in texts.items()}
     downloads = [Download.of(name, one) for name, one in {NAME: store.path.read_bytes(), **files}.items()]
     shown = []
@@ -79,7 +79,7 @@ def write_files(folder: Path) -> Written:
         trained=tables["convergence"].rows if trained is not None else None,
         trained_numbers=NUMBERS,
         trained_remarks=trained_remarks,
-        missing=[*warnings, *gaps, *lost],
+        missing=[*warnings, *gaps, *training_gaps],
         panels=shown,
         downloads=downloads,
     )
@@ -89,7 +89,7 @@ def write_files(folder: Path) -> Written:
             write_atomically(folder / name, lambda path, one=one: path.write_bytes(one))  # type: ignore[misc]
     except OSError as error:
         raise ConvoyError(f"{folder} cannot be written ({error.strerror}): free space there, or copy it") from error
-    sentences = [*warnings, *timed_remarks, *gaps, *trained_remarks, *lost]
+    sentences = [*warnings, *timed_remarks, *gaps, *trained_remarks, *training_gaps]
     return Written(tables, sentences, folder / "report.html")
 
 
