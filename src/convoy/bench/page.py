@@ -61,6 +61,7 @@ def write_files(folder: Path) -> Written:
         texts |= {"convergence.csv": table.csv(), "convergence.tex": table.latex()}
         texts["curves.csv"] = csv_of(curve_records(trained))
         trained_remarks, training_gaps = list(convergence_remarks(trained)), missing(trained)
+    rows = tables["convergence"].rows if trained is not None else None
     files = {name: text.encode() for name, text in texts.items()}
     downloads = [Download.of(name, one) for name, one in {NAME: store.path.read_bytes(), **files}.items()]
     shown = []
@@ -76,8 +77,8 @@ def write_files(folder: Path) -> Written:
         **_content(store, results, trained),
         timed=is_timed,
         remarks=timed_remarks,
-        trained=tables["convergence"].rows if trained is not None else None,
-        trained_numbers=NUMBERS,
+        trained=rows,
+        trained_columns=[f"{'#' if word in NUMBERS else ''}{word.capitalize()}" for word in (rows or [{}])[0]],
         trained_remarks=trained_remarks,
         missing=[*warnings, *gaps, *training_gaps],
         panels=shown,
