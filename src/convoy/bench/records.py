@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, computed_field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from convoy.errors import ConvoyError
 from convoy.files import write_text
@@ -78,6 +78,7 @@ class Configuration(Record):
     """A row of the table: Convoy under a plan, or another tool, on some devices."""
 
     key: str  # different for every row, also for one that is measured twice
+    label: str  # for people
     kind: str  # `convoy`, `torch` (plain PyTorch on one device), or one of `PEERS`
     devices: int
     plan: str | None  # of Convoy, as a recipe has it; `auto` is the planner's
@@ -88,29 +89,10 @@ class Configuration(Record):
     visits: list[Measurement] = []
     training: Training | None = None
 
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def label(self) -> str:
-        number = self.key.partition("#")[2]
-        return self._name() + (f" (row {number})" if number else "")
-
     @property
     def where(self) -> str:
         """The label with its devices."""
         return f"{self.label} on {plural(self.devices, 'device')}"
-
-    def _name(self) -> str:
-        if self.kind in PEERS:
-            return PEERS[self.kind]
-        if self.kind == TORCH:
-            return "plain PyTorch"
-        if self.place:
-            return f"device {self.place + 1} alone"
-        if self.devices == 1:
-            return "one device"
-        assert self.plan is not None
-        plan = self.series.removesuffix(f", shares {self.shares}") if "\n" in self.plan else self.plan
-        return f"{plan}, shares {self.shares}" if self.shares else plan
 
 
 def short(plan: str) -> str:
