@@ -43,10 +43,8 @@ def read_picture(run: Path, name: str | None) -> InlinePicture | None:
     path = run / name
     try:
         if not path.resolve().is_relative_to(run.resolve()):
-            raise ConvoyError(
-                f"{run / 'evaluation.json'}: the picture {name!r} lies outside the run directory; "
-                "evaluate the run again."
-            )
+            source = run / "evaluation.json"
+            raise ConvoyError(f"{source}: the picture {name!r} lies outside the run directory; evaluate the run again.")
         if not path.is_file():
             return None
         with Image.open(path, formats=("PNG", "JPEG")) as opened:
@@ -170,17 +168,8 @@ def _shown(value: object) -> object:
 
 
 # The CSS custom property of each color that the plots use.
-_PROPERTIES = {
-    axes.PAPER: "var(--paper)",
-    axes.INK: "var(--ink)",
-    axes.MUTED: "var(--muted)",
-    axes.GRID: "var(--grid)",
-    axes.TRAIN: "var(--train)",
-    axes.TEST: "var(--test)",
-    axes.GREEN: "var(--green)",
-    axes.PURPLE: "var(--purple)",
-    axes.OCHRE: "var(--ochre)",
-}
+_COLORS = ("paper", "ink", "muted", "grid", "train", "test", "green", "purple", "ochre")
+_PROPERTIES = {getattr(axes, name.upper()): f"var(--{name})" for name in _COLORS}
 
 
 def inline_svg(figure: Figure, name: str, title: str, description: str) -> str:

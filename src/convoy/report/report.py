@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 import convoy
 from convoy import units
@@ -165,28 +165,15 @@ def _mistakes(run: Path, evaluation: EvaluationFile) -> list[dict[str, Any]]:
 
 
 def _highlighted(text: str) -> Markup:
-    """The configuration with its keys marked; every part of it is escaped."""
-    lines = []
-    for raw in text.rstrip().splitlines():
-        line = printable(raw, keep="\t")
-        key = re.match(r"^(\s*(?:- )?)([\w./-]+)(:)(?=\s|$)", line)
-        if key:
-            lines.append(Markup('{}<span class="key">{}</span>{}{}').format(key[1], key[2], key[3], line[key.end() :]))
-        else:
-            lines.append(Markup("{}").format(line))
-    return Markup("\n").join(lines)
+    """The configuration with its keys marked; all of it is escaped before."""
+    safe = str(escape(printable(text.rstrip(), keep="\n\t")))
+    return Markup(
+        re.sub(r"^([ \t]*(?:- )?)([\w./-]+)(?=:(?:\s|$))", r'\1<span class="key">\2</span>', safe, flags=re.M)
+    )
 
 
-_COLORS = {
-    "input": "input",
-    "forward": "forward",
-    "backward": "backward",
-    "rest": "around",
-    "packing": "packing",
-    "waiting": "transfer",
-    "stages": "idle",
-    "optimizer": "update",
-}
+# The parts of an update whose color has another name.
+_COLORS = {"rest": "around", "waiting": "transfer", "stages": "idle", "optimizer": "update"}
 
 
 def compared(comparison: Comparison | None) -> dict[str, Any] | None:
@@ -207,7 +194,7 @@ def compared(comparison: Comparison | None) -> dict[str, Any] | None:
         "sentence": f"{sentence}.",
         "both": update.predicted_s is not None,  # there is a prediction
         "whole": _row("All parts", whole, tracks=_tracks(parts, max(whole.longest, 1e-12))),
-        "parts": [_row(WORDS[name], both, _COLORS[name]) for name, both in parts.items()],
+        "parts": [_row(WORDS[name], both, _COLORS.get(name, name)) for name, both in parts.items()],
         "groups": [
             _row(one.title, total, tracks=_tracks({"forward": one.computes, "waiting": one.waits}, longest))
             for one, total in groups
@@ -235,7 +222,7 @@ def _tracks(parts: Mapping[str, Both], longest: float) -> list[dict[str, Any]]:
     for side in ("predicted", "measured"):
         seconds = {name: getattr(both, f"{side}_s") for name, both in parts.items()}
         drawn = [
-            (_COLORS[name], 100 * number / longest, f"{WORDS[name]}, {side}: {shown(number)}")
+            (_COLORS.get(name, name), 100 * number / longest, f"{WORDS[name]}, {side}: {shown(number)}")
             for name, number in seconds.items()
             if number
         ]
