@@ -18,8 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 
 from convoy.checkpoint.files import STATE, Checkpoint, write_record
 from convoy.checkpoint.store import CheckpointStore, read_checkpoint
@@ -27,13 +29,15 @@ from convoy.cli.app import main
 from convoy.data import BadImage, DataConfig, open_data, pack
 from convoy.data.dataset import open_files
 from convoy.data.decode import finish_picture, open_picture
-from convoy.data.packed import PackOptions
+from convoy.data.pack import index_file
+from convoy.data.packed import INDEX, PackOptions
+from convoy.documents import read_mapping
 from convoy.errors import ConvoyError
 from convoy.plans.fit import parse_fix
 from convoy.plans.plan import Plan
 from convoy.training.recipe import Recipe, check_names, load_recipe
 from convoy.training.schema import all_keys
-from data.made import encoded, picture, tar_members, write_cifar, write_parquet, write_tar
+from data.made import encoded, picture, tar_members, write_cifar, write_mnist, write_parquet, write_tar
 from training.scenarios import put
 
 LONGEST = 1_000
@@ -165,6 +169,37 @@ def make_pack(folder: Path) -> None:
     pack.pack(kind, opened, folder, PackOptions(), None, 1)
 
 
+def forge_index(draw: random.Random, folder: Path) -> None:
+    """An index whose checksums fit."""
+    with safe_open(folder / INDEX, "np") as file:
+        arrays = {key: file.get_tensor(key).copy() for key in file.keys()}  # noqa: SIM118
+        document = json.loads(file.metadata()["convoy.pack"])
+    if draw.random() < 0.5:
+        document = forged(draw, document)
+    for _ in range(draw.randrange(3)):
+        name = draw.choice(list(arrays))
+        array = arrays[name]
+        if draw.random() < 0.2:
+            arrays[name] = array.astype(draw.choice(("u1", "i8", "f4"))) if draw.random() < 0.5 else array[None]
+        elif array.size:
+            array.flat[draw.randrange(array.size)] = np.array(draw.choice(INTEGERS), np.uint64).astype(array.dtype)
+    with suppress(TypeError, AttributeError):  # no document, or one that JSON does not have
+        (folder / INDEX).write_bytes(index_file(arrays, document))
+
+
+def forge_tar(draw: random.Random, folder: Path) -> None:
+    """Headers whose checksums fit."""
+    content = bytearray((folder / "train.tar").read_bytes())
+    for _ in range(draw.randrange(1, 4)):
+        start = 512 * draw.randrange(len(content) // 512)
+        block = bytearray(damaged(draw, bytes(content[start : start + 512])).ljust(512, b"\0")[:512])
+        block[156:157] = draw.choice((b"0", b"0", b"x", b"L", b"S", b"g", b"1", b"5", b"K", b"V"))
+        block[148:156] = b" " * 8
+        block[148:156] = b"%06o\0 " % sum(block)
+        content[start : start + 512] = block
+    (folder / "train.tar").write_bytes(content)
+
+
 def forge_pickle(draw: random.Random, folder: Path) -> None:
     """Instructions in another order, or any others."""
     (file,) = folder.glob("*/test_batch")
@@ -190,6 +225,22 @@ def make_tar(folder: Path) -> None:
 def make_parquet(folder: Path) -> None:
     images = [encoded(picture(20, 20, seed=seed)) for seed in range(6)]
     write_parquet(folder / "train.parquet", images, [0, 1] * 3, ["a", "b"])
+
+
+def make_yaml(folder: Path) -> None:
+    folder.mkdir()
+    text = "model: {name: lenet, options: {a: [1, 2.5, 1e-3]}}\noptimizer:\n  name: sgd\n  lr: 0.1\n"
+    (folder / "x.yaml").write_text(text + "classes:\n- a\n- 'b'\n")
+
+
+def forge_yaml(draw: random.Random, folder: Path) -> None:
+    extra = ["&a ", "*a", "<<: *a", "!!binary ", "!!set ", "!!omap ", "!!timestamp ", "? ", "--- ", "[" * 99]
+    extra.append("%YAML 1.1\n")
+    content = (folder / "x.yaml").read_text()
+    for _ in range(draw.randrange(1, 9)):
+        at = draw.randrange(len(content) + 1)
+        content = content[:at] + draw.choice(extra) + content[at:]
+    (folder / "x.yaml").write_text(content)
 
 
 def make_checkpoint(folder: Path) -> None:
@@ -244,9 +295,11 @@ class Reader(NamedTuple):
 
 
 READERS = {
-    "pack": Reader(make_pack, damage, read_data),
-    "tar": Reader(make_tar, damage, read_data),
+    "pack": Reader(make_pack, forge_index, read_data),
+    "tar": Reader(make_tar, forge_tar, read_data),
     "cifar": Reader(make_cifar, forge_pickle, read_data),
+    "mnist": Reader(lambda folder: write_mnist(folder, 3, 2, ".gz"), damage, read_data),
+    "yaml": Reader(make_yaml, forge_yaml, lambda folder: read_mapping(folder / "x.yaml", "recipe")),
     "parquet": Reader(make_parquet, damage, read_data),
     "checkpoint": Reader(make_checkpoint, forge_checkpoint, read_checkpoint),
     "pictures": Reader(make_pictures, damage, read_pictures, 800),
