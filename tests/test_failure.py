@@ -1,5 +1,6 @@
 """Which of several failures is said, and how."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError, MachineError, MeetingError
-from convoy.failure import AGENTS, Failure, cause, failure_of, leave_word, read_failures, text_of, word_in
+from convoy.failure import AGENTS, Failure, cause, failure_of, leave_word, place_of, read_failures, text_of, word_in
+from convoy.training.config import Duration
 
 
 def fail(rank: int, error: BaseException) -> Failure:
@@ -31,6 +33,19 @@ def test_a_failure_is_a_sentence_a_status_and_where_it_is_an_error_a_traceback()
     assert (machine.kind, machine.status, machine.final) == ("error", 1, False)
 
 
+def test_the_place_is_the_last_in_code_of_ones_own() -> None:
+    def mine() -> None:
+        json.loads("{")
+
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        mine()
+    place = place_of(caught.value)
+    assert place is not None and re.fullmatch(r"test_failure\.py, line \d+, in mine", place)
+    with pytest.raises(ValueError, match="is not a duration") as caught:
+        Duration.parse("long")
+    assert place_of(caught.value.with_traceback(caught.tb.tb_next)) is None  # as the command line has it
+
+
 LOST = "[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"
 
 
@@ -48,6 +63,19 @@ def test_the_loss_of_another_rank_is_not_the_cause_and_the_first_is(tmp_path: Pa
     for failure in (second, first):
         failure.write(tmp_path)
     assert cause(read_failures(tmp_path)) == first
+
+
+def test_torchrun_says_the_cause_and_its_rank_where_others_say_something_else() -> None:
+    plan, file, meeting = ConvoyError("no plan"), ConvoyError("no file"), MeetingError("cannot join")
+    for errors, text in (
+        ([plan, plan], "convoy: no plan"),
+        ([plan], "convoy: no plan"),
+        ([plan, file], "convoy: rank 0: no plan"),
+        ([RuntimeError("Connection closed by peer"), file], "convoy: rank 1: no file"),
+        ([meeting, file], "rank 0 failed: cannot join"),
+        ([], None),
+    ):
+        assert text_of([fail(rank, error) for rank, error in enumerate(errors)]) == text
 
 
 def test_what_a_rank_leaves_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
