@@ -18,9 +18,9 @@ from convoy.bench.table import (
     curve_records,
     of_trainings,
     of_updates,
-    plus_minus,
     points,
     signed,
+    with_spread,
 )
 from convoy.documents import dump
 from convoy.errors import ConvoyError
@@ -188,16 +188,14 @@ def _convergence_tiles(trained: Convergence) -> list[Tile]:
 
 def _cells(row: StudyRow, results: Results) -> dict[str, Any]:
     best = max(results.rows, key=lambda one: one.speedup)
-    step, _, spread = plus_minus(row.seconds, row.spread).partition(" ± ")
-    if spread:
-        step = f"{step} {spread.partition(' ')[2]}"
+    number, spread, unit = with_spread(row.seconds, row.spread)
     before = results.rows[max(0, results.rows.index(row) - 1)]
     looks = {"best": row is best, "peer": row.kind != CONVOY, "group": before.devices != row.devices}
     return {
         "look": " ".join(look for look, holds in looks.items() if holds),
         "plan": "layer by layer, below" if "\n" in row.found_plan else row.found_plan,
-        "step": step,
-        "spread": spread.partition(" ")[0],
+        "step": f"{number} {unit}",
+        "spread": spread,
         "parts": [time_of(row.parts[name]) if row.parts[name] > 0 else units.UNKNOWN for name in _SHOWN_PARTS],
         "error": "" if row.error is None else signed(row.error),
     }

@@ -129,17 +129,19 @@ def _record(row: StudyRow) -> dict[str, Any]:
     }
 
 
-def plus_minus(seconds: float, spread: float | None) -> str:
-    """A time with its spread in the same unit: `12.3 ± 0.4 ms`."""
-    text = time_of(seconds)
+def with_spread(seconds: float, spread: float | None) -> tuple[str, str, str]:
+    """A time, its spread in the same unit (empty for none), and the unit."""
+    number, _, unit = time_of(seconds).partition(" ")
     if spread is None:
-        return text
-    number, _, unit = text.partition(" ")
-    scale = {"s": 1.0, "ms": 1e3, "µs": 1e6}.get(unit)
-    if scale is None:
-        return f"{text} ± {time_of(spread)}"
+        return number, "", unit
     places = len(number.partition(".")[2])
-    return f"{number} ± {spread * scale:.{places}f} {unit}"
+    return number, f"{spread * {'ms': 1e3, 'µs': 1e6}.get(unit, 1.0):.{places}f}", unit
+
+
+def plus_minus(seconds: float, spread: float | None) -> str:
+    """A time with its spread: `12.3 ± 0.4 ms`."""
+    number, difference, unit = with_spread(seconds, spread)
+    return f"{number} ± {difference} {unit}" if difference else f"{number} {unit}"
 
 
 def signed(share: float | None) -> str:
