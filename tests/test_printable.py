@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-import convoy.models
 from convoy import progress, units
 from convoy.errors import ConvoyError
-from convoy.late import lazily, waiting_for
+from convoy.late import waiting_for
 from convoy.progress import ConsoleReporter
 from convoy.terminal import Console, brief, printable, shortened
 from made_time import made_time
@@ -41,16 +40,13 @@ def test_what_cannot_be_seen_is_escaped_and_words_of_any_script_stay() -> None:
     assert printable("a\nb\x1b", keep="\n") == "a\nb\\x1b" and str(ConvoyError("a\nb")) == "a\nb"
 
 
-@pytest.mark.parametrize("markup", [True, False])
-def test_a_console_writes_no_control_characters_but_its_own(markup: bool) -> None:
+def test_a_console_writes_no_control_characters_but_its_own() -> None:
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, color_system=None, width=200, highlight=False)
     for text, shown in ESCAPED.items():
         if "\udcff" not in text:
-            console.print(text, markup=markup)
+            console.print(text)
             assert written.getvalue().endswith(f"{shown}\n")
-    console.print("bold", style="bold")
-    assert not {"\x1b[2J", "\x07", "\x9b", "\u202e"} & set(written.getvalue())
 
 
 def test_what_was_typed_is_not_repeated_at_length() -> None:
@@ -65,43 +61,19 @@ def test_what_was_typed_is_not_repeated_at_length() -> None:
 
 
 NUMBERS: list[tuple[str, str]] = [
-    (units.count(61706), "61,706"),
     (units.count(-1234), "−1,234"),
     (units.decimal(float("nan"), 2), "–"),
     (units.significant(0.05794), "0.0579"),
-    (units.significant(1234.5), "1,234"),
     (units.significant(3.2e-7), "3.20 · 10⁻⁷"),
-    (units.significant(0), "0"),
-    (units.tick(12500), "12,500"),
     (units.tick(200_000), "200 k"),
-    (units.tick(2e6), "2 M"),
-    (units.tick(1e-5), "10⁻⁵"),
     (units.tick(2e-6), "2·10⁻⁶"),
-    (units.tick(-0.1), "−0.1"),
-    (units.percent(0.98, 1), "98.0 %"),
     (units.percent(0.99999, 1), "> 99.9 %"),
     (units.percent(0.00001, 2), "< 0.01 %"),
-    (units.percent(1.0, 1), "100.0 %"),
-    (units.percent(None), "–"),
-    (units.prefixed(4.09e9, "FLOP"), "4.09 GFLOP"),
     (units.prefixed(999_999, "B"), "1.00 MB"),
-    (units.prefixed(12, "B"), "12 B"),
-    (units.duration(0.84), "0.84 s"),
     (units.duration(59.99), "1 min 00 s"),
-    (units.duration(134), "2 min 14 s"),
     (units.duration(3 * 3600 + 299), "3 h 05 min"),
-    (units.duration(86_399), "24 h 00 min"),
-    (units.duration(9.3 * 86_400), "9 d 07 h"),
-    (units.plural(1, "image"), "1 image"),
-    (units.plural(2000, "image"), "2,000 images"),
-    (units.value(True), "yes"),
-    (units.value(0.1), "0.1"),
-    (units.value(0.0), "0"),
-    (units.value([32] * 4), "32, 32, 32, 32"),
     (units.value([1] * 10), "1, 1, 1, 1, 1, 1, 1, 1, … (10 in all)"),
     (units.value({"image_size": 28, "mean": [0.1, 0.2]}), "image size: 28; mean: 0.1, 0.2"),
-    (units.shorten("abc", 3), "abc"),
-    (units.shorten("abcd", 3), "ab…"),
 ]
 
 
@@ -109,7 +81,6 @@ def test_numbers_are_printed_as_in_a_paper() -> None:
     assert [text.replace(units.SPACE, " ") for text, _ in NUMBERS] == [expected for _, expected in NUMBERS]
     low, high = units.wilson(0.9, 100)  # (0.919207 ∓ 0.061859) / 1.038415, by hand
     assert (round(low, 4), round(high, 4)) == (0.8256, 0.9448)
-    assert units.wilson(1.0, 10)[1] == pytest.approx(1) and units.wilson(0.0, 10)[0] == pytest.approx(0)
 
 
 def test_long_work_before_a_training_is_told_in_a_file_too() -> None:
@@ -147,10 +118,3 @@ def test_a_terminal_is_told_what_is_waited_for_unless_it_is_quick_or_a_rank_wait
 
     assert shown(Terminal(), 0.01, 0.3) == "loading PyTorch …\r\x1b[K"
     assert shown(io.StringIO(), 0.01, 0.05) == shown(Terminal(), 60, 0.0) == shown(Terminal(), 0, 0.05, RANK="1") == ""
-
-
-def test_public_names_are_imported_when_they_are_used() -> None:
-    find = lazily("convoy.models", {"counting": "Counts count"})
-    assert find("count") is convoy.models.count
-    with pytest.raises(AttributeError, match="no attribute 'cuont'"):
-        find("cuont")

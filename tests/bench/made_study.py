@@ -1,15 +1,26 @@
 """Studies as convoy bench writes them, made from formulas: any plans, devices, rounds and damage."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from convoy.bench import records
 from convoy.bench.ask import configurations
-from convoy.bench.records import Configuration, Evaluation, Forecast, Made, RankTimes, Store, StudyFacts, TableOptions
+from convoy.bench.records import (
+    Configuration,
+    Evaluation,
+    Forecast,
+    Made,
+    Measurement,
+    PlanPrediction,
+    RankTimes,
+    Store,
+    StudyFacts,
+    TableOptions,
+    Training,
+)
 from convoy.bench.study import plain_recipe
 from convoy.training import Recipe, load_recipe
 
@@ -20,60 +31,40 @@ MADE = Made(shape=(1, 28, 28), classes=10)
 
 
 def study(recipe: Recipe = RECIPE, /, **changes: Any) -> StudyFacts:
-    return StudyFacts(
-        model=recipe.model.name,
-        recipe=plain_recipe(recipe, MADE),
-        images=MADE,
-        weak=False,
-        batch=recipe.batch,
-        device_type="cpu",
-        cores_per_device=1,
-        cluster="",
-        updates=4,
-        warm_up=1,
-    ).model_copy(update=changes)
+    facts: dict[str, Any] = {"model": recipe.model.name, "recipe": plain_recipe(recipe, MADE), "images": MADE}
+    facts |= {"weak": False, "batch": recipe.batch, "device_type": "cpu", "cores_per_device": 1, "cluster": ""}
+    return StudyFacts(**{**facts, "updates": 4, "warm_up": 1, **changes})
 
 
-def new_store(folder: Path, **changes: Any) -> Store:
+def new_store(folder: Path, epochs: float | None = 2, **changes: Any) -> Store:
     """A store of which a call of the command has begun."""
     folder.mkdir(parents=True, exist_ok=True)
     store = Store.open(folder, study(**changes), MACHINE)
-    store.table = TableOptions(epochs=2, dataset_size=6400)
+    store.table = TableOptions(epochs=epochs, dataset_size=6400)
     store.begin("convoy bench lenet", "2026-11-22T09:00:00+00:00")
+    store.sessions[-1].wall_s, store.sessions[-1].planning_s = 100.0, 20.0
     return store
 
 
-def ranks(
-    seconds: float, num: int, *, peer: bool = False, wait: float = 0.1, noise: float = 0.0, **changes: Any
-) -> list[RankTimes]:
-    """Every rank of a measurement; the first waits least for others."""
-    return [
-        RankTimes(
-            seconds=[seconds + noise * place for place in (-1, 0, 0, 1)],
+def measure(row: Configuration, number: int, seconds: float, counts: Sequence[int] = (), wait: float = 0.1) -> None:
+    """A round in which the first rank waits least for others, as long as a peer takes longer with exchanges."""
+    num = row.devices
+    row.visits.append(Measurement(round=number, wall_s=1.5, loss=2.3, ranks=[]))
+    for rank in range(num):
+        times = RankTimes(
+            seconds=[seconds] * 4,
             communication=[0.0 if num == 1 else seconds * (wait + 0.05 * rank)] * 4,
             input=[0.02 * seconds] * 4,
             optimizer=[0.1 * seconds] * 4,
             memory=10**8 + rank,
             overhead=1e-6,
-            loss=2.3 / num,
-            without=[seconds * (1 - wait)] * 4 if peer and num > 1 else [],
-            **changes,
+            without=[seconds * (1 - wait)] * 4 if row.kind in ("ddp", "fabric") else [],
+            microbatches=counts[rank] if counts else 0,
         )
-        for rank in range(num)
-    ]
+        row.visits[-1].ranks.append(times)
 
 
-def add_measurement(row: Configuration, number: int, times: list[RankTimes]) -> None:
-    loss = sum(rank.loss for rank in times)
-    row.visits.append(records.Measurement(round=number, wall_s=1.5, loss=loss, ranks=times))
-
-
-def seconds_of(row: Configuration) -> float:
-    """A tenth of a second on one device, less on more."""
-    losses = {"sample": 0.9, "auto": 0.97, "filter": 0.6, "ddp": 0.8, "fabric": 0.78, "torch": 0.95, "": 1.0}
-    return (
-        0.1 / (1 + (row.devices - 1) * losses.get(row.series, 0.85)) / (losses["torch"] if row.kind == "torch" else 1)
-    )
+LOSSES = {"sample": 0.9, "auto": 0.97, "filter": 0.6, "ddp": 0.8, "fabric": 0.78}
 
 
 def write_study(
@@ -85,31 +76,23 @@ def write_study(
     rounds: int = 5,
     waiting: Sequence[str] = (),
     failed: Sequence[str] = (),
-    epochs: float | None = 90.0,
     spread: float = 0.02,
-    **changes: Any,
 ) -> Path:
     """The folder of a study in which nothing but bench.json is; times differ by `spread`, a part of them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    store = Store.open(folder, study(**changes), MACHINE)
-    store.table = TableOptions(epochs=epochs, dataset_size=1_281_167)
-    store.begin("convoy bench lenet", "2026-11-21T20:00:00+00:00")
+    store, noise = new_store(folder), np.random.default_rng(0)
     rows = store.add(configurations(devices, plans, peers))
     for number in devices:
         texts = {row.plan for row in rows if row.kind == "convoy" and row.devices == number}
-        named = {AUTO if text == "auto" else str(text): text for text in texts}
-        one = records.PlanPrediction(seconds=0.095 / number, parts={"compute": 0.09 / number}, memory=10**8)
-        auto = AUTO if number > 1 else None
-        store.put_forecast(number, Forecast(auto=auto, predictions=dict.fromkeys(named, one), notes=["a note"]))
-    noise = np.random.default_rng(0)
-    for number in range(1, rounds + 1):
-        for row in rows:
-            if row.key in failed:
-                row.failed = "a layer cannot be divided: use fewer devices"
-            elif row.key not in waiting:
-                seconds = seconds_of(row) * max(0.1, 1 + spread * noise.standard_normal())
-                add_measurement(row, number, ranks(seconds, row.devices, peer=row.kind in ("ddp", "fabric")))
-    store.spent(100.0, 20.0)
+        prediction = PlanPrediction(seconds=0.095 / number, parts={"compute": 0.09 / number}, memory=10**8)
+        predictions = dict.fromkeys((AUTO if text == "auto" else str(text) for text in texts), prediction)
+        store.put_forecast(
+            number, Forecast(auto=AUTO if number > 1 else None, predictions=predictions, notes=["a note"])
+        )
+    for row in rows:
+        row.failed = "a layer cannot be divided: use fewer devices" if row.key in failed else None
+        for number in range(1, rounds + 1) if row.key not in (*failed, *waiting) else ():
+            seconds = 0.1 / (1 + (row.devices - 1) * LOSSES.get(row.series, 0.85))
+            measure(row, number, seconds * max(0.1, 1 + spread * noise.standard_normal()))
     store.save()
     return folder
 
@@ -121,8 +104,7 @@ def write_trainings(
     the rows of `same` end with the very curve and weights of the first."""
     store = Store.open(folder, study(), {})
     store.begin_training(5.0)
-    rows = [row for row in store.configurations if row.kind == "convoy"]
-    for number, row in enumerate(rows):
+    for number, row in enumerate(row for row in store.configurations if row.kind == "convoy"):
         off = 0.0 if number == 0 or row.key in same else apart * number
         evaluations = [
             Evaluation(
@@ -135,12 +117,9 @@ def write_trainings(
             for place in range(1, 11)
         ]
         weights = f"{0 if not off else number:064x}" if finished else ""
-        row.training = records.Training(
-            run="run", finished=finished, wall_s=60.0, images=10_000, sha256=weights, evaluations=evaluations
-        )
+        row.training = Training(run="run", finished=finished, images=10_000, sha256=weights, evaluations=evaluations)
         if row.key in failed:
-            row.training.failed, row.training.finished = "a layer is odd: use another", False
-            row.training.evaluations = []
+            row.training = Training(failed="a layer is odd: use another")
     store.save()
     return folder
 
@@ -148,3 +127,8 @@ def write_trainings(
 def document(folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((folder / "bench.json").read_text())
     return content
+
+
+def rewrite(folder: Path, content: Mapping[str, Any]) -> Store:
+    (folder / "bench.json").write_text(json.dumps(content))
+    return Store.read(folder)

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from convoy.bench.emulated import Cluster, ClusterDevice, cores_for, emulate, network
+from convoy.bench.emulated import Cluster, ClusterDevice, emulate, network
 from convoy.bench.emulated.network import Hierarchy
 from convoy.bench.processes import RankSlot, Say, run_ranks
 from convoy.comm.joining import join
@@ -31,7 +30,6 @@ def read(folder: Path, text: str) -> Cluster:
 def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
     alike = read(tmp_path, "devices: {count: 4, speed: 0.5}\nlinks: {rate: 3gbit}\n")
     assert alike == Cluster.alike(4, 0.5, "3gbit")
-    assert alike.hosts == ("host0", "host1", "host2", "host3")
     assert str(alike) == "4 devices with 0.5 of a core each in 4 hosts, links of 3gbit"
     two_each = read(tmp_path, "devices: {count: 4, hosts: 2}\nlinks: {rate: 1gbit}\n")
     assert two_each.devices == tuple(ClusterDevice(1.0, f"host{number // 2}") for number in range(4))
@@ -40,64 +38,30 @@ def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
     devices = [(0.5, "a"), (0.25, "b"), (0.25, "b"), (0.4, "host3")]
     assert unequal.devices == tuple(ClusterDevice(*device) for device in devices)
     assert str(unequal) == "4 devices with 0.5, 0.25, 0.25, 0.4 of a core in 3 hosts, links of 3gbit, 300mbit, 3gbit"
-    assert str(read(tmp_path, "devices: {count: 2, hosts: 1}")).endswith("each in one host")
 
 
 MISTAKES = {
-    "": "has the keys devices and links",
-    "- 1": "has the keys devices and links",
-    "devices: [": "expected the node content",
-    "devices: {count: 2}\ndevices: {count: 4}": "line 2: the key devices is twice here",
-    "links: {rate: 1gbit}": "devices is missing",
-    "device: {count: 2}": "no key 'device': did you mean devices",
-    "devices: 4": "devices is 4: write",
-    "devices: []": "at least one device",
-    "devices: {speed: 0.5}": "no count",
-    "devices: {count: 0}": "count of devices is 0",
-    "devices: {count: true}": "count of devices is True",
-    "devices: {count: 251}": "from 1 to 250",
+    "- 1": "is not a cluster",
+    "devices: {speed: 0.5}": "a cluster needs devices and their count: write e.g.",
+    "devices: {count: 2, sped: 1}": "devices.sped is unknown: did you mean devices.speed?",
+    "devices: {count: true}": "devices.count is true, but must be a whole number",
+    "devices: {count: 251}": "must be at most 250",
     "devices: {count: 2, hosts: 3}": "2 devices cannot be in 3 hosts",
-    "devices: {count: 2, speed: 0}": "speed of the devices is 0",
-    "devices: {count: 2, speed: .nan}": "the share of a core that it has",
-    "devices: {count: 2, speed: 50%}": "the share of a core that it has",
-    "devices: [{speed: 0.5}, 3]": "entry 2 of devices is 3",
-    "devices: [{speed: 2}]": "speed of entry 1 of devices is 2",
+    "devices: {count: 2, speed: .nan}": "devices.speed is nan, but must be a finite number",
     "devices: [{host: 'a b'}]": "host 'a b': use letters",
     "devices: {count: 2}": "link of host host0 has no rate",
-    "devices: {count: 2}\nlinks: 1gbit": "links is '1gbit': write",
-    "devices: {count: 2}\nlinks: {rate: 1}": "rate of a link is 1: write e.g. 1gbit",
     "devices: {count: 2}\nlinks: {rate: 0gbit}": "rate of a link is '0gbit'",
-    "devices: {count: 2}\nlinks: {rate: [1gbit]}": "rate of a link is",
-    "devices: {count: 2}\nlinks: {rate: 1gbit, latency: 0.1ms}": "latency, which is not emulated",
+    "devices: {count: 2}\nlinks: {rate: 1gbit, latency: 0.1ms}": "links.latency is unknown",
     "devices: {count: 2}\nlinks: {rate: 1gbit, hosts: {c: 1gbit}}": "given for 'c', but the hosts are host0",
 }
 
 
 def test_a_mistake_is_one_sentence_that_has_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "cluster.yaml"
     for text, words in MISTAKES.items():
         with pytest.raises(ConvoyError) as caught:
             read(tmp_path, text)
         sentence = str(caught.value)
-        assert sentence.startswith(str(path)) and words in sentence and "\n" not in sentence
-    path.write_bytes(b"\xff\xfe\x00\x01")
-    for unreadable, words in ((tmp_path / "none", "no cluster file"), (tmp_path, "cannot read the"), (path, "UTF-8")):
-        with pytest.raises(ConvoyError, match=words):
-            Cluster.read(unreadable)
-
-
-def test_cores_are_shared_evenly_and_not_more_than_there_are() -> None:
-    for speeds, cores, places in (
-        ([0.25] * 4, [4, 7], [4, 7, 4, 7]),
-        ([1.0, 0.5, 0.5], [0, 1], [0, 1, 1]),
-        ([0.2, 0.8, 0.3], [0, 1], [1, 0, 1]),
-        ([0.1] * 10, [3], [3] * 10),
-    ):
-        assert cores_for(speeds, cores) == places
-    with pytest.raises(ConvoyError, match=r"add up to 3 cores, but here are 2 cores: multiply all speeds by 0\.66"):
-        cores_for([1.0] * 3, [0, 1])
-    with pytest.raises(ConvoyError, match="lower"):
-        cores_for([0.6] * 3, [0, 1])
+        assert sentence.startswith(str(tmp_path / "cluster.yaml")) and words in sentence and "\n" not in sentence
 
 
 def test_control_groups_of_both_versions_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,17 +212,3 @@ def test_a_device_has_its_share_and_a_link_its_rate() -> None:
     assert [cores for _, cores, _ in results] == [{place.core} for place in places]
     assert 5e6 < slow_in < 120e6 and 5e6 < slow_out < 120e6
     assert fast > 130e6  # in one host nothing is on the link
-
-
-def test_without_root_or_tools_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(words: str) -> None:
-        with pytest.raises(ConvoyError, match=words), emulate(Cluster.alike(1)):
-            pass
-
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(shutil, "which", lambda tool: None)
-    refused("install the package iproute2")
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    refused("run this as root")
-    monkeypatch.setattr(sys, "platform", "darwin")
-    refused("run this on Linux")

@@ -4,33 +4,25 @@ import json
 import re
 from pathlib import Path
 
-import pytest
 from PIL import Image
 
 from bench.made_study import document, write_study, write_trainings
 from convoy.bench.page import write_files
-from convoy.bench.plots import legend_room
-from convoy.bench.records import Store
-from convoy.bench.remarks import doubts, remarks
-from convoy.bench.results import Results
-from convoy.report import axes as ax
+from convoy.report.axes import columns, house_style
 from report.pages import HOSTILE, harmless
+
+TABLES = {"table.csv", "table.tex", "convergence.csv", "convergence.tex", "curves.csv"}
+PICTURES = ("speed-up", "parts", "predictions", "error-time", "error-updates")
 
 
 def test_a_study_has_a_page_tables_and_pictures_and_the_same_page_again(tmp_path: Path) -> None:
-    report = write_files(write_study(tmp_path)).report
-    pictures = {f"{name}.{kind}" for name in ("speed-up", "parts", "predictions") for kind in ("svg", "png")}
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "bench.json",
-        "report.html",
-        "table.csv",
-        "table.tex",
-        *pictures,
-    }
+    report = write_files(write_trainings(write_study(tmp_path))).report
+    files = {"bench.json", *TABLES, *(f"{name}.{kind}" for name in PICTURES for kind in ("svg", "png"))}
+    assert {path.name for path in tmp_path.iterdir()} == files | {"report.html"}
     with Image.open(tmp_path / "speed-up.png") as picture:
         assert picture.width > 1200
     html = report.read_text(encoding="utf-8")
-    assert {"bench.json", "table.csv", "table.tex", *pictures} == set(re.findall(r'download="([^"]+)"', html))
+    assert files == set(re.findall(r'download="([^"]+)"', html))
     assert write_files(tmp_path).report.read_text(encoding="utf-8") == html
 
 
@@ -39,9 +31,7 @@ def test_trainings_alone_and_a_study_that_begins_have_pages(tmp_path: Path) -> N
     assert "Nothing has been measured yet" in html and "incomplete" in html
     folder = write_trainings(write_study(tmp_path / "trainings", rounds=0))
     html = write_files(folder).report.read_text(encoding="utf-8")
-    pictures = {f"{name}.{kind}" for name in ("error-time", "error-updates") for kind in ("svg", "png")}
-    tables = {"convergence.csv", "convergence.tex", "curves.csv"}
-    assert {path.name for path in folder.iterdir()} == {"bench.json", "report.html", *tables, *pictures}
+    assert not (folder / "table.csv").exists() and (folder / "curves.csv").exists()
     assert "complete" in html and "Where an update" not in html
 
 
@@ -56,12 +46,8 @@ def test_names_of_others_are_text(tmp_path: Path) -> None:
     assert first.startswith("% ") and begin == r"\begin{tabular}{lrrrrrrr}"
 
 
-@pytest.mark.slow
 def test_a_busy_machine_is_doubted_before_its_numbers(tmp_path: Path) -> None:
-    store = Store.read(write_study(tmp_path / "calm"))
-    calm = " ".join([*doubts(Results(store)), *remarks(store, Results(store))])
-    assert "predictions of an update were off by" in calm and "busy" not in calm
-    busy = write_files(write_study(tmp_path / "busy", spread=0.4))
+    busy = write_files(write_study(tmp_path, devices=(1, 2), peers=(), spread=0.4))
     assert busy.remarks[0].startswith("The machine was busy with other work, or too few rounds were measured")
     assert any("as far as times so different can tell" in sentence for sentence in busy.remarks)
     html = busy.report.read_text(encoding="utf-8")
@@ -69,5 +55,6 @@ def test_a_busy_machine_is_doubted_before_its_numbers(tmp_path: Path) -> None:
 
 
 def test_a_legend_has_as_many_columns_as_fit() -> None:
-    short, long = ["one device", "sample=2, shares auto", "filter=2"], ["sample=2,filter=2, shares auto"] * 3
-    assert legend_room(short, 2) == (2, ax.TOP + 15) and legend_room(long, 2) == (1, ax.TOP + 30)
+    with house_style():
+        assert columns(["one device", "sample=2, shares auto", "filter=2"], 2) == 2
+        assert columns(["sample=2,filter=2, shares auto"] * 3, 2) == 1

@@ -1,7 +1,6 @@
 """The benchmark that breaks trainings: a few of its faults, one that must not pass, and ended before it is done."""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +8,6 @@ from pathlib import Path
 import chaos
 import pytest
 from measuring import blows
-
-from processes import alive, children, variable
-from started import wait_for
 
 # The last row promises what is not so: another seed gives other weights.
 SOME = """
@@ -47,28 +43,3 @@ def test_faults_come_out_as_promised_and_what_does_not_is_told(tmp_path: Path) -
     assert len(lines) == sum(fault.fast for fault in chaos.FAULTS)
     assert run.returncode == 1
     assert list(deep.iterdir()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_it_ends_what_it_has_started_and_nothing_else(tmp_path: Path) -> None:
-    line = [sys.executable, chaos.__file__, "--only", "again and again", "--kills", "1000"]
-    other = subprocess.Popen(["sleep", "300"])
-    run = subprocess.Popen(line, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
-    try:
-        started: list[int] = []
-
-        def two_ranks() -> bool:
-            started[:] = [pid for launcher in children(run.pid) for pid in (launcher, *children(launcher))]
-            return sum(variable(pid, "RANK") is not None for pid in started) == 2
-
-        wait_for(two_ranks, 100)
-        run.send_signal(signal.SIGTERM)
-        assert run.wait(30) == 128 + signal.SIGTERM
-        assert not any(map(alive, started))
-        assert list(tmp_path.iterdir()) == []
-        assert other.poll() is None
-    finally:
-        for process in (run, other):
-            process.kill()
-            process.wait()

@@ -10,7 +10,6 @@ import numpy as np
 from PIL import Image
 
 DIGITS = [str(digit) for digit in range(10)]
-
 CONFIG = """\
 model:
   name: lenet
@@ -31,108 +30,63 @@ def metrics(
     """The lines of a run of `updates` updates: loss falls with a power of the update, rates follow a cosine."""
     noise = np.random.default_rng(0)
     lines: list[dict[str, Any]] = []
-    time, images = 0.0, 0
+    time = 0.0
     for step in range(1, updates + 1):
         time += batch / 2000
-        images += 1
         place = {"step": step, "epoch": step / per_epoch}
         lost = nan_from is not None and step >= nan_from
         if step % every == 0:
             loss = 2.3 * (1 + step / 4) ** -0.9 * (1 + 0.15 * noise.standard_normal())
             line = {"loss": None if lost else loss, "top1": 0.1 if lost else max(0.0, min(1.0, 1 - 0.4 * loss))}
-            rates = {"lr": 0.05 * (1 + math.cos(math.pi * step / updates)), "time_s": time}
-            rates |= {
-                "images_per_s": 2000 * (1 + 0.05 * noise.standard_normal()),
-                "data_wait_s": 0.01 * images * batch / 2000,
-            }
-            lines.append({"split": "train", **place, **line, **rates})
-            images = 0
+            line |= {"images_per_s": 2000 * (1 + 0.05 * noise.standard_normal()), "time_s": time}
+            line |= {"lr": 0.05 * (1 + math.cos(math.pi * step / updates)), "data_wait_s": 0.01 * every * batch / 2000}
+            lines.append({"split": "train", **place, **line})
         if step % per_epoch == 0 or step == updates:
             time += 0.4
             loss = 2.3 * (1 + step / 4) ** -0.8
-            right = {"top1": 0.1, "top5": 0.5} if lost else {"top1": 1 - 0.3 * loss, "top5": 1 - 0.03 * loss}
-            line = {"loss": None if lost else loss, **right, "images": 1000, "images_per_s": 2500.0, "time_s": time}
-            lines.append({"split": "test", **place, **line})
+            line = {"loss": None if lost else loss, "top1": 0.1 if lost else 1 - 0.3 * loss, "top5": 0.9}
+            lines.append({"split": "test", **place, **line, "images": 1000, "images_per_s": 2500.0, "time_s": time})
     return lines
 
 
 def evaluation(classes: Sequence[str], *, each: int = 100, mistakes: int = 6) -> dict[str, Any]:
-    """A final evaluation with some confusion between neighbouring classes."""
-    size = len(classes)
-    noise = np.random.default_rng(1)
+    """A final evaluation with some confusion between classes."""
+    size, noise = len(classes), np.random.default_rng(1)
     table = np.zeros((size, size), dtype=np.int64)
     for true in range(size):
         wrong = noise.choice(size, size=noise.integers(0, max(2, each // 8)))
         np.add.at(table[true], wrong, 1)
         table[true, true] += each - len(wrong)
-    return {
-        "classes": list(classes),
-        "confusion": table.tolist(),
-        "images": int(table.sum()),
-        "top1": float(np.trace(table) / table.sum()),
-        "top5": 0.998,
-        "loss": 0.12,
-        "mistakes": [
-            {
-                "sample": 7 * place,
-                "name": f"image {7 * place}",
-                "label": place % size,
-                "predicted": (place + 1) % size,
-                "probability": 0.999 - 0.03 * place,
-                "picture": f"mistakes/{place:02d}.png",
-            }
-            for place in range(mistakes)
-        ],
-    }
+    worst = [
+        {"sample": 7 * place, "name": f"image {7 * place}", "label": place % size, "predicted": (place + 1) % size}
+        | {"probability": 0.999 - 0.03 * place, "picture": f"mistakes/{place:02d}.png"}
+        for place in range(mistakes)
+    ]
+    results = {"images": int(table.sum()), "top1": float(np.trace(table) / table.sum()), "top5": 0.998, "loss": 0.12}
+    return {"classes": list(classes), "confusion": table.tolist(), **results, "mistakes": worst}
+
+
+SUMMARY: dict[str, Any] = {
+    "status": "finished", "model": "lenet", "data": "mnist-mini", "parameters": 61_706, "flops": 833_000,
+    "num_train": 4000, "num_test": 1000, "steps": 124, "total_steps": 124, "epochs": 4.0, "top1": 0.97, "top5": 0.998,
+    "loss": 0.12, "best_top1": 0.972, "best_step": 93, "time_s": 134.2, "images_per_s": 2010.4,
+    "data_wait_share": 0.012, "bad_images": [], "notes": [],
+    "derived": [
+        {"name": "learning rate", "value": 0.1, "formula": "0.2 · 128 / 256",
+         "source": "linear scaling rule: Goyal et al., 2017"},
+        {"name": "microbatch sizes", "value": [32, 32, 32, 32], "formula": "128 / 4", "source": ""},
+    ],
+}  # fmt: skip
+ENVIRONMENT = {
+    "command": "convoy train lenet --data mnist-mini --out runs/first", "convoy": "0.1.0", "torch": "2.13.0",
+    "python": "3.11.9", "machine": "Linux x86_64", "device": "cpu", "threads": 2, "cores": 2,
+    "started": "2026-03-01T10:00:00+00:00",
+}  # fmt: skip
 
 
 def summary(**changes: Any) -> dict[str, Any]:
     """A summary of a finished run."""
-    return {
-        "status": "finished",
-        "model": "lenet",
-        "data": "mnist-mini",
-        "parameters": 61_706,
-        "flops": 833_000,
-        "num_train": 4000,
-        "num_test": 1000,
-        "steps": 124,
-        "total_steps": 124,
-        "epochs": 4.0,
-        "top1": 0.97,
-        "top5": 0.998,
-        "loss": 0.12,
-        "best_top1": 0.972,
-        "best_step": 93,
-        "time_s": 134.2,
-        "images_per_s": 2010.4,
-        "data_wait_share": 0.012,
-        "bad_images": [],
-        "derived": [
-            {
-                "name": "learning rate",
-                "value": 0.1,
-                "formula": "0.2 · 128 / 256",
-                "source": "linear scaling rule: Goyal et al., 2017",
-            },
-            {"name": "microbatch sizes", "value": [32, 32, 32, 32], "formula": "128 / 4", "source": ""},
-        ],
-        "notes": [],
-        **changes,
-    }
-
-
-ENVIRONMENT = {
-    "command": "convoy train lenet --data mnist-mini --out runs/first",
-    "convoy": "0.1.0",
-    "torch": "2.13.0",
-    "python": "3.11.9",
-    "machine": "Linux x86_64",
-    "device": "cpu",
-    "threads": 2,
-    "cores": 2,
-    "started": "2026-03-01T10:00:00+00:00",
-}
+    return {**SUMMARY, **changes}
 
 
 def write_run(
@@ -154,18 +108,12 @@ def write_run(
         if content is not None:
             (run / name).write_text(json.dumps(content), encoding="utf-8")
     for place, mistake in enumerate((final or {}).get("mistakes", [])):
-        if mistake["picture"] == f"mistakes/{place:02d}.png":
-            pixels = np.random.default_rng(place).integers(0, 256, (28, 28), dtype=np.uint8)
-            Image.fromarray(pixels).save(run / mistake["picture"])
+        pixels = np.random.default_rng(place).integers(0, 256, (28, 28), dtype=np.uint8)
+        Image.fromarray(pixels).save(run / mistake["picture"])
     return run
 
 
 def complete_run(folder: Path, **changes: Any) -> Path:
     """A finished run with every file; `changes` replace some of them."""
-    files: dict[str, Any] = {
-        "lines": metrics(),
-        "results": summary(),
-        "final": evaluation(DIGITS),
-        "environment": ENVIRONMENT,
-    }
+    files = {"lines": metrics(), "results": summary(), "final": evaluation(DIGITS), "environment": ENVIRONMENT}
     return write_run(folder, **{**files, **changes})

@@ -96,13 +96,10 @@ addEventListener("load", () => {
     requests: performance.getEntriesByType("resource").map((entry) => entry.name),
     plots: boxes.filter((box, place) => box.width > 250 && box.height > 180 && paths[place] > 3).length,
     pictures: [...document.images].filter((image) => image.naturalWidth > 0).length,
-    text: Math.min(...[...document.querySelectorAll("figure svg text")].map(
-      (text) => parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a)),
     dark: matchMedia("(prefers-color-scheme: dark)").matches,
     paper: getComputedStyle(document.body).backgroundColor,
     cut: [...document.querySelectorAll(".scroll")].filter((one) => one.scrollWidth > one.clientWidth + 1)
       .map((one) => getComputedStyle(one).backgroundImage !== "none"),
-    buttons: [...document.querySelectorAll("button")].filter((button) => !button.hidden).length,
   };
   console.log("PROBE" + JSON.stringify(found));
 });

@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from convoy.errors import ConvoyError
-from convoy.report import axes
 from convoy.report.pages import LARGEST, inline_svg, read_picture
 from convoy.report.plots import data_wait_shares, draw_panels, in_pieces
 from convoy.report.report import Confusion
@@ -32,10 +31,6 @@ def draw(folder: Path, lines: list[dict[str, Any]], config: str = CONFIG) -> dic
     return {panel.name: panel.figure for panel in panels if panel.figure is not None}
 
 
-def curve(figure: Figure, label: str) -> Any:
-    return next(line for line in figure.axes[0].lines if line.get_label() == label)
-
-
 def test_curves_hold_the_numbers_of_the_file_and_leave_global_state_alone(tmp_path: Path) -> None:
     before = mpl.rcParams.copy()
     lines = metrics()
@@ -43,63 +38,29 @@ def test_curves_hold_the_numbers_of_the_file_and_leave_global_state_alone(tmp_pa
     test = [line for line in lines if line["split"] == "test"]
     figures = draw(tmp_path, lines)
     assert list(figures) == NAMES
-    error = figures["error-updates"]
-    np.testing.assert_allclose(curve(error, "test").get_xdata(), [line["step"] for line in test])
-    np.testing.assert_allclose(curve(error, "test").get_ydata(), [100 * (1 - line["top1"]) for line in test])
-    times = curve(figures["loss-time"], "test").get_xdata()
-    np.testing.assert_allclose(times, [line["time_s"] for line in test])
-    assert (
-        np.isnan(curve(figures["loss-updates"], "train").get_ydata()).sum() == 1
-    )  # a loss that is not finite is a gap
-    named = [line for line in error.axes[0].lines if not str(line.get_label()).startswith("_")]
-    assert [line.get_label() for line in named] == ["train", "test"]
-    assert len({(line.get_color(), line.get_marker()) for line in named}) == 2
-    figures["loss-time"].savefig(tmp_path / "loss.png")
-    with Image.open(tmp_path / "loss.png") as picture:
-        assert picture.size == (680, 504)
+    curves = {line.get_label(): line for line in figures["error-updates"].axes[0].lines}
+    np.testing.assert_allclose(curves["test"].get_xdata(), [line["step"] for line in test])
+    np.testing.assert_allclose(curves["test"].get_ydata(), [100 * (1 - line["top1"]) for line in test])
+    loss, *_ = figures["loss-updates"].axes[0].lines
+    assert np.isnan(loss.get_ydata()).sum() == 1  # a loss that is not finite is a gap
+    assert len({(line.get_color(), line.get_marker()) for line in (curves["train"], curves["test"])}) == 2
     assert mpl.rcParams.copy() == before and "matplotlib.pyplot" not in sys.modules
-    averaged = draw(tmp_path / "ema", metrics(), f"{CONFIG}ema: {{decay: 0.99}}\n")
-    assert len(curve(averaged["error-updates"], "test, averaged weights").get_xdata()) == 4
 
 
-def test_little_odd_or_no_numbers_are_drawn_as_far_as_they_go(tmp_path: Path) -> None:
-    one = draw(tmp_path / "one", metrics()[:1])["loss-updates"].axes[0].lines
-    assert [line.get_marker() for line in one if len(line.get_xdata()) == 1 and line.get_marker() != ""][-1] == "o"
+def test_few_or_odd_numbers_are_drawn_as_far_as_they_go(tmp_path: Path) -> None:
     zero = dict.fromkeys(("step", "loss", "lr", "images_per_s", "data_wait_s", "time_s"), 0)
     assert list(draw(tmp_path / "zero", [{"split": "train", "top1": 1.0, **zero}])) == NAMES
     timeless = draw(tmp_path / "timeless", [{**line, "time_s": None} for line in metrics()])
     assert list(timeless) == ["loss-updates", "error-updates", "learning-rate"]
-    nothing = draw_panels(read_run(write_run(tmp_path / "nothing")))
-    assert {(panel.figure, panel.description) for panel in nothing} == {(None, "Nothing has been recorded yet.")}
+    lines = metrics()
+    lines[-2]["top1"], lines[-1]["top1"] = 1.0, 0.999
+    error = draw(tmp_path / "error", lines)["error-updates"].axes[0]  # an error of zero stays on the axis
+    assert (error.get_yscale(), error.get_ylim()[0], error.get_yticks()[0]) == ("symlog", 0, 0)
     x, y = np.arange(1000.0), np.arange(1000.0)
     y[999] = np.nan
     middle, mean, low, high = in_pieces(x, y, pieces=300)
     assert (len(mean), mean[0], low[0], high[0]) == (300, 1.0, 0.0, 2.0)
     assert np.isnan(mean[-1]) and np.isfinite(middle[-1])
-
-
-def falling(values: Any, key: str) -> list[dict[str, Any]]:
-    return [{"split": "train", "step": step, key: float(value)} for step, value in enumerate(values, start=1)]
-
-
-def test_axes_fit_what_they_show(tmp_path: Path) -> None:
-    for first, last, low, high in (
-        (1.1, 0.7, 0.676, 1.124), (1.1, 0.2, 0.0, 1.188), (0.5, 0.5, 0.0, 0.54), (1.0, 1.001, 0.9993994, 1.0016006),
-    ):  # fmt: skip
-        shown = draw(tmp_path / f"{last}", falling(np.linspace(first, last, 30), "loss"))["loss-updates"].axes[0]
-        assert shown.get_yscale() == "linear" and shown.get_ylim() == pytest.approx((low, high), abs=1e-9)
-    lines = metrics()
-    lines[-2]["top1"], lines[-1]["top1"] = 1.0, 0.999
-    error = draw(tmp_path / "error", lines)["error-updates"].axes[0]  # an error of zero stays on the axis
-    assert (error.get_yscale(), error.get_ylim()[0], error.get_yticks()[0]) == ("symlog", 0, 0)
-    for number, (rates, scale) in enumerate(
-        [([0.1] * 5 + [0.01] * 5 + [0.001] * 5, "log"), (np.linspace(0.1, 0, 15), "linear"), ([0.1] * 5, "linear"),
-         ([0.05, 0.03, 0.0001, 0.00001], "linear")],
-    ):  # fmt: skip
-        shown = draw(tmp_path / f"rate {number}", falling(rates, "lr"))["learning-rate"].axes[0]
-        assert shown.get_yscale() == scale
-    units = [axes.time_unit(seconds)[1] for seconds in (50, 119, 120, 7200, 172_800)]
-    assert units == ["seconds", "seconds", "minutes", "hours", "days"]
 
 
 def test_data_wait_is_a_share_of_the_training_time(tmp_path: Path) -> None:
@@ -127,6 +88,8 @@ def test_drawings_have_the_pages_colors_ids_of_their_own_and_names(tmp_path: Pat
     assert [texts[name] for name in roots[0].attrib["aria-labelledby"].split()] == ["Loss over updates", "a <b>"]
     assert roots[0].attrib["role"] == "img" and "width" not in roots[0].attrib
     figure = Figure()
+    figure.text(0, 0, 'x" id="y: #123456 <!-- url(#z) -->', color="#0072b2")
+    assert 'x" id="y: #123456 &lt;!-- url(#z) --&gt;</text>' in inline_svg(figure, "x", "x", "x")  # a text stays so
     figure.text(0, 0, "x", color="#123456")
     with pytest.raises(KeyError, match="#123456"):
         inline_svg(figure, "x", "x", "x")
@@ -151,9 +114,6 @@ def test_confusion_has_shades_recall_precision_f1_and_pairs() -> None:
     assert [(one["true"][-1], one["predicted"][-1], one["count"]) for one in pairs] == [
         ("2", "1", 9), ("1", "0", 5), ("1", "2", 5),
     ]  # fmt: skip
-    assert pairs[0]["share"] == pytest.approx(0.9)
-    perfect = confusion(np.eye(3, dtype=int) * 5)
-    assert perfect.pairs(8) == perfect.hardest(8) == [] and perfect.matrix() is not None
     table = np.eye(1000, dtype=int) * 50
     table[7, 7], table[7, 3] = 20, 30
     (hardest,) = confusion(table).hardest(12)
@@ -162,17 +122,16 @@ def test_confusion_has_shades_recall_precision_f1_and_pairs() -> None:
 
 
 def test_a_picture_becomes_a_png_inside_the_page(tmp_path: Path) -> None:
-    for name, mode, size, color, shown in (
-        ("a.png", "RGB", (28, 20), (250, 10, 10), (28, 20, True)),
-        ("a.jpg", "CMYK", (600, 300), (0, 0, 0, 0), (LARGEST, LARGEST // 2, False)),
-        *((f"{mode}.png", mode, (600, 300), 0, (LARGEST, LARGEST // 2, False)) for mode in ("1", "L", "P", "I;16")),
+    for name, mode, size, shown in (
+        ("a.png", "RGB", (28, 20), (28, 20, True)),
+        ("a.jpg", "CMYK", (600, 300), (LARGEST, LARGEST // 2, False)),
+        ("b.png", "I;16", (600, 300), (LARGEST, LARGEST // 2, False)),
     ):
-        Image.new(mode, size, color).save(tmp_path / name)
+        Image.new(mode, size).save(tmp_path / name)
         picture = read_picture(tmp_path, name)
         assert picture is not None and (picture.width, picture.height, picture.coarse) == shown
         head, _, body = picture.uri.partition(",")
-        assert head == "data:image/png;base64"
-        assert mode != "RGB" or Image.open(io.BytesIO(base64.b64decode(body))).getpixel((3, 3)) == color
+        assert head == "data:image/png;base64" and Image.open(io.BytesIO(base64.b64decode(body))).size == shown[:2]
     assert read_picture(tmp_path, "none.png") is None and read_picture(tmp_path, None) is None
 
 

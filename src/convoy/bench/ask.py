@@ -218,29 +218,30 @@ def configurations(
     used: set[str] = set()
     times: Counter[str] = Counter()
 
-    def add(kind: str, number: int, plan: str | None, series: str, part: str = "") -> None:
+    def add(kind: str, number: int, plan: str | None, series: str, label: str, part: str = "") -> None:
         also = f", shares {part}" if part else ""
         key = f"{plan if kind == CONVOY else kind} on {number}{also}"
         times[key] += 1
-        key = key if times[key] == 1 else f"{key} #{times[key]}"
-        row = Configuration(key=key, kind=kind, devices=number, plan=plan, series=f"{series}{also}", shares=part)
-        rows.append(row)
+        again = f" (row {times[key]})" if times[key] > 1 else ""
+        key = f"{key} #{times[key]}" if again else key
+        names = {"key": key, "label": f"{label}{also}{again}", "series": f"{series}{also}"}
+        rows.append(Configuration(**names, kind=kind, devices=number, plan=plan, shares=part))
 
     for number in devices:
         fitting = {text for text in plans if fixed_size(text) in (None, number)}
         used |= fitting
         if number == 1:
-            add(CONVOY, 1, "serial", "")
+            add(CONVOY, 1, "serial", "", "one device")
             if peers:
-                add(TORCH, 1, None, TORCH)
+                add(TORCH, 1, None, TORCH, "plain PyTorch")
             continue
         for text in plans:
             if text in fitting:
                 plan = _plan(text, number)
                 for part in [one for one in shares if _fits(one, plan, number)] or [""]:
-                    add(CONVOY, number, plan, text, part)
+                    add(CONVOY, number, plan, text, text if "\n" in plan else plan, part)
         for peer in peers:
-            add(peer, number, None, peer)
+            add(peer, number, None, peer, PEERS[peer])
     for text in plans:
         if text not in used:
             size = fixed_size(text)
@@ -249,9 +250,8 @@ def configurations(
             )
     after = max((place for place, row in enumerate(rows, 1) if row.devices == 1), default=0)
     for place in range(alone if after else 0, 1, -1):
-        key = f"serial on device {place}"
-        row = Configuration(key=key, kind=CONVOY, devices=1, plan="serial", series="", place=place - 1)
-        rows.insert(after, row)
+        names = {"key": f"serial on device {place}", "label": f"device {place} alone", "series": ""}
+        rows.insert(after, Configuration(**names, kind=CONVOY, devices=1, plan="serial", place=place - 1))
     return rows
 
 

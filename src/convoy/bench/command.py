@@ -5,22 +5,28 @@ import os
 import re
 import shutil
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from convoy.bench.ask import Ask, parts_of
 from convoy.bench.emulated import Cluster, emulate
 from convoy.bench.measure import forecast, measure_rank
-from convoy.bench.measurement import MeasurementTask
+from convoy.bench.measurement import MeasurementTask, join
 from convoy.bench.processes import Location, RankFailed, RankSlots, Say, reason_of, run_ranks
 from convoy.bench.records import (
     AUTO,
     CONVOY,
     Configuration,
+    Evaluation,
     Forecast,
     Measurement,
     RankTimes,
@@ -29,11 +35,13 @@ from convoy.bench.records import (
     Training,
 )
 from convoy.bench.study import Prepared, assumed, prepare, recipe_for, too_coarse
-from convoy.bench.training_runs import add_evaluations, recipe_for_training, train_run
+from convoy.comm.position import current
 from convoy.data import open_data
 from convoy.errors import ConvoyError
-from convoy.report.report import write_report
-from convoy.training import Recipe, RunDirectory
+from convoy.progress import Reporter
+from convoy.report.run_directory import column, read_metrics
+from convoy.training import Recipe, RunDirectory, train
+from convoy.training.config import Duration
 from convoy.training.derived import num_microbatches, resolve
 from convoy.units import plural
 
@@ -44,7 +52,7 @@ TIMED_S, LEAST, MOST = 2.0, 3, 100
 
 @dataclass
 class Course:
-    """Work on the configurations of a study."""
+    """Work on the configurations of a study, of which a store keeps what there is not yet after every part."""
 
     recipe: Recipe
     rows: Sequence[Configuration]  # also those of earlier calls
@@ -54,46 +62,51 @@ class Course:
     progress: Say = lambda what, done, total: None  # hears of the work as a whole
     tell: Callable[[str], None] = lambda sentence: None  # gets sentences for the user
 
+    def measure(self, rounds: int = 1, predict: bool = True) -> None:
+        """Predict and measure; a ConvoyError where no configuration at all can be measured.
 
-@dataclass
-class MeasuringSchedule(Course):
-    """Measures what a store does not have yet; it is saved after every measurement.
-
-    Every second round goes through the configurations backwards, and from round to round the devices move on by one
-    over the cores, so that neither a machine that becomes slower nor a core that is slower favors anyone.
-    """
-
-    rounds: int = 1  # measurements of each configuration
-    predict: bool = True  # whether the planner predicts
-
-    def __call__(self) -> None:
-        """Measure; a ConvoyError where no configuration at all can be measured."""
-        self._began, self._planning, self._done = time.perf_counter(), 0.0, 0
+        Every second round goes through the configurations backwards, and from round to round the devices move on by
+        one over the cores, so that neither a machine that becomes slower nor a core that is slower favors anyone.
+        """
+        began, planning = time.perf_counter(), 0.0
         numbers = list(dict.fromkeys(row.devices for row in self.rows if row.kind == CONVOY))
-        self._total = len(numbers) + self.rounds * len(self.rows)
-        if self.rounds and self.store.study.updates is None:
-            self.store.study.updates = self._found_updates()
-        self._save()
+        done, total = 0, len(numbers) + rounds * len(self.rows)
+
+        def save() -> None:
+            session = self.store.sessions[-1]
+            session.wall_s, session.planning_s = round(time.perf_counter() - began, 3), round(planning, 3)
+            self.store.save()
+
+        if rounds and self.store.study.updates is None:
+            self.store.study.updates = self._usual_updates(total)
+        save()
         for number in numbers:
-            self._forecast(number)
-            self._done += 1
-        for round_ in range(1, self.rounds + 1):
+            start = time.perf_counter()
+            self._forecast(number, predict, done, total)
+            planning += time.perf_counter() - start
+            done += 1
+            save()
+        for round_ in range(1, rounds + 1):
             for row in self.rows if round_ % 2 else reversed(self.rows):
                 if not row.failed and all(one.round != round_ for one in row.visits):
+                    self.progress(
+                        f"round {round_} of {rounds}: {row.label}, {plural(row.devices, 'device')}", done, total
+                    )
                     self._measure(row, round_)
-                self._done += 1
-        if self._total:
-            self.progress("measured", self._total, self._total)
+                    save()
+                done += 1
+        if total:
+            self.progress("measured", total, total)
         if all(row.failed for row in self.rows):
             raise ConvoyError(str(self.rows[0].failed))
 
-    def _found_updates(self) -> int | None:
+    def _usual_updates(self, total: int) -> int | None:
         """The number of updates that takes the usual time in the first row that runs; None where none does.
 
         Rows that do not run are not measured, but for one whose plan the planner is still to find.
         """
         for row in self.rows:
-            self.progress(f"trying {row.label}", self._done, self._total)
+            self.progress(f"trying {row.label}", 0, total)
             plan, shares = (row.plan, row.shares) if row.plan != AUTO else (None, "")
             ranks = self._ranks(row, self._task(row, plan, shares, updates=2, warm_up=2), 1)
             if not isinstance(ranks, str):
@@ -103,7 +116,7 @@ class MeasuringSchedule(Course):
                 self._fail(row, ranks)
         return LEAST if any(row.plan == AUTO for row in self.rows) else None
 
-    def _forecast(self, devices: int) -> None:
+    def _forecast(self, devices: int, predict: bool, done: int, total: int) -> None:
         """Predict the rows on some devices that have no prediction yet, and let the planner choose."""
         rows = [row for row in self.rows if row.kind == CONVOY and row.devices == devices and not row.failed]
         earlier = self.store.forecasts.get(devices, Forecast())
@@ -111,40 +124,33 @@ class MeasuringSchedule(Course):
         bound = sorted(numbers.difference(earlier.bound))
         plans = list(dict.fromkeys(row.plan for row in rows if row.plan is not None))
         if earlier.auto is not None:  # a choice stays
-            plans = [
-                earlier.auto if plan == AUTO else plan for plan in plans if plan != AUTO or not earlier.auto_shares
-            ]
-        plans = [plan for plan in plans if plan == AUTO or (self.predict and plan not in earlier.predictions)]
+            chosen = [] if earlier.auto_shares else [earlier.auto]
+            plans = [name for plan in plans for name in (chosen if plan == AUTO else [plan])]
+        plans = [plan for plan in plans if plan == AUTO or (predict and plan not in earlier.predictions)]
         if not plans and not bound:
             return
-        began, what = time.perf_counter(), f"planning for {plural(devices, 'device')}"
-        self.progress(what, self._done, self._total)
+        what = f"planning for {plural(devices, 'device')}"
+        self.progress(what, done, total)
         keep = not self.store.study.cluster  # times on a share of a core are not those of this machine
         try:
-            forecast_: Forecast = run_ranks(
+            (new, *_) = run_ranks(
                 forecast,
                 self.slots.of(devices),
                 self._task(rows[0], None, ""),
                 plans,
                 bound,
-                self.predict,
+                predict,
                 keep,
                 seconds=self.timeout,
-                say=lambda part, done, total: self.progress(
-                    f"{what}: {part}, {done} of {total}", self._done, self._total
-                ),
-            )[0]
+                say=lambda part, number, of: self.progress(f"{what}: {part}, {number} of {of}", done, total),
+            )
         except (RankFailed, ConvoyError) as error:
-            forecast_ = Forecast(notes=[f"nothing is predicted for {devices}: {reason_of(error)}"])
-        for note in forecast_.notes:
+            new = Forecast(notes=[f"nothing is predicted for {devices}: {reason_of(error)}"])
+        for note in new.notes:
             self.tell(f"{plural(devices, 'device')}: {note}")
-        self.store.put_forecast(devices, forecast_)
-        self._planning += time.perf_counter() - began
-        self._save()
+        self.store.put_forecast(devices, new)
 
     def _measure(self, row: Configuration, round_: int) -> None:
-        what = f"round {round_} of {self.rounds}: {row.label}, {plural(row.devices, 'device')}"
-        self.progress(what, self._done, self._total)
         began, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
         ranks = self._ranks(row, self._task(row, self.store.plan_of(row), self.store.shares_of(row)), round_)
         if isinstance(ranks, str):
@@ -154,9 +160,9 @@ class MeasuringSchedule(Course):
         else:
             wall = round(time.perf_counter() - began, 3)
             row.visits.append(Measurement(round=round_, started=started, wall_s=wall, loss=loss, ranks=ranks))
-        self._save()
 
     def _ranks(self, row: Configuration, task: MeasurementTask, round_: int) -> list[RankTimes] | str:
+        """The times of all ranks, or why there are none."""
         slots = self.slots.of(row.devices, round_, row.place)
         quiet = row.kind != CONVOY  # some greet at every start
         try:
@@ -181,31 +187,29 @@ class MeasuringSchedule(Course):
             warm_up=study.warm_up if warm_up is None else warm_up,
         )
 
-    def _save(self) -> None:
-        self.store.spent(time.perf_counter() - self._began, self._planning)
-        self.store.save()
-
-
-@dataclass
-class TrainingRuns(Course):
-    """Trains what is not finished yet, stopped and gone on with as any run; the store is saved after every run."""
-
-    command: str = ""  # the command line that repeats the study
-
-    def __call__(self) -> None:
-        """Train; a ConvoyError where no configuration at all can be trained."""
+    def train(self, command: str = "") -> None:
+        """Train what is not finished yet, stopped and gone on with as any run; a ConvoyError where no configuration at
+        all can be trained. `command` repeats the study."""
         rows = [row for row in self.rows if row.kind == CONVOY and not row.place]
         trainings = [self.store.add_training(row) for row in rows]
-        self._began = time.perf_counter()
+        began, session = time.perf_counter(), self.store.sessions[-1]
+        measuring = session.wall_s
         updates = resolve(self.recipe, len(open_data(self.recipe.data).train)).total_updates
-        for number, (row, kept) in enumerate(zip(rows, trainings, strict=True)):
-            if not kept.finished:
-                self._train(row, kept, number * updates, len(rows) * updates)
-        self.progress("trained", len(rows) * updates, len(rows) * updates)
-        if rows and all(kept.failed for kept in trainings):
+        total = len(rows) * updates
+        for number, (row, training) in enumerate(zip(rows, trainings, strict=True)):
+            if training.finished:
+                continue
+            try:
+                self._train(row, training, command, number * updates, total)
+            finally:
+                session.training_s = round(time.perf_counter() - began, 3)
+                session.wall_s = round(measuring + session.training_s, 3)
+                self.store.save()
+        self.progress("trained", total, total)
+        if rows and all(training.failed for training in trainings):
             raise ConvoyError(str(trainings[0].failed))
 
-    def _train(self, row: Configuration, kept: Training, before: int, total: int) -> None:
+    def _train(self, row: Configuration, training: Training, command: str, before: int, total: int) -> None:
         store, study = self.store, self.store.study
         name = re.sub(r"[^A-Za-z0-9=.,#-]+", "-", row.key)
         if len(name) > 80 or "\n" in row.key:
@@ -219,35 +223,116 @@ class TrainingRuns(Course):
         signals: list[str | None] = []
         try:
             signals = run_ranks(
-                train_run,
+                train_rank,
                 self.slots.of(row.devices),
                 task,
                 out,
-                self.command,
+                command,
                 not study.cluster,  # times on emulated devices are not those of this machine
                 seconds=self.timeout,
                 lasting=True,
-                say=lambda said, done, _: self.progress(f"training {row.where}: {said}", before + done, total),
+                say=lambda text, done, _: self.progress(f"training {row.where}: {text}", before + done, total),
             )
-            kept.finished = not any(signals)
+            training.finished = not any(signals)
         except (RankFailed, ConvoyError) as error:
-            kept.failed = reason_of(error)
+            training.failed = reason_of(error)
         finally:
-            kept.wall_s = round(kept.wall_s + time.perf_counter() - began, 3)
+            training.wall_s = round(training.wall_s + time.perf_counter() - began, 3)
             if (out / "metrics.jsonl").is_file():
-                add_evaluations(kept, out, study.batch_on(row.devices))
-            store.spent_on_training(time.perf_counter() - self._began)
-            store.save()
+                add_evaluations(training, out, study.batch_on(row.devices))
         if (out / "config.yaml").is_file():
+            from convoy.report.report import write_report  # with matplotlib, for which no rank is to wait at its start
+
             try:
                 write_report(out)
             except ConvoyError as error:
                 self.tell(str(error))
-        if kept.failed:
-            self.tell(f"{row.where} was not trained: {kept.failed}")
-        elif not kept.finished:
+        if training.failed:
+            self.tell(f"{row.where} was not trained: {training.failed}")
+        elif not training.finished:
             stopped = next(filter(None, signals))
             self.tell(f"the training of {row.where} was stopped by {stopped}; the same command goes on")
+
+
+_BEAT_S = 1.0
+
+
+class Latest(Reporter):
+    """The newest figures of a training, for the study's own line."""
+
+    figures = ("beginning", 0, 0)
+
+    def prepare(self, what: str, done: int, total: int) -> None:
+        self.figures = what, 0, 0
+
+    def begin(self, done: int, total: int) -> None:
+        self.figures = self.figures[0], done, total
+
+    def advance(self, done: int, text: str | None = None) -> None:
+        self.figures = text or self.figures[0], done, self.figures[2]
+
+
+@contextmanager
+def heard(latest: Latest, say: Say) -> Iterator[None]:
+    """Tell the newest figures every second in which the training has moved, also where it reports nothing new."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        before = None
+        while not ended.wait(_BEAT_S):
+            if before != (before := (latest.figures, current.moved)):
+                say(*latest.figures)
+
+    thread = threading.Thread(target=beat, daemon=True, name="convoy-beat")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def train_rank(task: MeasurementTask, out: Path, command: str, keep: bool, say: Say) -> str | None:
+    """A rank's part of a training, in the folder `out`; the name of the signal that stopped it, None at its end. All
+    ranks call it. `command` repeats the study; `keep` uses times that were measured before, and stores new ones."""
+    ranks, device = join(task)
+    options: dict[str, Any] = {"command": command, "reporter": Latest(), "handed_on": True, "keep": keep}
+    with heard(options["reporter"], say):
+        return train(task.recipe, out, resume=True, device=device, ranks=ranks, **options).signal
+
+
+_FEW, _OFTEN = 10, Duration(5, "%")  # where a run would be evaluated less often than so many times, it is this often
+
+
+def recipe_for_training(recipe: Recipe, epochs: float, is_asked: bool) -> Recipe:
+    """The recipe of all trainings; `is_asked` says whether the user has said how often to evaluate."""
+    changes: dict[str, Duration] = {"epochs": Duration(epochs, "ep")}
+    every = recipe.evaluate_every
+    if not is_asked and every.unit == "ep" and epochs / every.value < _FEW:
+        changes["evaluate_every"] = _OFTEN
+    return recipe.model_copy(update=changes)
+
+
+def add_evaluations(training: Training, run: Path, batch: int) -> None:
+    """Take over what a run in a folder has written so far; an update has `batch` images."""
+    metrics = read_metrics(run / "metrics.jsonl")
+    steps, rates = column(metrics.train, "step"), column(metrics.train, "images_per_s")
+    ends = np.cumsum(np.diff(steps, prepend=0) * batch / rates)
+    seconds = np.interp(column(metrics.test, "step"), [0, *steps], [0, *ends])
+    training.run = run.name
+    training.images = max((line.images or 0 for line in metrics.test), default=0)
+    training.evaluations = [
+        Evaluation(
+            step=line.step,
+            epoch=line.epoch,
+            error=None if line.top1 is None else round(1 - line.top1, 9),
+            loss=line.loss,
+            train_s=round(float(second), 3),
+        )
+        for line, second in zip(metrics.test, seconds, strict=True)
+    ]
+    weights = run / "weights.safetensors"
+    training.sha256 = sha256(weights.read_bytes()).hexdigest() if weights.is_file() else ""
 
 
 def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
@@ -274,12 +359,11 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
             for sentence in _coarse(prepared):
                 tell(sentence)
             slots = RankSlots(study.cores_per_device, places)
-            predict = ask.predict and ask.rounds > 0
-            shared = (store.add(rows), store, slots, ask.timeout, progress, tell)
-            MeasuringSchedule(recipe, *shared, ask.rounds, predict)()
+            course = Course(recipe, store.add(rows), store, slots, ask.timeout, progress, tell)
+            course.measure(ask.rounds, ask.predict and ask.rounds > 0)
             if ask.train_epochs is not None:
-                trained = recipe_for_training(recipe, ask.train_epochs, ask.says("evaluate_every"))
-                TrainingRuns(trained, *shared, ask.command)()
+                course.recipe = recipe_for_training(recipe, ask.train_epochs, ask.says("evaluate_every"))
+                course.train(ask.command)
 
 
 def _coarse(prepared: Prepared) -> list[str]:

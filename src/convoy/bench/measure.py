@@ -31,7 +31,7 @@ from convoy.bench.study import data_of, in_recipe
 from convoy.comm.joining import join as join_group
 from convoy.comm.ranks import Ranks
 from convoy.compiler import compile_function
-from convoy.data import Batch, Order, mix, open_data, training_batches
+from convoy.data import Batch, DataSet, Order, mix, open_data, training_batches
 from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
@@ -39,7 +39,7 @@ from convoy.planner import make_plan
 from convoy.planner.cost.prediction import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan, plan_text
-from convoy.training import choose_device
+from convoy.training import Recipe, choose_device
 from convoy.training.build import build_model
 from convoy.training.classification import ClassificationLoss, InputPipeline
 from convoy.training.derived import resolve
@@ -150,8 +150,7 @@ def _measure_peer(task: MeasurementTask) -> RankTimes:
     recipe, num, rank = task.recipe, task.num_devices, int(os.environ.get("RANK", "0"))
     if recipe.batch % num:
         raise ConvoyError(f"--peers divide the batch evenly, but {recipe.batch} samples are no multiple of {num}")
-    local_batch = recipe.batch // num
-    positions = range(rank * local_batch, (rank + 1) * local_batch)
+    positions = range(rank * recipe.batch // num, (rank + 1) * recipe.batch // num)
     device = torch.device("cpu")
     if task.device_type == "cuda":
         device = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
@@ -160,9 +159,7 @@ def _measure_peer(task: MeasurementTask) -> RankTimes:
     threads = torch.get_num_threads()
     data = data_of(task.made, recipe) or open_data(recipe.data)
     memory = MemoryPeak(device)
-    model, _ = build_model(recipe, data)
-    memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
-    model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
+    model, memory_format = _network(recipe, data, device)
     quantities = resolve(recipe, len(data.train))
     called: nn.Module = compile_function(model) if recipe.compile else model  # type: ignore[assignment]
     wrapped = wrap(task.kind, called.train(), create_optimizer(model, recipe.optimizer, quantities.lr), num, device)
@@ -173,16 +170,8 @@ def _measure_peer(task: MeasurementTask) -> RankTimes:
     first_loss = 0.0
 
     def batches(first: int, number: int) -> Generator[Batch, None, None]:
-        return training_batches(
-            data,
-            recipe.data,
-            order,
-            first_update=first,
-            num_updates=number,
-            seed=recipe.seed,
-            positions=positions,
-            pin_memory=device.type == "cuda",
-        )
+        options: dict[str, Any] = {"seed": recipe.seed, "positions": positions, "pin_memory": device.type == "cuda"}
+        return training_batches(data, recipe.data, order, first_update=first, num_updates=number, **options)
 
     def update(batch: Batch, number: int) -> None:
         nonlocal first_loss
@@ -222,6 +211,12 @@ def _measure_peer(task: MeasurementTask) -> RankTimes:
     return RankTimes(**times, memory=peak, overhead=stopwatch.overhead, loss=first_loss, without=without)
 
 
+def _network(recipe: Recipe, data: DataSet, device: torch.device) -> tuple[nn.Module, torch.memory_format]:
+    model, _ = build_model(recipe, data)
+    memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
+    return model.to(device=device, memory_format=memory_format), memory_format  # type: ignore[call-overload]
+
+
 def forecast(
     task: MeasurementTask, plans: Sequence[str], bound: Sequence[str], predict: bool, keep: bool, say: Say
 ) -> Forecast:
@@ -258,54 +253,62 @@ def forecast(
             result.bound[numbers] = plan_text(choose(numbers).plan)
         except ConvoyError as error:
             result.notes.append(f"auto, shares {numbers}: {error}")
-    if not predict:
-        return result
-    set_numerics(task.recipe)
-    data = data or open_data(task.recipe.data)
-    model, _ = build_model(task.recipe, data)
-    memory_format = torch.channels_last if task.recipe.channels_last else torch.contiguous_format
-    model.to(device=device, memory_format=memory_format)  # type: ignore[call-overload]
-    shape = data.channels, data.image_size, data.image_size
-    try:
-        workload = workload_of_recipe(task.recipe, model.train(), shape, ranks.num, device, ranks.group)
-        to_score: dict[str, Plan] = {}
-        for text in dict.fromkeys(result.auto if text == AUTO and result.auto is not None else text for text in plans):
-            try:
-                plan = Plan.parse(text)
-                workload.place(plan)
-                to_score[text] = plan
-            except ConvoyError as error:
-                result.notes.append(f"{text}: {error}")
-        planned = make_plan(
-            replace(workload, by_speed=None, schedules=(task.recipe.parallel.schedule or "1f1b",)),
-            ranks.num,
-            Ranks.here() if ranks.num > 1 else Ranks(),
-            store=ProfileStore() if keep else None,
-            plans=list(to_score.values()),
-            progress=say,
-        )
-        by_plan = {one.plan: one for one in planned.candidates}
-        for text, plan in to_score.items():
-            result.predictions[text] = _prediction(planned.serial if ranks.num == 1 else by_plan[plan])
-        result.notes.extend(planned.notes)
-        chosen_prediction = result.predictions.get(result.auto or "")
+    if predict:
+        texts = dict.fromkeys(result.auto if text == AUTO and result.auto is not None else text for text in plans)
+        try:
+            _predict(result, task.recipe, list(texts), data or open_data(task.recipe.data), (ranks, device), keep, say)
+        except ConvoyError as error:
+            result.notes.append(f"nothing is predicted: {error}")
+        chosen = result.predictions.get(result.auto or "") if AUTO in plans else None
         for text, other in result.predictions.items():
-            if chosen_prediction is not None and other.seconds < chosen_prediction.seconds and AUTO in plans:
+            if chosen is not None and other.seconds < chosen.seconds:
                 result.notes.append(f"{text} is predicted to be faster than {result.auto}, but did not win the race")
-    except ConvoyError as error:
-        result.notes.append(f"nothing is predicted: {error}")
     return result
+
+
+def _predict(
+    result: Forecast,
+    recipe: Recipe,
+    texts: Sequence[str],
+    data: DataSet,
+    here: tuple[Ranks, torch.device],
+    keep: bool,
+    say: Say,
+) -> None:
+    """Add predictions of plans to a forecast, and notes on those that cannot be."""
+    ranks, device = here
+    set_numerics(recipe)
+    model, _ = _network(recipe, data, device)
+    shape = data.channels, data.image_size, data.image_size
+    workload = workload_of_recipe(recipe, model.train(), shape, ranks.num, device, ranks.group)
+    plans: dict[str, Plan] = {}
+    for text in texts:
+        try:
+            plan = Plan.parse(text)
+            workload.place(plan)
+            plans[text] = plan
+        except ConvoyError as error:
+            result.notes.append(f"{text}: {error}")
+    planned = make_plan(
+        replace(workload, by_speed=None, schedules=(recipe.parallel.schedule or "1f1b",)),
+        ranks.num,
+        Ranks.here() if ranks.num > 1 else Ranks(),
+        store=ProfileStore() if keep else None,
+        plans=list(plans.values()),
+        progress=say,
+    )
+    by_plan = {one.plan: one for one in planned.candidates}
+    for text, plan in plans.items():
+        result.predictions[text] = _prediction(planned.serial if ranks.num == 1 else by_plan[plan])
+    result.notes.extend(planned.notes)
 
 
 def _prediction(scored: Scored) -> PlanPrediction:
     timeline = scored.timeline
     kinds = timeline.by_kind()
+    around = [span for span in timeline.spans if (span.task.rank, span.task.kind) == (timeline.busiest, "around")]
     parts = {
-        INPUT: sum(
-            span.end - span.start
-            for span in timeline.spans
-            if (span.task.rank, span.task.kind, span.task.name) == (timeline.busiest, "around", "input")
-        ),
+        INPUT: sum(span.end - span.start for span in around if span.task.name == "input"),
         COMMUNICATION: kinds["exposed"] + kinds["idle"],
         OPTIMIZER: kinds.get("update", 0.0),
     }

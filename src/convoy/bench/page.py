@@ -12,17 +12,15 @@ from convoy.bench.records import COMMUNICATION, CONVOY, INPUT, NAME, OPTIMIZER, 
 from convoy.bench.remarks import convergence_remarks, doubts, missing, remarks
 from convoy.bench.results import Convergence, Results, StudyRow, convergence
 from convoy.bench.table import (
-    CONVERGENCE_NUMBERS,
-    convergence_latex,
-    convergence_lines,
-    convergence_records,
+    NUMBERS,
+    Table,
     csv_of,
     curve_records,
-    latex_text,
-    plus_minus,
+    of_trainings,
+    of_updates,
     points,
-    records,
     signed,
+    with_spread,
 )
 from convoy.documents import dump
 from convoy.errors import ConvoyError
@@ -37,10 +35,9 @@ _SHOWN_PARTS = (COMMUNICATION, INPUT, OPTIMIZER)
 
 @dataclass(frozen=True)
 class Written:
-    """A study's results, its trainings, the sentences on both, and the report."""
+    """A study's tables, by their names in JSON, the sentences on them, and the report."""
 
-    results: Results
-    convergence: Convergence | None
+    tables: dict[str, Table]
     remarks: list[str]
     report: Path
 
@@ -49,49 +46,52 @@ def write_files(folder: Path) -> Written:
     """Write all files of the study in a folder, as far as it was measured."""
     store = Store.read(folder)
     results, trained = Results(store), convergence(store)
+    tables = {"configurations": of_updates(results, store)}
     drawn: list[Panel] = []
-    tables: dict[str, str] = {}
-    sentences: list[str] = []
-    if results.rows or trained is None:
+    texts: dict[str, str] = {}
+    warnings, gaps, training_gaps = doubts(results), missing(results), list[str]()
+    timed_remarks, trained_remarks = list[str](), list[str]()
+    if is_timed := bool(results.rows) or trained is None:
         drawn += panels(results)
-        tables |= {"table.csv": csv_of(records(results)), "table.tex": latex_text(results, store)}
-        sentences += [*doubts(results), *remarks(store, results)]
-    sentences += missing(results)
+        texts |= {"table.csv": tables["configurations"].csv(), "table.tex": tables["configurations"].latex()}
+        timed_remarks = remarks(store, results)
     if trained is not None:
+        table = tables["convergence"] = of_trainings(trained, store)
         drawn += convergence_panels(trained)
-        tables |= {
-            "convergence.csv": csv_of(convergence_records(trained)),
-            "convergence.tex": convergence_latex(trained, store),
-            "curves.csv": csv_of(curve_records(trained)),
-        }
-        sentences += [*convergence_remarks(trained), *missing(trained)]
-    files = {name: text.encode() for name, text in tables.items()}
-    pictures = [(panel, _files(panel)) for panel in drawn]
-    content = _content(store, results, trained)
+        texts |= {"convergence.csv": table.csv(), "convergence.tex": table.latex()}
+        texts["curves.csv"] = csv_of(curve_records(trained))
+        trained_remarks, training_gaps = list(convergence_remarks(trained)), missing(trained)
+    rows = tables["convergence"].rows if trained is not None else None
+    files = {name: text.encode() for name, text in texts.items()}
+    downloads = [Download.of(name, one) for name, one in {NAME: store.path.read_bytes(), **files}.items()]
+    shown = []
+    for panel in drawn:
+        pictures = _files(panel)
+        files |= pictures
+        uris = [(name, data_uri(one, KINDS[name.rpartition(".")[2]])) for name, one in pictures.items()]
+        shown.append((panel, panel.svg(), uris))
     html = pages.render(
         "bench.html.jinja",
         ("report.css", "bench.css"),
         ("copy.js",),
-        **content,
-        panels=[
-            (
-                panel,
-                panel.svg(),
-                [(name, data_uri(one, KINDS[name.rpartition(".")[2]])) for name, one in contents.items()],
-            )
-            for panel, contents in pictures
-        ],
-        downloads=[Download.of(name, one) for name, one in {NAME: store.path.read_bytes(), **files}.items()],
+        **_content(store, results, trained),
+        timed=is_timed,
+        remarks=timed_remarks,
+        trained=rows,
+        trained_columns=[f"{'#' if word in NUMBERS else ''}{word.capitalize()}" for word in (rows or [{}])[0]],
+        trained_remarks=trained_remarks,
+        missing=[*warnings, *gaps, *training_gaps],
+        panels=shown,
+        downloads=downloads,
     )
     files["report.html"] = html.encode("utf-8", errors="replace")
-    for _, contents in pictures:
-        files |= contents
     try:
         for name, one in files.items():
             write_atomically(folder / name, lambda path, one=one: path.write_bytes(one))  # type: ignore[misc]
     except OSError as error:
         raise ConvoyError(f"{folder} cannot be written ({error.strerror}): free space there, or copy it") from error
-    return Written(results, trained, sentences, folder / "report.html")
+    sentences = [*warnings, *timed_remarks, *gaps, *trained_remarks, *training_gaps]
+    return Written(tables, sentences, folder / "report.html")
 
 
 def _files(panel: Panel) -> dict[str, bytes]:
@@ -110,7 +110,6 @@ def _files(panel: Panel) -> dict[str, bytes]:
 def _content(store: Store, results: Results, trained: Convergence | None) -> dict[str, Any]:
     study, table = store.study, store.table
     whole = not any((one.waiting or one.failed) for one in (results, trained) if one is not None)
-    timed = bool(results.rows) or trained is None
     own_plans = {row.devices: row.found_plan for row in results.rows if "\n" in row.found_plan}
     return {
         "name": "scaling study",
@@ -124,12 +123,6 @@ def _content(store: Store, results: Results, trained: Convergence | None) -> dic
         "rows": [(row, _cells(row, results)) for row in results.rows],
         "epochs": None if table.epochs is None else units.value(table.epochs),
         "dataset_size": table.dataset_size,
-        "timed": timed,
-        "remarks": remarks(store, results) if timed else [],
-        "trained": convergence_lines(trained) if trained else None,
-        "trained_numbers": CONVERGENCE_NUMBERS,
-        "trained_remarks": convergence_remarks(trained) if trained else [],
-        "missing": [*doubts(results), *missing(results), *(missing(trained) if trained else ())],
         "notes": results.notes,
         "chosen": [(units.plural(devices, "device"), plan.strip()) for devices, plan in own_plans.items()],
         "commands": list(dict.fromkeys(session.command for session in store.sessions)),
@@ -195,16 +188,14 @@ def _convergence_tiles(trained: Convergence) -> list[Tile]:
 
 def _cells(row: StudyRow, results: Results) -> dict[str, Any]:
     best = max(results.rows, key=lambda one: one.speedup)
-    step, _, spread = plus_minus(row.seconds, row.spread).partition(" ± ")
-    if spread:
-        step = f"{step} {spread.partition(' ')[2]}"
+    number, spread, unit = with_spread(row.seconds, row.spread)
     before = results.rows[max(0, results.rows.index(row) - 1)]
     looks = {"best": row is best, "peer": row.kind != CONVOY, "group": before.devices != row.devices}
     return {
         "look": " ".join(look for look, holds in looks.items() if holds),
         "plan": "layer by layer, below" if "\n" in row.found_plan else row.found_plan,
-        "step": step,
-        "spread": spread.partition(" ")[0],
+        "step": f"{number} {unit}",
+        "spread": spread,
         "parts": [time_of(row.parts[name]) if row.parts[name] > 0 else units.UNKNOWN for name in _SHOWN_PARTS],
         "error": "" if row.error is None else signed(row.error),
     }

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, computed_field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from convoy.errors import ConvoyError
 from convoy.files import write_text
@@ -78,6 +78,7 @@ class Configuration(Record):
     """A row of the table: Convoy under a plan, or another tool, on some devices."""
 
     key: str  # different for every row, also for one that is measured twice
+    label: str  # for people
     kind: str  # `convoy`, `torch` (plain PyTorch on one device), or one of `PEERS`
     devices: int
     plan: str | None  # of Convoy, as a recipe has it; `auto` is the planner's
@@ -88,29 +89,10 @@ class Configuration(Record):
     visits: list[Measurement] = []
     training: Training | None = None
 
-    @computed_field  # type: ignore[prop-decorator]
-    @property
-    def label(self) -> str:
-        number = self.key.partition("#")[2]
-        return self._name() + (f" (row {number})" if number else "")
-
     @property
     def where(self) -> str:
         """The label with its devices."""
         return f"{self.label} on {plural(self.devices, 'device')}"
-
-    def _name(self) -> str:
-        if self.kind in PEERS:
-            return PEERS[self.kind]
-        if self.kind == TORCH:
-            return "plain PyTorch"
-        if self.place:
-            return f"device {self.place + 1} alone"
-        if self.devices == 1:
-            return "one device"
-        assert self.plan is not None
-        plan = self.series.removesuffix(f", shares {self.shares}") if "\n" in self.plan else self.plan
-        return f"{plan}, shares {self.shares}" if self.shares else plan
 
 
 def short(plan: str) -> str:
@@ -226,18 +208,17 @@ class Store(Record):
             return Store(path=path, study=study.model_copy(), machine=machine)
         store = Store.read(folder)
         there, wanted = store.study.model_dump(mode="json"), study.model_dump(mode="json")
-        for key, value in wanted.items():
-            either = key == "updates" and None in (value, there[key])
-            if there[key] != value and not either:
-                raise ConvoyError(
-                    f"{path} is of a study with {_difference(key, there[key], value)}: give another --out, or remove it"
-                )
-        for key in _OF_THE_MACHINE:
-            if key in machine and store.machine.get(key) != machine[key]:
-                raise ConvoyError(
-                    f"{path} was measured with {_difference(key, store.machine.get(key), machine[key])}: give "
-                    "another --out, or remove it"
-                )
+        if None in (there["updates"], wanted["updates"]):
+            del wanted["updates"]
+        measured_with = {key: machine[key] for key in _OF_THE_MACHINE if key in machine}
+        for what, before, now in (
+            ("is of a study", there, wanted),
+            ("was measured", store.machine, measured_with),
+        ):
+            for key, value in now.items():
+                if before.get(key) != value:
+                    difference = _difference(key, before.get(key), value)
+                    raise ConvoyError(f"{path} {what} with {difference}: give another --out, or remove it")
         return store
 
     @staticmethod
@@ -279,16 +260,6 @@ class Store(Record):
     def begin(self, command: str, started: str) -> None:
         self.sessions.append(Session(command=command, started=started, wall_s=0.0, planning_s=0.0))
 
-    def spent(self, wall: float, planning: float) -> None:
-        """Seconds of this call so far, which has not trained yet."""
-        self.sessions[-1].wall_s, self.sessions[-1].planning_s = round(wall, 3), round(planning, 3)
-
-    def spent_on_training(self, seconds: float) -> None:
-        """Seconds of this call's trainings so far."""
-        session = self.sessions[-1]
-        session.wall_s = round(session.wall_s - session.training_s + seconds, 3)
-        session.training_s = round(seconds, 3)
-
     def add(self, rows: Sequence[Configuration]) -> list[Configuration]:
         """The rows as they are kept: those that are there already stay, and may be tried again."""
         there = {row.key: row for row in self.configurations}
@@ -313,8 +284,8 @@ class Store(Record):
         row.training.failed = None
         return row.training
 
-    def put_forecast(self, devices: int, found: Forecast) -> None:
-        self.forecasts[devices] = self.forecasts.get(devices, Forecast()) | found
+    def put_forecast(self, devices: int, new: Forecast) -> None:
+        self.forecasts[devices] = self.forecasts.get(devices, Forecast()) | new
 
     def plan_of(self, row: Configuration) -> str | None:
         """The plan that a row runs, None for peers. For `auto` it is the planner's for the row's shares, or else plain

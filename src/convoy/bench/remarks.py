@@ -17,24 +17,21 @@ _RESTLESS = 0.25
 
 def remarks(store: Store, results: Results) -> list[str]:
     """Sentences on how the table came to be, the most important first."""
-    sentences = [
+    return [
         _devices(store),
         *_measuring(store.study, results),
-        *_unequal(store.study, results),
+        *(_unequal(store.study, results) if results.alone else ()),
         *_predictions(results),
-        _over(results),
-        _one_device(results),
-        _above_ideal(results, store.study.weak),
+        *_beside_one(results, store.study.weak),
     ]
-    return [sentence for sentence in sentences if sentence]
 
 
 def doubts(results: Results) -> list[str]:
     """A warning where the same configuration took very different times, because of a busy machine."""
     spreads = [row.spread / row.seconds for row in results.rows if row.spread is not None]
-    if not spreads or statistics.median(spreads) < _RESTLESS:
+    typical = statistics.median(spreads) if spreads else 0.0
+    if typical < _RESTLESS:
         return []
-    typical = statistics.median(spreads)
     by = f"by {units.percent(typical, 0)}" if typical < 1 else "by more than its own time"
     return [
         "The machine was busy with other work, or too few rounds were measured: the same configuration, measured "
@@ -69,6 +66,11 @@ def _devices(store: Store) -> str:
     )
 
 
+def _to(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
 def _measuring(study: StudyFacts, results: Results) -> Iterator[str]:
     batch = f"{units.count(study.batch)} images {'on each device' if study.weak else 'on all devices together'}"
     recipe, source = study.recipe, study.recipe["data"].get("path")
@@ -76,14 +78,13 @@ def _measuring(study: StudyFacts, results: Results) -> Iterator[str]:
         source = f"made-up ones of {'×'.join(map(str, study.images.shape))} in memory"
     size = recipe["microbatch"] or -(-recipe["batch"] // recipe["microbatches"])
     yield f"An update is {batch}, in microbatches of {size} at most; the images are {source}."
-    rounds = sorted({row.rounds for row in results.rows})
-    if not rounds or rounds[-1] < 2:
+    rounds = [row.rounds for row in results.rows]
+    if max(rounds, default=0) < 2:
         yield "± needs two rounds at least."
     else:
-        number = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
         yield (
-            f"Times are medians over {number} rounds, each in fresh processes and of the slowest rank. ± is what the "
-            "same configuration, measured again, differs by at most in 95 of 100 cases (repeatability limit, ISO "
+            f"Times are medians over {_to(rounds)} rounds, each in fresh processes and of the slowest rank. ± is what "
+            "the same configuration, measured again, differs by at most in 95 of 100 cases (repeatability limit, ISO "
             "5725-6)."
         )
     if results.wall > 0:
@@ -100,31 +101,25 @@ def _measuring(study: StudyFacts, results: Results) -> Iterator[str]:
         yield f"The first update's loss {by} in all rows of Convoy: they do the same work."
 
 
-def _unequal(study: StudyFacts, results: Results) -> list[str]:
-    if not results.alone:
-        return []
+def _unequal(study: StudyFacts, results: Results) -> Iterator[str]:
     speeds = results.alone
     rates = ", ".join(units.significant(speed) for speed in speeds)
     rows = [row for row in results.rows if row.kind == CONVOY and row.devices == len(speeds)]
     reached = ", ".join(f"{row.plan_label} {units.percent(row.images_per_s / sum(speeds), 0)}" for row in rows)
-    sentences = [
+    yield (
         f"Alone the devices train {rates} images/s, {units.significant(sum(speeds))} together, which efficiency is "
         f"measured by{f': of that {reached}' if reached else ''}."
-    ]
+    )
     even = {row.plan: row for row in rows if not row.uneven}
     for row in rows:
-        if (
-            row.plan in even
-            and row is not even[row.plan]
-            and even[row.plan].series == row.series.partition(", shares")[0]
-        ):
-            ratio = even[row.plan].seconds / row.seconds
+        beside = even.get(row.plan, row)
+        if row is not beside and beside.series == row.series.partition(", shares")[0]:
             parts = f", with {', '.join(map(str, row.microbatches))} microbatches" if any(row.microbatches) else ""
-            sentences.append(f"{row.plan_label} is {ratio:.2f} times as fast as even parts{parts}.")
-    rows = [row for row in rows if row.plan is not None and parts_of(row.plan, row.devices) == row.devices]
-    num = sum(next((row.microbatches for row in rows), ()))
-    coarse = too_coarse(study.batch, num, speeds) if num and any(row.uneven for row in rows) else ""
-    return [*sentences, coarse]
+            yield f"{row.plan_label} is {beside.seconds / row.seconds:.2f} times as fast as even parts{parts}."
+    divided = [row for row in rows if row.plan is not None and parts_of(row.plan, row.devices) == row.devices]
+    num = sum(next((row.microbatches for row in divided), ()))
+    if num and any(row.uneven for row in divided) and (coarse := too_coarse(study.batch, num, speeds)):
+        yield coarse
 
 
 def _predictions(results: Results) -> Iterator[str]:
@@ -132,12 +127,12 @@ def _predictions(results: Results) -> Iterator[str]:
     errors = [abs(row.error) for row in results.rows if row.error is not None]
     if not errors:
         return
-    mean, worst = units.percent(statistics.mean(errors)), units.percent(max(errors), 0)
-    accuracy = (
-        f"{units.plural(len(errors), 'prediction')} of an update were off by {mean} in the mean, by {worst} at most"
-    )
     doubt = ", as far as times so different can tell" if doubts(results) else ""
-    yield f"The planner's {accuracy}{doubt}; they were made before anything was measured, as if nothing else ran here."
+    yield (
+        f"The planner's {units.plural(len(errors), 'prediction')} of an update were off by "
+        f"{units.percent(statistics.mean(errors))} in the mean, by {units.percent(max(errors), 0)} at most{doubt}; "
+        "they were made before anything was measured, as if nothing else ran here."
+    )
     uneven = [row for row in results.rows if row.kind == CONVOY and row.uneven]
     without = [row for row in uneven if row.predicted is None]
     if without:
@@ -145,64 +140,69 @@ def _predictions(results: Results) -> Iterator[str]:
         yield f"Predictions are of even parts of the batch{but}; not predicted: {_names(without)}."
 
 
-def _over(results: Results) -> str:
+def _beside_one(results: Results, weak: bool) -> Iterator[str]:
+    """What speed-up is over, who is slower than one device, and what efficiency above 100 % means."""
     reference = results.reference
-    if reference is None or results.has_one_reference:
-        return ""
+    if reference is None:
+        return
     if reference.devices > 1:
-        return (
+        yield (
             f"Nothing was measured on one device, so that speed-up is over {reference.plan_label} on "
             f"{reference.devices} devices and efficiency not known: a 1 in --devices adds it."
         )
-    return f"Speed-up is over the fastest row on one device: {reference.plan_label}."
-
-
-def _one_device(results: Results) -> str:
-    if results.reference is None or results.reference.devices > 1:
-        return ""
+        return
+    if not results.has_one_reference:
+        yield f"Speed-up is over the fastest row on one device: {reference.plan_label}."
     several = [row for row in results.rows if row.devices > 1]
-    slower = [row for row in several if row.speedup < 1 - (row.speedup_spread or 0)]
-    undecided = [row for row in several if row not in slower and abs(row.speedup - 1) <= (row.speedup_spread or 0)]
-    sentences = [f"Slower than one device: {_names(slower)}."] if slower else []
-    if undecided:
-        sentences.append(
+    if slower := [row for row in several if row.speedup < 1 - (row.speedup_spread or 0)]:
+        yield f"Slower than one device: {_names(slower)}."
+    if undecided := [row for row in several if abs(row.speedup - 1) <= (row.speedup_spread or 0)]:
+        yield (
             f"Not told apart from one device, by their ±: {_names(undecided)}; more --rounds tell more, on a machine "
             "that does nothing else."
         )
-    return " ".join(sentences)
-
-
-def _above_ideal(results: Results, weak: bool) -> str:
-    """The meaning of an efficiency above 100 %."""
-    above = [row for row in results.rows if row.devices > 1 and round(100 * (row.efficiency or 0)) > 100]
-    if not above:
-        return ""
-    caches = "" if weak else "a device's smaller part of the work may fit its caches better, or "
-    return (
-        f"Efficiency above {units.percent(1, 0)} ({_names(above)}): {caches}one device alone was slow when it was "
-        "measured; where the speed-up is above the ideal one by less than its ±, it may be chance."
-    )
+    if above := [row for row in several if round(100 * (row.efficiency or 0)) > 100]:
+        caches = "" if weak else "a device's smaller part of the work may fit its caches better, or "
+        yield (
+            f"Efficiency above {units.percent(1, 0)} ({_names(above)}): {caches}one device alone was slow when it was "
+            "measured; where the speed-up is above the ideal one by less than its ±, it may be chance."
+        )
 
 
 def _names(rows: Sequence[StudyRow]) -> str:
     return ", ".join(f"{row.plan_label} on {row.devices}" for row in rows)
 
 
-def convergence_remarks(convergence: Convergence) -> list[str]:
+def convergence_remarks(convergence: Convergence) -> Iterator[str]:
     """Sentences on how far the curves are from each other, the most important first."""
-    if not convergence.curves:
-        return []
-    return [one for one in (_distance(convergence), _bits(convergence), _scale(convergence), _how(convergence)) if one]
+    reference = convergence.reference
+    if reference is None:
+        return
+    if convergence.compared:
+        yield _distance(convergence, reference)
+    others = [curve for curve in convergence.curves if curve.finished and curve is not reference]
+    if reference.sha256 and others:
+        yield _bits(convergence, f"SHA-256 {reference.sha256}", others)
+    if convergence.images and any(distance.error for _, distance in convergence.compared):
+        share = reference.errors[-1]
+        deviation = math.sqrt(share * (1 - share) / convergence.images)
+        yield (
+            f"To compare: {units.percent(share, units.percent_places(convergence.images))} of "
+            f"{units.count(convergence.images)} test images is known to ± {points(deviation)} (one standard "
+            f"deviation), and one image is {points(1 / convergence.images)}."
+        )
+    yield (
+        f"Each configuration was trained once, for {units.value(convergence.epochs)} epochs from the same seed, by the "
+        "trainer itself; its run is in the folder training. Time is that of the updates; evaluations and checkpoints "
+        "are left out."
+    )
 
 
-def _distance(convergence: Convergence) -> str:
-    reference, compared = convergence.reference, convergence.compared
-    if reference is None or not compared:
-        return ""
+def _distance(convergence: Convergence, reference: ErrorCurve) -> str:
+    compared = convergence.compared
     curve, error = max(compared, key=lambda one: one[1].error)
     other, loss = max(compared, key=lambda one: one[1].loss)
-    numbers = sorted({distance.evaluations for _, distance in compared})
-    number = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    number = _to([distance.evaluations for _, distance in compared])
     names = [_where(one) for one in convergence.curves if one.distance is None and one is not reference]
     uncompared = f" Not compared, as no evaluation was after as many updates: {', '.join(names)}." if names else ""
     base = "the serial run's" if reference.devices == 1 else f"those of {_where(reference)}"
@@ -230,46 +230,18 @@ def _where(curve: ErrorCurve) -> str:
     return f"{curve.name}{devices}"
 
 
-def _bits(convergence: Convergence) -> str:
-    done = [curve for curve in convergence.curves if curve.finished and curve is not convergence.reference]
-    if convergence.reference is None or not convergence.reference.sha256 or not done:
-        return ""
-    same = [curve for curve in done if convergence.same_weights(curve)]
-    other = [_where(curve) for curve in done if curve not in same]
+def _bits(convergence: Convergence, checksum: str, finished: Sequence[ErrorCurve]) -> str:
+    same = [curve for curve in finished if convergence.same_weights(curve)]
+    other = [_where(curve) for curve in finished if curve not in same]
     if not same:
         return (
             "No final weights are the reference's bit for bit; reproducible=true makes them so under plans by sample."
         )
-    checksum = f"SHA-256 {convergence.reference.sha256}"
     if not other:
-        return f"The final weights of {_configurations(convergence, len(done))} are the same bit for bit: {checksum}."
+        count = _configurations(convergence, len(finished))
+        return f"The final weights of {count} are the same bit for bit: {checksum}."
     exact = ", the reproducible mode's promise being for plans by sample" if convergence.reproducible else ""
     return (
-        f"The final weights of {', '.join(_where(curve) for curve in same)} are the reference's bit for bit, "
+        f"The final weights of {', '.join(map(_where, same))} are the reference's bit for bit, "
         f"{checksum}; those of {', '.join(other)} are not{exact}."
-    )
-
-
-def _scale(convergence: Convergence) -> str:
-    """The uncertainty of a test error, as a scale for distances."""
-    if (
-        convergence.reference is None
-        or not convergence.images
-        or not any(distance.error for _, distance in convergence.compared)
-    ):
-        return ""
-    share = convergence.reference.errors[-1]
-    deviation = math.sqrt(share * (1 - share) / convergence.images)
-    return (
-        f"To compare: {units.percent(share, units.percent_places(convergence.images))} of "
-        f"{units.count(convergence.images)} test images is known to ± {points(deviation)} (one standard "
-        f"deviation), and one image is {points(1 / convergence.images)}."
-    )
-
-
-def _how(convergence: Convergence) -> str:
-    return (
-        f"Each configuration was trained once, for {units.value(convergence.epochs)} epochs from the same seed, by the "
-        "trainer itself; its run is in the folder training. Time is that of the updates; evaluations and checkpoints "
-        "are left out."
     )

@@ -1,5 +1,6 @@
 """The set-up of a study: recipe, made-up pictures, machine, and the cores of a device."""
 
+import contextlib
 import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,33 +83,30 @@ def data_of(made: Made | None, recipe: Recipe) -> DataSet | None:
 GOAL = 0.98  # parts that let the devices reach so much of the sum of their speeds are fine enough
 
 
-def reach(counts: Sequence[int], speeds: Sequence[float]) -> float:
-    """The largest speed of devices with so many microbatches each, as a part of the sum of their speeds."""
-    slowest = max(count / speed for count, speed in zip(counts, speeds, strict=True))
-    return sum(counts) / sum(speeds) / slowest
-
-
 def best_reach(num: int, speeds: Sequence[float]) -> float:
-    """`reach` of the best division of so many microbatches; 0 where there are fewer than devices."""
-    return reach(soonest(num, [1 / speed for speed in speeds]), speeds) if num >= len(speeds) else 0.0
+    """The largest speed of devices among which so many microbatches are divided in the best way, as a part of the sum
+    of their speeds; 0 where there are fewer microbatches than devices."""
+    if num < len(speeds):
+        return 0.0
+    counts = soonest(num, [1 / speed for speed in speeds])
+    return num / sum(speeds) / max(count / speed for count, speed in zip(counts, speeds, strict=True))
 
 
 def too_coarse(batch: int, num: int, speeds: Sequence[float]) -> str:
     """A sentence where an update has too few microbatches for parts by the speeds of devices (in any unit), and what to
     change; empty where they are enough."""
-    now = best_reach(num, speeds)
-    if now >= GOAL:
+    if best_reach(num, speeds) >= GOAL:
         return ""
-    said = (
+    sentence = (
         f"A batch of {batch} in {units.plural(num, 'microbatch', 'microbatches')} lets devices of speed "
         f"{' : '.join(units.significant(speed / max(speeds), 2) for speed in speeds)} reach "
-        f"{units.percent(now, 0)} of the sum of their speeds at most"
+        f"{units.percent(best_reach(num, speeds), 0)} of the sum of their speeds at most"
     )
     finer = next((more for more in range(num + 1, batch + 1) if best_reach(more, speeds) >= GOAL), None)
     if finer is None:
-        return f"{said}: raise --batch."
+        return f"{sentence}: raise --batch."
     return (
-        f"{said}; --set microbatches={finer} allows {units.percent(best_reach(finer, speeds), 0)} (another "
+        f"{sentence}; --set microbatches={finer} allows {units.percent(best_reach(finer, speeds), 0)} (another "
         "experiment only where batch norm takes its statistics over microbatches)."
     )
 
@@ -141,16 +139,14 @@ _PACKAGES = ("lightning", "accelerate", "timm", "torchvision", "numpy")
 
 def _machine(device: torch.device) -> dict[str, Any]:
     about = describe("", device)
-    found: dict[str, Any] = {key: about[key] for key in ("machine", "convoy", "torch", "python")}
-    found |= {"cores": len(own_cores()), "device": device.type}
+    facts: dict[str, Any] = {key: about[key] for key in ("machine", "convoy", "torch", "python")}
+    facts |= {"cores": len(own_cores()), "device": device.type}
     if device.type == "cuda":
-        found |= {"gpus": torch.cuda.device_count(), "cuda": torch.version.cuda}
+        facts |= {"gpus": torch.cuda.device_count(), "cuda": torch.version.cuda}
     for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            facts[package] = importlib.metadata.version(package)
+    return facts
 
 
 def _cores_each(ask: Ask, largest: int, on_cpu: bool) -> int:

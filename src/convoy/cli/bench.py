@@ -11,7 +11,6 @@ from convoy.cli import keys, options
 from convoy.cli.options import command_of
 from convoy.late import waiting_for
 from convoy.terminal import Console
-from convoy.units import table
 
 
 @click.command(
@@ -70,7 +69,6 @@ def command(arguments: Sequence[str], /, as_json: bool, **values: Any) -> int:
     ask = Ask(command=command_of(arguments), **values)
     ask.check()
     with waiting_for("loading PyTorch"):  # and matplotlib, for which no mistake is to wait
-        from convoy.bench import table as rows_of
         from convoy.bench.command import measure
         from convoy.bench.page import write_files
         from convoy.progress import ConsoleReporter
@@ -83,18 +81,12 @@ def command(arguments: Sequence[str], /, as_json: bool, **values: Any) -> int:
         click.echo(f"convoy: stopped; {ask.folder} keeps what was measured, the same command goes on", err=True)
         return 1
     written = write_files(ask.folder)
-    convergence = written.convergence
     if as_json:
-        document = {"configurations": rows_of.records(written.results), "remarks": written.remarks}
-        if convergence is not None:
-            document["convergence"] = rows_of.convergence_records(convergence)
-        click.echo(json.dumps(document, indent=2, allow_nan=False))
+        tables = {name: table.records for name, table in written.tables.items()}
+        click.echo(json.dumps({**tables, "remarks": written.remarks}, indent=2, allow_nan=False))
         return 0
-    curves = rows_of.convergence_lines(convergence) if convergence is not None else []
-    tables = (rows_of.lines(written.results), rows_of.NUMBERS), (curves, rows_of.CONVERGENCE_NUMBERS)
-    for rows, numbers in tables:
-        for line in table(list(rows[0]), [list(row.values()) for row in rows], numbers) if rows else ():
-            click.echo(line)
+    for line in (line for table in written.tables.values() for line in table.lines()):
+        click.echo(line)
     for sentence in written.remarks:
         click.echo(sentence)
     click.echo(f"report: {written.report}")

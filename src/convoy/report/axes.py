@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from convoy import units
@@ -89,6 +90,16 @@ def add_axes(
     return axes
 
 
+def panel(
+    title: str, xlabel: str, height: float, words: Sequence[str], most: int = 3, *, below: float = 0, **options: Any
+) -> Axes:
+    """Axes of a height in points in a panel of their own, with room for a legend of these words, in `most` columns at
+    most; `below` points stay free under them."""
+    above = TOP + _LINE * (-(-len(words) // columns(words, most)) - 1)
+    figure = new_figure(above + height + below + BOTTOM)
+    return add_axes(figure, title, xlabel, above=above, height=height, **options)
+
+
 def quiet(axes: Axes) -> None:
     """No line beside the axes, and marks below them alone."""
     axes.tick_params(length=0, pad=6)
@@ -96,20 +107,39 @@ def quiet(axes: Axes) -> None:
     axes.spines["left"].set_visible(False)
 
 
+_LINE = 15  # height of a line of a legend, in points
 # Distances in sizes of the font.
 LEGEND: dict[str, Any] = {
     "frameon": False,
     "borderpad": 0,
     "borderaxespad": 0,
+    "handlelength": 1.9,
     "handletextpad": 0.6,
     "columnspacing": 1.6,
 }
 
 
-def legend(axes: Axes) -> None:
-    """Names the lines of the panel between title and axes, where no curve can run under them."""
-    corner = -(LEFT - 2) / (WIDTH - LEFT - RIGHT), 1.06
-    axes.legend(loc="lower left", bbox_to_anchor=corner, ncols=3, handlelength=2.6, **LEGEND)
+def columns(words: Sequence[str], most: int) -> int:
+    """How many columns of a legend fit beside each other, `most` at most."""
+    size = 10.5
+    handle, gap = size * (LEGEND["handlelength"] + LEGEND["handletextpad"]), size * LEGEND["columnspacing"]
+    widths = [handle + TextPath((0, 0), word, size).get_extents().width for word in words]
+    for number in range(most, 1, -1):
+        needed = sum(max(column, default=0) for column in np.array_split(widths, number)) + gap * (number - 1)
+        if needed <= WIDTH - 8:
+            return number
+    return 1
+
+
+def with_legend(axes: Axes, most: int = 3) -> Figure:
+    """The panel, with the names of what is drawn between title and axes, where no curve can run under them."""
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+    _, words = axes.get_legend_handles_labels()
+    corner = 2 / WIDTH, 1 - 26 / (figure.get_figheight() * 72)
+    place: dict[str, Any] = {"bbox_to_anchor": corner, "bbox_transform": figure.transFigure}
+    axes.legend(loc="upper left", ncols=columns(words, most), **place, **LEGEND)
+    return figure
 
 
 def set_ticks(

@@ -8,10 +8,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -44,10 +43,8 @@ def read_picture(run: Path, name: str | None) -> InlinePicture | None:
     path = run / name
     try:
         if not path.resolve().is_relative_to(run.resolve()):
-            raise ConvoyError(
-                f"{run / 'evaluation.json'}: the picture {name!r} lies outside the run directory; "
-                "evaluate the run again."
-            )
+            source = run / "evaluation.json"
+            raise ConvoyError(f"{source}: the picture {name!r} lies outside the run directory; evaluate the run again.")
         if not path.is_file():
             return None
         with Image.open(path, formats=("PNG", "JPEG")) as opened:
@@ -170,77 +167,33 @@ def _shown(value: object) -> object:
     return printable(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-_SVG = "{http://www.w3.org/2000/svg}"
-_HREF = "{http://www.w3.org/1999/xlink}href"
-
 # The CSS custom property of each color that the plots use.
-_PROPERTIES = {
-    axes.PAPER: "var(--paper)",
-    axes.INK: "var(--ink)",
-    axes.MUTED: "var(--muted)",
-    axes.GRID: "var(--grid)",
-    axes.TRAIN: "var(--train)",
-    axes.TEST: "var(--test)",
-    axes.GREEN: "var(--green)",
-    axes.PURPLE: "var(--purple)",
-    axes.OCHRE: "var(--ochre)",
-}
+_COLORS = ("paper", "ink", "muted", "grid", "train", "test", "green", "purple", "ochre")
+_PROPERTIES = {getattr(axes, name.upper()): f"var(--{name})" for name in _COLORS}
 
 
 def inline_svg(figure: Figure, name: str, title: str, description: str) -> str:
     """The figure as an `<svg>` element for HTML: scalable, labelled for screen readers, every id prefixed by `name`."""
-    written = io.BytesIO()
+    written = io.StringIO()
     with axes.house_style():
-        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    root = ElementTree.fromstring(written.getvalue())
-    _drop(root)
-    used = {reference for node in root.iter() for reference in _references(node)}
-    for node in root.iter():
-        _adapt(node, name, used)
-    root.attrib = {
-        "viewBox": root.attrib["viewBox"],
-        "role": "img",
-        "aria-labelledby": f"{name}-title {name}-description",
-    }
-    for position, (tag, text) in enumerate((("title", title), ("desc", description))):
-        element = ElementTree.Element(tag, {"id": f"{name}-{'title' if tag == 'title' else 'description'}"})
-        element.text = text
-        root.insert(position, element)
-    return ElementTree.tostring(root, encoding="unicode")
+        about = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        figure.savefig(written, format="svg", metadata=about, transparent=True)
+    start, _, body = written.getvalue().partition("<svg ")[2].partition(">")
+    body = re.sub(r"<metadata>.*?</metadata>|<style .*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
+    used = set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', body))
 
+    def adapt(match: re.Match[str]) -> str:
+        tag = re.sub(r' id="([^"]*)"', lambda id_: f' id="{name}-{id_[1]}"' if id_[1] in used else "", match[0])
+        tag = re.sub(r'(xlink:href="|url\()#', lambda to: f"{to[1].removeprefix('xlink:')}#{name}-", tag)
+        tag = re.sub(r"\s*font-family:[^;\"]*;?", "", tag)
+        tag = re.sub(r": (#[0-9a-f]{6})\b", lambda color: f": {_PROPERTIES[color[1]]}", tag)
+        return re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", tag)
 
-def _drop(root: ElementTree.Element) -> None:
-    """Remove metadata, styles, and the backgrounds: the first patch of the figure and of each axes."""
-    for parent in list(root.iter()):
-        has_background = parent.get("id", "").startswith(("figure_", "axes_"))
-        for number, child in enumerate(list(parent)):
-            is_background = has_background and number == 0 and child.get("id", "").startswith("patch_")
-            if child.tag in (f"{_SVG}metadata", f"{_SVG}style") or is_background:
-                parent.remove(child)
-
-
-def _references(node: ElementTree.Element) -> list[str]:
-    urls = re.findall(r"url\(#([^)]+)\)", " ".join(node.attrib.values()))
-    return [*urls, node.attrib.get(_HREF, "#")[1:]]
-
-
-def _adapt(node: ElementTree.Element, name: str, used: set[str]) -> None:
-    node.tag = node.tag.removeprefix(_SVG)
-    if node.get("id") in used:
-        node.set("id", f"{name}-{node.get('id')}")
-    else:
-        node.attrib.pop("id", None)
-    if target := node.attrib.pop(_HREF, None):
-        node.set("href", f"#{name}-{target[1:]}")
-    if "clip-path" in node.attrib:
-        node.set("clip-path", node.attrib["clip-path"].replace("url(#", f"url(#{name}-"))
-    if "style" in node.attrib:
-        style = re.sub(r"\s*font-family:[^;]*;?", "", node.attrib["style"])
-        node.set("style", re.sub(r"#[0-9a-f]{6}\b", lambda match: _PROPERTIES[match[0]], style))
-    if node.get("transform", "").startswith("rotate(-0 "):
-        del node.attrib["transform"]
-    if "d" in node.attrib:
-        node.set("d", re.sub(r"-?\d+\.\d+", lambda match: f"{float(match[0]):.2f}", node.attrib["d"]).replace("\n", ""))
-    if node.tag != "text":
-        node.text = None
-    node.tail = None
+    # Matplotlib escapes < and > in texts and attributes, so that what stands between them is a tag.
+    body = re.sub(r"<[^>]*>", adapt, re.sub(r">\s+<", "><", body.strip()))
+    view = re.search(r'viewBox="[^"]*"', start)
+    assert view is not None
+    labels = (
+        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-description">{escape(description)}</desc>'
+    )
+    return f'<svg {view[0]} role="img" aria-labelledby="{name}-title {name}-description">{labels}{body}'

@@ -16,6 +16,7 @@ from convoy.training.records import MetricsLine
 Against = Literal["updates", "time"]
 DASHED = (0.0, (5.0, 2.0))
 NOTHING = "Nothing has been recorded yet."
+_PLOT = 160  # height of the axes under a legend, in points
 
 
 @dataclass(frozen=True)
@@ -131,13 +132,12 @@ def _compare(run: Run, name: str, title: str, curves: list[PlotLine], against: A
     curves = [curve for curve in curves if np.isfinite(curve.y).any()]
     if not curves or not np.isfinite(scale.end):
         return Panel(name, title, NOTHING, None)
-    figure = ax.new_figure()
-    axes = ax.add_axes(figure, f"{title}, %" if name.startswith("error") else title, scale.unit)
+    words = [curve.label for curve in curves]
+    axes = ax.panel(f"{title}, %" if name.startswith("error") else title, scale.unit, _PLOT, words)
     for curve in curves:
         scale.draw(axes, curve)
     ax.wide_axis(axes, np.concatenate([curve.y for curve in curves]))
-    ax.legend(axes)
-    return Panel(name, title, " ".join(map(_describe, curves)), figure)
+    return Panel(name, title, " ".join(map(_describe, curves)), ax.with_legend(axes))
 
 
 def _learning_rate(run: Run) -> Panel:

@@ -10,7 +10,6 @@ import numpy as np
 from convoy import units
 from convoy.planner.comparison import Comparison, difference, shown
 from convoy.report.pages import Tile
-from convoy.report.plots import data_wait_shares
 from convoy.report.run_directory import Run, column
 from convoy.training.records import MetricsLine, RunSummary
 
@@ -21,7 +20,7 @@ _ONE_LINE = re.compile(r"[a-z]+(=\d+)?(,[a-z]+=\d+)*")  # plans that a command l
 
 def remarks(run: Run) -> list[str]:
     """The sentences, the most important first; none for a run that is complete and healthy."""
-    found = [
+    sentences = [
         _status(run),
         *_not_finite("training", run.metrics.train),
         *_not_finite("test", run.metrics.test),
@@ -30,13 +29,13 @@ def remarks(run: Run) -> list[str]:
         _soft_targets(run),
     ]
     if run.metrics.cut:
-        found.append("The last line of metrics.jsonl was cut off in the middle of writing and is left out.")
-    return [sentence for sentence in found if sentence]
+        sentences.append("The last line of metrics.jsonl was cut off in the middle of writing and is left out.")
+    return [sentence for sentence in sentences if sentence]
 
 
 def about(run: Run) -> list[str]:
     """The outcome of a run: its result, its devices and plan, and whether several were faster than one."""
-    summary, devices = run.summary or RunSummary(), num_devices(run)
+    summary, devices = run.summary, num_devices(run)
     top1, images = last_result(run, "top1"), num_test_images(run)
     model, epochs = summary.model or "The network", summary.epochs
     length = "" if not epochs else f" after {units.value(round(epochs, 2))} {'epoch' if epochs == 1 else 'epochs'}"
@@ -70,13 +69,12 @@ def bench_command(run: Run) -> str:
 
 def num_devices(run: Run) -> int:
     """The number of devices on which the run was last."""
-    known = run.summary.devices if run.summary is not None else None
     noted = run.environment.get("devices")
-    return known or (noted if isinstance(noted, int) else 1)
+    return run.summary.devices or (noted if isinstance(noted, int) else 1)
 
 
 def _plan(run: Run) -> str:
-    return (run.summary.plan if run.summary is not None else None) or str(run.environment.get("plan") or "")
+    return run.summary.plan or str(run.environment.get("plan") or "")
 
 
 def _pace(comparison: Comparison) -> float | None:
@@ -85,8 +83,8 @@ def _pace(comparison: Comparison) -> float | None:
 
 
 def _is_settled(run: Run) -> bool:
-    found = run.prediction
-    return found is not None and _pace(found) is not None and not _is_doubtful(found)
+    prediction = run.prediction
+    return prediction is not None and _pace(prediction) is not None and not _is_doubtful(prediction)
 
 
 def _is_doubtful(comparison: Comparison) -> bool:
@@ -120,15 +118,14 @@ _STATUS = {
 
 def status(run: Run) -> tuple[str, str]:
     """A word for the state of the run, and its kind: good, warn or open."""
-    known = run.summary.status if run.summary is not None else None
-    if known == "running" and run.training is False:
+    if run.summary.status == "running" and run.training is False:
         return "Broken off", "warn"
-    return _STATUS.get(known or "", ("No summary", "warn"))
+    return _STATUS.get(run.summary.status or "", ("No summary", "warn"))
 
 
 def _status(run: Run) -> str:
     summary = run.summary
-    if summary is None or summary.status is None:
+    if summary.status is None:
         return (
             "There is no summary: the run is still going on, or it ended without being able to write one. "
             "What is shown is what it had written."
@@ -168,20 +165,16 @@ def _not_finite(split: str, lines: list[MetricsLine]) -> list[str]:
 def _gaps(run: Run) -> Iterator[str]:
     if not run.metrics.train and not run.metrics.test:
         yield "No metrics have been recorded yet: the run ended, or was looked at, before its first line."
-    elif not run.metrics.test and run.evaluation is None:
+    elif not run.metrics.test and run.evaluation.top1 is None:
         yield "The net has not been tested yet, so there is no test curve and no test accuracy."
-    number = len(run.summary.bad_images) if run.summary is not None else 0
-    if number:
+    if number := len(run.summary.bad_images):
         yield f"{units.plural(number, 'image')} could not be read and {'was' if number == 1 else 'were'} skipped."
 
 
 def _data_wait(run: Run) -> str:
     if run.diagnosis is not None:  # which says it better
         return ""
-    share = run.summary.data_wait_share if run.summary is not None else None
-    if share is None:
-        shares = data_wait_shares(run)
-        share = float(np.nanmean(shares)) if np.isfinite(shares).any() else 0.0
+    share = run.summary.data_wait_share or 0.0
     if share < 0.1:
         return ""
     return (
@@ -208,17 +201,12 @@ def _positive(value: object) -> bool:
 
 def result_tiles(run: Run) -> list[Tile]:
     """The tiles of a run; numbers that the run has not got are left out, except the accuracy."""
-    summary = run.summary or RunSummary()
-    return [*_results(run, summary), *_course(run, summary), *_inputs(summary)]
+    return [*_results(run, run.summary), *_course(run, run.summary), *_inputs(run.summary)]
 
 
 def num_test_images(run: Run) -> int | None:
-    """The number of images of the test split, from whichever file knows it."""
-    if run.evaluation is not None and run.evaluation.images:
-        return run.evaluation.images
-    if run.metrics.test and run.metrics.test[-1].images:
-        return run.metrics.test[-1].images
-    return run.summary.num_test if run.summary is not None else None
+    """The number of images of the test split."""
+    return run.evaluation.images or run.summary.num_test
 
 
 def last_result(run: Run, name: str) -> float | None:
@@ -241,13 +229,10 @@ def _results(run: Run, summary: RunSummary) -> Iterator[Tile]:
     yield Tile("Test accuracy", units.percent(top1, places), note, main=True)
     tests = [line for line in run.metrics.test if line.top1 is not None]
     best, step = summary.best_top1, summary.best_step
-    if best is None and tests:
-        line = max(tests, key=lambda line: line.top1 or 0.0)
-        best, step = line.top1, line.step
     if best is not None and len(tests) > 1:
         at = f"update {units.count(step)}, " if step is not None else ""
         yield Tile("Best test accuracy", units.percent(best, places), f"{at}the highest of {len(tests)} evaluations")
-    if top5 is not None and (run.evaluation is None or len(run.evaluation.classes) not in range(1, 20)):
+    if top5 is not None and len(run.evaluation.classes) not in range(1, 20):
         yield Tile("Top-5 accuracy", units.percent(top5, places), "test split")
     if loss is not None:
         yield Tile("Test loss", units.significant(loss), "mean cross-entropy, nats")
@@ -255,27 +240,16 @@ def _results(run: Run, summary: RunSummary) -> Iterator[Tile]:
 
 def _course(run: Run, summary: RunSummary) -> Iterator[Tile]:
     """How long it was trained, and how fast."""
-    lines = [*run.metrics.train, *run.metrics.test]
-
-    def latest(known: float | None, name: str) -> float | None:
-        values = column(lines, name)
-        return float(np.nanmax(values)) if known is None and np.isfinite(values).any() else known
-
-    steps, epochs = latest(summary.steps, "step"), latest(summary.epochs, "epoch")
-    seconds = latest(summary.time_s, "time_s")
-    if steps is not None:
-        updates = units.plural(int(steps), "update")
+    if summary.steps is not None:
+        updates = units.plural(summary.steps, "update")
         if summary.total_steps:
-            updates = f"{units.count(int(steps))} of {units.plural(summary.total_steps, 'update')}"
-        if epochs is None:
-            yield Tile("Trained for", updates)
-        else:
-            yield Tile(
-                "Trained for", f"{units.value(round(epochs, 2))} {'epoch' if epochs == 1 else 'epochs'}", updates
-            )
+            updates = f"{units.count(summary.steps)} of {units.plural(summary.total_steps, 'update')}"
+        epochs = summary.epochs
+        length = "" if epochs is None else f"{units.value(round(epochs, 2))} {'epoch' if epochs == 1 else 'epochs'}"
+        yield Tile("Trained for", length or updates, updates if length else "")
     device = run.environment.get("device")
-    if seconds is not None:
-        yield Tile("Time", units.duration(seconds), f"on {device}" if device else "")
+    if summary.time_s is not None:
+        yield Tile("Time", units.duration(summary.time_s), f"on {device}" if device else "")
     speeds, wait = column(run.metrics.train, "images_per_s"), summary.data_wait_share
     speed = float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else summary.images_per_s
     if speed is not None:

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 import convoy
 from convoy import units
@@ -56,12 +56,11 @@ def render(run: Run) -> str:
 
 def _content(run: Run) -> dict[str, Any]:
     word, kind = status(run)
-    model = (run.summary.model if run.summary else None) or _text(run.setting("model.name"))
-    data = (run.summary.data if run.summary else None) or _text(run.setting("data.path"))
-    evaluation, lines = run.evaluation, reversed([*run.metrics.train, *run.metrics.test])
-    bad = run.summary.bad_images if run.summary is not None else []
-    table = Confusion(evaluation or EvaluationFile())
-    many = evaluation is not None and len(evaluation.classes) > LARGEST_MATRIX
+    summary, evaluation, lines = run.summary, run.evaluation, reversed([*run.metrics.train, *run.metrics.test])
+    model = summary.model or _text(run.setting("model.name"))
+    data = summary.data or _text(run.setting("data.path"))
+    table = Confusion(evaluation)
+    many = len(evaluation.classes) > LARGEST_MATRIX
     return {
         "name": "report",
         "over": "training report",
@@ -73,7 +72,7 @@ def _content(run: Run) -> dict[str, Any]:
         "remarks": remarks(run),
         "about": about(run),
         "bench": bench_command(run),
-        "notes": run.summary.notes if run.summary is not None else [],
+        "notes": summary.notes,
         "tiles": result_tiles(run),
         "panels": [(panel, panel.svg()) for panel in draw_panels(run)],
         "updates_per_epoch": next((round(line.step / line.epoch) for line in lines if line.epoch), None),
@@ -88,10 +87,10 @@ def _content(run: Run) -> dict[str, Any]:
         "pairs": table.pairs(12 if many else 8),
         "classes": table.classes(),
         "hardest": table.hardest(12) if many else [],
-        "mistakes": _mistakes(run.path, evaluation) if evaluation else [],
-        "derived": run.summary.derived if run.summary is not None else [],
-        "bad_images": bad[:MOST_BAD_IMAGES],
-        "num_bad_images": len(bad),
+        "mistakes": _mistakes(run.path, evaluation),
+        "derived": summary.derived,
+        "bad_images": summary.bad_images[:MOST_BAD_IMAGES],
+        "num_bad_images": len(summary.bad_images),
         "command": _text(run.environment.get("command")),
         "configuration": _highlighted(run.config_text),
         "environment": {
@@ -122,10 +121,10 @@ def _moment(value: object) -> str:
 
 def _restarts(run: Run) -> list[dict[str, Any]]:
     """When the run was started again, after how many updates, on how many devices, under which plan, on other data."""
-    found = run.environment.get("restarts")
-    listed = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    restarts = run.environment.get("restarts")
+    noted = [one for one in restarts if isinstance(one, dict)] if isinstance(restarts, list) else []
     facts = ("after", "devices", "plan", "data")
-    return [{"started": _moment(one.get("started")), **{key: one.get(key) for key in facts}} for one in listed]
+    return [{"started": _moment(one.get("started")), **{key: one.get(key) for key in facts}} for one in noted]
 
 
 def _text(value: object) -> str:
@@ -146,8 +145,7 @@ def _tests(run: Run) -> list[dict[str, Any]]:
 
 def _stages(run: Run) -> list[tuple[int, StageRecord, Group | None]]:
     """The stages, numbered; what each computes and waits for is measured, and missing in short runs."""
-    stages = run.summary.stages if run.summary is not None else []
-    seen = run.prediction.stages if run.prediction is not None else ()
+    stages, seen = run.summary.stages, run.prediction.stages if run.prediction is not None else ()
     return list(zip(count(1), stages, seen if len(seen) == len(stages) else [None] * len(stages)))
 
 
@@ -167,28 +165,15 @@ def _mistakes(run: Path, evaluation: EvaluationFile) -> list[dict[str, Any]]:
 
 
 def _highlighted(text: str) -> Markup:
-    """The configuration with its keys marked; every part of it is escaped."""
-    lines = []
-    for raw in text.rstrip().splitlines():
-        line = printable(raw, keep="\t")
-        key = re.match(r"^(\s*(?:- )?)([\w./-]+)(:)(?=\s|$)", line)
-        if key:
-            lines.append(Markup('{}<span class="key">{}</span>{}{}').format(key[1], key[2], key[3], line[key.end() :]))
-        else:
-            lines.append(Markup("{}").format(line))
-    return Markup("\n").join(lines)
+    """The configuration with its keys marked; all of it is escaped before."""
+    safe = str(escape(printable(text.rstrip(), keep="\n\t")))
+    return Markup(
+        re.sub(r"^([ \t]*(?:- )?)([\w./-]+)(?=:(?:\s|$))", r'\1<span class="key">\2</span>', safe, flags=re.M)
+    )
 
 
-_COLORS = {
-    "input": "input",
-    "forward": "forward",
-    "backward": "backward",
-    "rest": "around",
-    "packing": "packing",
-    "waiting": "transfer",
-    "stages": "idle",
-    "optimizer": "update",
-}
+# The parts of an update whose color has another name.
+_COLORS = {"rest": "around", "waiting": "transfer", "stages": "idle", "optimizer": "update"}
 
 
 def compared(comparison: Comparison | None) -> dict[str, Any] | None:
@@ -209,7 +194,7 @@ def compared(comparison: Comparison | None) -> dict[str, Any] | None:
         "sentence": f"{sentence}.",
         "both": update.predicted_s is not None,  # there is a prediction
         "whole": _row("All parts", whole, tracks=_tracks(parts, max(whole.longest, 1e-12))),
-        "parts": [_row(WORDS[name], both, _COLORS[name]) for name, both in parts.items()],
+        "parts": [_row(WORDS[name], both, _COLORS.get(name, name)) for name, both in parts.items()],
         "groups": [
             _row(one.title, total, tracks=_tracks({"forward": one.computes, "waiting": one.waits}, longest))
             for one, total in groups
@@ -237,7 +222,7 @@ def _tracks(parts: Mapping[str, Both], longest: float) -> list[dict[str, Any]]:
     for side in ("predicted", "measured"):
         seconds = {name: getattr(both, f"{side}_s") for name, both in parts.items()}
         drawn = [
-            (_COLORS[name], 100 * number / longest, f"{WORDS[name]}, {side}: {shown(number)}")
+            (_COLORS.get(name, name), 100 * number / longest, f"{WORDS[name]}, {side}: {shown(number)}")
             for name, number in seconds.items()
             if number
         ]

@@ -4,8 +4,9 @@ Of `metrics.jsonl` one history is made, even where a resumed run repeats itself.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,11 +14,13 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from convoy.doctor.diagnosis import Diagnosis
-from convoy.documents import parse
+from convoy.documents import read_mapping
 from convoy.errors import ConvoyError
 from convoy.planner.comparison import Comparison
 from convoy.training.records import EvaluationFile, MetricsLine, RunSummary
 from convoy.training.run_directory import is_locked
+
+_Model = TypeVar("_Model")
 
 
 @dataclass(frozen=True)
@@ -42,41 +45,41 @@ def read_metrics(path: Path) -> Metrics:
     Raises ConvoyError naming file and line where a line is no object of the schema. A last line that was cut off in
     the middle of writing is no error: it is left out, and `cut` says so.
     """
-    if not path.exists():
-        return Metrics()
-    raw = path.read_bytes()
+    raw = path.read_bytes() if path.exists() else b""
     rows = raw.split(b"\n")
     cut = False
     lines: list[MetricsLine] = []
     for number, row in enumerate(rows, start=1):
-        if not row.strip():
-            continue
-        try:
-            lines.append(_parse(row, path, number))
-        except ConvoyError:
-            if number < len(rows):
-                raise
-            cut = True
-    train, test = _one_history(lines)
-    return Metrics(train, test, raw, cut)
+        if row.strip():
+            try:
+                lines.append(_parsed(row, MetricsLine))
+            except ValueError as error:
+                if number < len(rows):
+                    mend = "mend or delete that line and write the report again"
+                    raise ConvoyError(f"{path}, line {number}: {_problem(error)}; {mend}.") from None
+                cut = True
+    return Metrics(*_one_history(lines), raw, cut)
 
 
-def _parse(row: bytes, path: Path, number: int) -> MetricsLine:
-    mend = "mend or delete that line and write the report again"
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+
+
+def _parsed(text: bytes, model: type[_Model]) -> _Model:
     try:
-        return MetricsLine.model_validate(json.loads(row.decode("utf-8")))
-    except ValidationError as error:
-        raise ConvoyError(f"{path}, line {number}: {first_problem(error)}; {mend}.") from None
-    except (ValueError, RecursionError):
-        raise ConvoyError(f"{path}, line {number} is not a JSON object; {mend}.") from None
+        value: _Model = _adapter(model).validate_python(json.loads(text))
+        return value
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
-def first_problem(error: ValidationError) -> str:
-    """The first thing that pydantic found, as words that name the key."""
+def _problem(error: ValueError) -> str:
+    """The first thing that is wrong with a document, as words that name the key or the line."""
+    if not isinstance(error, ValidationError):
+        return f"this is no JSON ({error})"
     problem = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in problem["loc"])
-    said = problem["msg"][:1].lower() + problem["msg"][1:]
-    return f"`{key}`: {said}" if key else said
+    message = problem["msg"][:1].lower() + problem["msg"][1:]
+    return f"`{key}`: {message}" if key else message
 
 
 def _one_history(lines: list[MetricsLine]) -> tuple[list[MetricsLine], list[MetricsLine]]:
@@ -100,7 +103,7 @@ def _one_history(lines: list[MetricsLine]) -> tuple[list[MetricsLine], list[Metr
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a run directory holds; what comes from a file of its own is None without that file.
+    """Everything that a run directory holds; what comes from a file of its own is empty or None without that file.
 
     `training` says whether a process trains in it now; None where that cannot be told.
     """
@@ -110,8 +113,8 @@ class Run:
     config: dict[str, Any]
     environment: dict[str, Any]
     metrics: Metrics
-    summary: RunSummary | None
-    evaluation: EvaluationFile | None
+    summary: RunSummary
+    evaluation: EvaluationFile
     prediction: Comparison | None = None
     diagnosis: Diagnosis | None = None
     training: bool | None = None
@@ -135,17 +138,16 @@ def read_run(path: Path) -> Run:
         missing = "has no config.yaml" if path.is_dir() else "does not exist or is no directory"
         raise ConvoyError(f"{path} is not a run directory: it {missing}; give the directory that `--out` named.")
     try:
-        text, config = _read_yaml(config_file)
         return Run(
             path=path,
-            config_text=text,
-            config=config,
-            environment=_read_json(path / "environment.json") or {},
+            config=read_mapping(config_file, "recipe"),
+            config_text=config_file.read_text(encoding="utf-8"),
+            environment=_read(path / "environment.json", dict[str, Any]) or {},
             metrics=read_metrics(path / "metrics.jsonl"),
-            summary=_read_model(path / "summary.json", RunSummary),
+            summary=_read(path / "summary.json", RunSummary) or RunSummary(),
             evaluation=_read_evaluation(path / "evaluation.json"),
-            prediction=_read_model(path / "prediction.json", Comparison),
-            diagnosis=_read_model(path / "diagnosis.json", Diagnosis),
+            prediction=_read(path / "prediction.json", Comparison),
+            diagnosis=_read(path / "diagnosis.json", Diagnosis),
             training=is_locked(path),
         )
     except OSError as error:
@@ -154,64 +156,22 @@ def read_run(path: Path) -> Run:
         ) from None
 
 
-def _read_text(path: Path, mend: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ConvoyError(f"{path}, line {line} is not UTF-8 text; {mend}.") from None
-
-
-def _read_yaml(path: Path) -> tuple[str, dict[str, Any]]:
-    mend = "restore the file that the run wrote"
-    text = _read_text(path, mend)
-    try:
-        config = parse(text, str(path))
-    except ConvoyError as error:
-        raise ConvoyError(f"{error}; {mend}.") from None
-    if not isinstance(config, dict):
-        raise ConvoyError(f"{path}, line 1: the configuration is not a mapping of keys to values; {mend}.")
-    return text, config
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _read(path: Path, model: type[_Model]) -> _Model | None:
     if not path.exists():
         return None
-    mend = "restore or delete it and write the report again"
-    text = _read_text(path, mend)
     try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConvoyError(f"{path}, line {error.lineno} is not valid JSON ({error.msg}); {mend}.") from None
-    except (ValueError, RecursionError):
-        raise ConvoyError(f"{path}, line 1 is not valid JSON (numbers too long or nested too deep); {mend}.") from None
-    if not isinstance(document, dict):
-        raise ConvoyError(f"{path}, line 1 is not a JSON object; {mend}.")
-    return document
+        return _parsed(path.read_bytes(), model)
+    except ValueError as error:
+        mend = "restore or delete the file and write the report again"
+        raise ConvoyError(f"{path}: {_problem(error)}; {mend}.") from None
 
 
-_Model = TypeVar("_Model")
-
-
-def _read_model(path: Path, model: type[_Model]) -> _Model | None:
-    document = _read_json(path)
-    if document is None:
-        return None
-    try:
-        return TypeAdapter(model).validate_python(document)
-    except ValidationError as error:
+def _read_evaluation(path: Path) -> EvaluationFile:
+    evaluation = _read(path, EvaluationFile) or EvaluationFile()
+    size, table = len(evaluation.classes), evaluation.confusion
+    if table and (len(table) != size or any(len(row) != size for row in table)):
         raise ConvoyError(
-            f"{path}: {first_problem(error)}; restore or delete the file and write the report again."
-        ) from None
-
-
-def _read_evaluation(path: Path) -> EvaluationFile | None:
-    evaluation = _read_model(path, EvaluationFile)
-    if evaluation is not None and evaluation.confusion:
-        size = len(evaluation.classes)
-        if len(evaluation.confusion) != size or any(len(row) != size for row in evaluation.confusion):
-            raise ConvoyError(
-                f"{path}: `confusion` is not a table of {size} rows and {size} columns, one for each of `classes`; "
-                "evaluate the run again."
-            )
+            f"{path}: `confusion` is not a table of {size} rows and {size} columns, one for each of `classes`; "
+            "evaluate the run again."
+        )
     return evaluation

@@ -11,23 +11,57 @@ or, where they are unequal,
     links: {rate: 3gbit, hosts: {b: 1gbit}}
 """
 
-import difflib
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from convoy import documents, units
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from convoy import units
+from convoy.documents import read_mapping
 from convoy.errors import ConvoyError
-from convoy.files import expanded, read_text
+from convoy.files import expanded
+from convoy.training.schema import sentence
 
 _SLOWEST = 0.01
 MOST = 250  # devices of a cluster
 _RATE = re.compile(r"(\d+(?:\.\d+)?)[kmg]bit")
 _HOST = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9-]{,61}[a-zA-Z0-9])?")
-_FORM = "write e.g. `devices: {count: 4, speed: 0.5}` and below it `links: {rate: 3gbit}`"
+Number = Annotated[int, Field(ge=1, le=MOST)]
+Speed = Annotated[float, Field(ge=_SLOWEST, le=1, allow_inf_nan=False)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Links(_Section):
+    rate: str = ""
+    hosts: dict[str, str] = {}
+
+
+class _Alike(_Section):
+    count: Number
+    speed: Speed = 1.0  # the share of a core that each has
+    hosts: Number | None = None
+
+
+class _Listed(_Section):
+    speed: Speed = 1.0
+    host: str | None = None  # one of its own where none is named
+    count: Number = 1
+
+
+class _AlikeDevices(_Section):
+    devices: _Alike
+    links: _Links = _Links()
+
+
+class _ListedDevices(_Section):
+    devices: list[_Listed]
+    links: _Links = _Links()
 
 
 @dataclass(frozen=True)
@@ -55,7 +89,6 @@ class Cluster:
         if len(self.devices) > MOST:
             raise ConvoyError(f"a cluster of {len(self.devices)} devices is not emulated: write at most {MOST}")
         for number, device in enumerate(self.devices):
-            _check_speed(device.speed, f"device {number}")
             if not _HOST.fullmatch(device.host):
                 raise ConvoyError(f"device {number} has the host {device.host!r}: use letters, digits and hyphens")
         for host in self.rates:
@@ -85,9 +118,16 @@ class Cluster:
     @staticmethod
     def read(path: str | Path) -> "Cluster":
         """The cluster in a YAML file; a ConvoyError names the file."""
-        document = documents.parse(read_text(expanded(path), "cluster"), str(path))
+        document = read_mapping(expanded(path), "cluster")
+        devices = document.get("devices")
+        if devices is None or (isinstance(devices, dict) and "count" not in devices):
+            form = "write e.g. `devices: {count: 4, speed: 0.5}` and below it `links: {rate: 3gbit}`"
+            raise ConvoyError(f"{path}: a cluster needs devices and their count: {form}")
+        kind = _ListedDevices if isinstance(devices, list) else _AlikeDevices
         try:
-            return _parse(document)
+            return _cluster_of(kind.model_validate(document))
+        except ValidationError as error:
+            raise ConvoyError(f"{path}: {sentence(error, kind)}") from error
         except ConvoyError as error:
             raise ConvoyError(f"{path}: {error}") from error
 
@@ -111,76 +151,16 @@ class Cluster:
         return f"{said} in {len(rates)} hosts, links of {links}"
 
 
-def _parse(document: Any) -> Cluster:
-    if not isinstance(document, Mapping):
-        raise ConvoyError(f"a cluster has the keys devices and links: {_FORM}")
-    _check_keys(document, "a cluster", "devices", "links")
-    devices, links = document.get("devices"), document.get("links")
-    if devices is None:
-        raise ConvoyError(f"devices is missing: {_FORM}")
-    rate, rates = _links({} if links is None else links)
-    if isinstance(devices, list):
-        return Cluster(tuple(_listed(devices)), rate, rates)
-    if not isinstance(devices, Mapping):
-        raise ConvoyError(
-            f"devices is {devices!r}: write e.g. `devices: {{count: 4, speed: 0.5}}`, or a list of devices"
-        )
-    _check_keys(devices, "devices", "count", "speed", "hosts")
-    if "count" not in devices:
-        raise ConvoyError("devices has no count: write e.g. `devices: {count: 4, speed: 0.5}`")
-    count = _whole(devices["count"], "count of devices")
-    hosts = _whole(devices["hosts"], "number of hosts") if "hosts" in devices else None
-    return Cluster.alike(count, _check_speed(devices.get("speed", 1.0), "the devices"), rate, hosts, rates)
+def _cluster_of(file: _AlikeDevices | _ListedDevices) -> Cluster:
+    rate, rates = file.links.rate, file.links.hosts
+    if isinstance(file, _AlikeDevices):
+        return Cluster.alike(file.devices.count, file.devices.speed, rate, file.devices.hosts, rates)
+    return Cluster(tuple(_devices(file.devices)), rate, rates)
 
 
-def _listed(entries: list[Any]) -> Iterator[ClusterDevice]:
-    """Devices one by one; those that name no host are in one of their own."""
+def _devices(entries: list[_Listed]) -> Iterator[ClusterDevice]:
     made = 0
-    for number, entry in enumerate(entries, 1):
-        what = f"entry {number} of devices"
-        if not isinstance(entry, Mapping):
-            raise ConvoyError(f"{what} is {entry!r}: write e.g. `- {{speed: 0.5, host: a}}`")
-        _check_keys(entry, what, "speed", "host", "count")
-        speed, host = _check_speed(entry.get("speed", 1.0), what), entry.get("host")
-        for _ in range(_whole(entry.get("count", 1), f"count in {what}")):
-            yield ClusterDevice(speed, f"host{made}" if host is None else str(host))
+    for entry in entries:
+        for _ in range(entry.count):
+            yield ClusterDevice(entry.speed, f"host{made}" if entry.host is None else entry.host)
             made += 1
-
-
-def _links(links: Any) -> tuple[str, dict[str, str]]:
-    """The rate of all links, and of those of hosts that have another."""
-    if not isinstance(links, Mapping):
-        raise ConvoyError(f"links is {links!r}: write e.g. `links: {{rate: 3gbit}}`")
-    if "latency" in links:
-        raise ConvoyError(
-            "links has a latency, which is not emulated (links have what the machine's own network stack takes): "
-            "leave latency out"
-        )
-    _check_keys(links, "links", "rate", "hosts")
-    rate, hosts = links.get("rate"), links.get("hosts") or {}
-    if not isinstance(hosts, Mapping):
-        raise ConvoyError(f"hosts of links is {hosts!r}: write a rate for each host, e.g. `hosts: {{b: 1gbit}}`")
-    return "" if rate is None else rate, {str(host): given for host, given in hosts.items()}
-
-
-def _check_keys(mapping: Mapping[Any, Any], what: str, *keys: str) -> None:
-    for key in mapping:
-        if key not in keys:
-            close = difflib.get_close_matches(str(key), keys, 1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(keys)}"
-            raise ConvoyError(f"{what} has no key {key!r}: {hint}")
-
-
-def _check_speed(speed: Any, what: str) -> float:
-    number = isinstance(speed, int | float) and not isinstance(speed, bool)
-    if not number or not math.isfinite(speed) or not _SLOWEST <= speed <= 1:
-        raise ConvoyError(
-            f"the speed of {what} is {speed!r}: write the share of a core that it has, from {_SLOWEST} to 1"
-        )
-    return float(speed)
-
-
-def _whole(value: Any, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConvoyError(f"the {what} is {value!r}: write a whole number from 1")
-    return value
