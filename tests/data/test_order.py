@@ -42,16 +42,13 @@ def test_seed_purpose_epoch_and_sample_all_matter_and_nothing_else() -> None:
 
 def test_the_numbers_are_uniform_and_independent() -> None:
     numbers = uniforms(0, Purpose.CROP, 0, SAMPLES, 4)
-    assert numbers.min() >= 0 and numbers.max() < 1
     for column in numbers.T:
         counts = np.histogram(column, 50, (0, 1))[0]
         assert 20 < ((counts - 400) ** 2 / 400).sum() < 95  # 49 degrees of freedom
     columns = [uniforms(0, Purpose.FLIP, 0, SAMPLES, 1), uniforms(0, Purpose.CROP, 1, SAMPLES, 1)]
     assert np.abs(np.corrcoef(np.hstack([numbers, *columns]).T) - np.eye(6)).max() < 0.03
-    assert abs(np.corrcoef(numbers[:-1, 0], numbers[1:, 0])[0, 1]) < 0.03
     normal = np.array(normals(uniforms(0, Purpose.PCA, 0, SAMPLES, 1)[:, 0]))
     assert abs(normal.mean()) < 0.03 and abs(normal.std() - 1) < 0.03
-    assert np.isfinite(normals(np.array([0.0, 1 - 2**-53]))).all()
 
 
 def test_every_class_gives_its_share_to_what_is_held_out() -> None:
@@ -63,6 +60,3 @@ def test_every_class_gives_its_share_to_what_is_held_out() -> None:
     assert held.sum() == round(125 * 0.1) and (np.abs(held - sizes * 0.1) < 1).all()
     first, again, other = (stratified_split(labels, 0.3, seed)[1].tolist() for seed in (1, 1, 2))
     assert first == again != other
-    for num, fraction, number in ((2, 0.01, 1), (2, 0.99, 1), (10, 0.99, 9)):  # neither side is ever empty
-        train, test = stratified_split(np.zeros(num, np.int64), fraction, seed=0)
-        assert (len(train), len(test)) == (num - number, number)

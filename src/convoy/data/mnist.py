@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from convoy.data.files import Opened, reading, shown, unpacking
+from convoy.data.files import Opened, check_range, reading, shown, unpacking
 from convoy.data.order import stratified_split
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
@@ -31,7 +31,9 @@ def find_mnist(folder: Path) -> bool:
 
 def open_mnist(folder: Path) -> Opened:
     """The two splits of a folder with the four files of MNIST (gzip or plain); ConvoyError where one is wrong."""
-    return Opened("mnist", MNIST_CLASSES, _open_split(folder, "train"), _open_split(folder, "t10k"))
+    sources = [_open_split(folder, split) for split in ("train", "t10k")]
+    check_range(folder, sources, MNIST_CLASSES)
+    return Opened("mnist", MNIST_CLASSES, *sources)
 
 
 def _open_split(folder: Path, split: str) -> PixelSource:
@@ -41,11 +43,6 @@ def _open_split(folder: Path, split: str) -> PixelSource:
         raise ConvoyError(
             f"{shown(images)} has {len(pixels)} pictures, but {labels.name} has {len(classes)} labels: "
             "they are from different data sets, fetch both again"
-        )
-    if classes.max() > 9:
-        place = int(classes.argmax())
-        raise ConvoyError(
-            f"{shown(labels)} has label {classes[place]} at picture {place}, out of range: MNIST's are 0 to 9"
         )
     return PixelSource(pixels[..., None], classes.astype(np.int64), images.name)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from convoy.data.decode import BadImage, finish_picture, in_channels, open_picture
-from convoy.data.processes import SharedNumbers
+from convoy.data.processes import SharedArray
 from convoy.errors import ConvoyError
 
 if TYPE_CHECKING:
@@ -81,13 +81,15 @@ class PixelSource(Source):
         bad: dict[int, str] | None = None,
     ) -> None:
         assert pixels.ndim == 4 and pixels.dtype == np.uint8 and len(pixels) == len(labels)
-        self.pixels, self.labels, self.bad = pixels, labels, bad or {}
+        # torch warns of memory that may not be written to, as that of a file's bytes
+        self.pixels = pixels if pixels.flags.writeable else pixels.copy()
+        self.labels, self.bad = labels, bad or {}
         self._name = name
-        self._shared: SharedNumbers | None = None
+        self._shared: SharedArray | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         if self._shared is None:
-            self._shared = SharedNumbers(self.pixels)
+            self._shared = SharedArray.of(self.pixels)
             self.pixels = self._shared.array
         return super().__getstate__() | {"pixels": None}
 
@@ -149,7 +151,7 @@ class EncodedSource(Source):
 class _Subset(EncodedSource):
     def __init__(self, source: EncodedSource, samples: NDArray[np.int64]) -> None:
         self.source, self.mend, self.is_packed = source, source.mend, source.is_packed
-        self._samples = SharedNumbers(samples)
+        self._samples = SharedArray.of(samples)
         self.labels = source.labels[samples]
 
     def read(self, sample: int) -> bytes:

@@ -23,7 +23,7 @@ from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, left_out, suffixes
 from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
 from convoy.data.folder import MAX_PICTURE_BYTES
-from convoy.data.processes import SharedBytes, SharedNumbers
+from convoy.data.processes import SharedArray, SharedBytes
 from convoy.data.sources import NUM_SIZES, EncodedSource, Progress, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
@@ -41,7 +41,7 @@ class TarSource(EncodedSource):
     ) -> None:
         self._files = [str(file) for file in files]
         self._names = names
-        self._places = SharedNumbers(places)
+        self._places = SharedArray.of(places)
         self.labels = labels
         self._open: dict[int, _Descriptor] = {}
 
