@@ -1,4 +1,4 @@
-"""Batches are a function of seed, epoch and sample, whatever makes them: this process, others, or a GPU that cuts."""
+"""Batches are a function of seed, epoch and sample, whatever process makes them."""
 
 import os
 from pathlib import Path
@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from convoy import resources
-from convoy.data import AugmentConfig, DataConfig, DataSet, num_workers, open_data
-from convoy.data.batch import BatchMaker, Crops
-from convoy.data.loader import bring_to
+from convoy.data import AugmentConfig, DataConfig, num_workers, open_data
+from convoy.data.batch import BatchMaker
 from convoy.data.sources import PixelSource, Source
 from convoy.data.transforms import Geometry
 from convoy.errors import ConvoyError
@@ -29,7 +28,7 @@ from data.made import (
     write_parquet,
 )
 
-SAMPLES, HERE = np.array([7, 3, 11, 3, 0]), torch.device("cpu")
+SAMPLES = np.array([7, 3, 11, 3, 0])
 ALL = {"crop": "random-resized", "flip": True, "color_jitter": 0.4, "pca_noise": 0.1}
 PHOTOS = 7, 3
 
@@ -200,57 +199,3 @@ def test_the_number_of_workers(tmp_path: Path, photos: Path, monkeypatch: pytest
     ):
         machine(*limits)
         assert number(photos) == count, limits
-
-
-CASES: list[tuple[dict[str, Any], int, int, int]] = [
-    ({"crop": "none", "flip": True}, 20, 26, 3),
-    ({"crop": "pad", "flip": True}, 20, 20, 1),
-    ({"crop": "pad", "pad": 2, "flip": True}, 20, 24, 3),
-]
-
-
-def in_memory(augment: dict[str, Any], side: int, resize: int, channels: int, bad: Any = None) -> Any:
-    """A data set and its section."""
-    sources = (source(num, resize, channels, bad) for num in (21, 9))
-    data = DataSet("made", list("abcde"), *sources, side, channels, (0.5,) * channels, (0.5,) * channels, resize)
-    return data, DataConfig(augment=AugmentConfig(**augment), bad_images="skip")
-
-
-@pytest.mark.parametrize("case", range(len(CASES)))
-def test_pictures_that_lie_on_a_gpu_make_the_same_batches(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, config = in_memory(*CASES[case], {2: "is black", 3: "is black"} if case % 2 else None)
-    plain, evaluation = trained(config, data=data), evaluated(config, data=data)
-    assert bring_to(HERE, data, config, 2**20) == []
-    there = trained(config, data=data)
-    assert all(isinstance(batch.images, Crops) for batch in there) and same(there, plain)
-    assert same(evaluated(config, data=data), evaluation)
-    some = trained(config, 4, 5, data=data, positions=range(1, 4))
-    assert all(torch.equal(part.samples, whole.samples[1:4]) for part, whole in zip(some, plain[4:9], strict=True))
-    crops = BatchMaker._crops
-    for column in range(4) if case == 2 else ():  # the control: one picture is cut out, or turned, otherwise
-
-        def shifted(self: BatchMaker, samples: np.ndarray, epoch: int | None, column: int = column) -> Crops:
-            cut = crops(self, samples, epoch)
-            cut.places[0, column] = (cut.places[0, column] + 1) % (2 if column == 3 else 3)
-            return cut
-
-        monkeypatch.setattr(BatchMaker, "_crops", shifted)
-        assert not same(trained(config, data=data), plain)
-
-
-def test_what_does_not_fit_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    data, config = in_memory({"crop": "none"}, 20, 20, 3)
-    needed = [8 * split.pixels.nbytes for split in (data.train, data.test)]
-    assert len(bring_to(HERE, data, config, needed[1] - 1)) == 2
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))
-        notes = bring_to(HERE, data, config, 2**30)
-    assert len(notes) == 2 and "25.2 kB are more than others have left free of the GPU's memory" in notes[0]
-    assert data.train.resident is data.test.resident is None
-    (note,) = bring_to(HERE, data, config, needed[0])
-    assert note.startswith("test pictures stay in the host's memory") and "an eighth of the GPU's memory" in note
-    assert data.train.resident is not None and data.test.resident is None
-    assert num_workers(data, config) == (0, "pictures lie on the GPU (25.2 kB), which cuts them out")
-    for options in ({"workers": 2}, {"augment": {"color_jitter": 0.1}}):
-        data, _ = in_memory({"crop": "none"}, 20, 20, 3)
-        assert bring_to(HERE, data, DataConfig(**options), 2**30) == [] and data.train.resident is None

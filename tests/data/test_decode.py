@@ -40,17 +40,12 @@ def on_white(image: Image.Image, where: Any) -> np.ndarray:
     return pixels
 
 
-LEFT = np.s_[:, :40]
-BITS = picture(mode="L").point(lambda value: 255 * (value > 128)).convert("1")
 PALETTE, RAMP = picture().quantize(8), np.linspace(0, 65535, 256).astype(np.uint16).reshape(16, 16)
 LOOKS: dict[str, tuple[bytes, Any]] = {
-    "RGB": (encoded(picture()), picture()),
     "grey": (encoded(picture(mode="L")), picture(mode="L")),
-    "bits": (encoded(BITS), BITS.convert("L")),
     "palette": (encoded(PALETTE), PALETTE.convert("RGB")),
-    "clear": (encoded(clear()), on_white(clear().convert("RGB"), LEFT)),
-    "clear WEBP": (encoded(clear(), "WEBP", lossless=True), on_white(clear().convert("RGB"), LEFT)),
-    "clear grey": (encoded(clear().convert("LA")), on_white(clear().convert("L"), LEFT)),
+    "clear": (encoded(clear()), on_white(clear().convert("RGB"), np.s_[:, :40])),
+    "clear grey": (encoded(clear().convert("LA")), on_white(clear().convert("L"), np.s_[:, :40])),
     "clear index": (encoded(PALETTE, transparency=3), on_white(PALETTE.convert("RGB"), np.asarray(PALETTE) == 3)),
     **{f"16 {kind}": (encoded(Image.fromarray(RAMP), kind), RAMP // 257) for kind in ("PNG", "TIFF", "PPM")},
 }

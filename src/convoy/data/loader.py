@@ -5,23 +5,19 @@ from contextlib import closing
 from functools import partial
 
 import numpy as np
-import torch
 
-from convoy.comm.memory import lack_of_memory
 from convoy.comm.position import current
 from convoy.data.batch import Batch, BatchMaker
 from convoy.data.config import DataConfig
 from convoy.data.dataset import DataSet
 from convoy.data.order import Order
-from convoy.data.sources import PixelSource, Source
+from convoy.data.sources import Source
 from convoy.data.transforms import Geometry
 from convoy.data.workers import Request, Workers
 from convoy.errors import ConvoyError
 from convoy.resources import own_share
-from convoy.units import size
 
 _MAX_AUTOMATIC = 32
-_PART = 8  # the pictures of a data set take at most an eighth of a GPU's memory
 
 
 def training_batches(
@@ -77,8 +73,6 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
     """The number of worker processes, and why. 0 where a batch is taken from memory at once; else one per core of this
     process's share, up to 32, which is what one GPU can use up. Cores are those that the process may run on, or as many
     as control groups leave time for."""
-    if data.train.resident is not None:
-        return 0, f"pictures lie on the GPU ({size(data.train.resident.nbytes)}), which cuts them out"
     if config.workers is not None:
         return config.workers, "as the recipe says"
     if batch_maker(data, config, data.train, seed=0).vectorised:
@@ -90,33 +84,6 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
 def first_workers(config: DataConfig, most: int) -> int:
     """How many worker processes a training begins with; more start while batches are waited for."""
     return most if config.workers is not None else -(-most // 2)
-
-
-def bring_to(device: torch.device, data: DataSet, config: DataConfig, memory: float) -> list[str]:
-    """Copy pixels in memory to a GPU with `memory` bytes where they fit; returns sentences about those that stay.
-    Pixels stay where batches are no mere crops of them, or the recipe names workers, which then make the batches."""
-    notes, room = list[str](), memory / _PART
-    for source, what in ((data.train, "training"), (data.test, "test")):
-        maker = batch_maker(data, config, source, seed=0)
-        at_once = maker.vectorised if source is data.train else maker.central
-        if not at_once or config.workers or not isinstance(source, PixelSource):
-            continue
-        needed = source.pixels.nbytes
-        stay = (
-            f"{what} pictures stay in the host's memory, where this process cuts them out: {size(needed)} are more than"
-        )
-        if needed > room:
-            notes.append(f"{stay} the {size(int(room))} that are left of an eighth of the GPU's memory")
-            continue
-        try:
-            if source.resident is None:
-                source.resident = torch.from_numpy(source.pixels).to(device, copy=True)
-            room -= needed
-        except RuntimeError as error:
-            if lack_of_memory(error) is None:
-                raise
-            notes.append(f"{stay} others have left free of the GPU's memory")
-    return notes
 
 
 def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) -> BatchMaker:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,6 @@ from PIL import Image
 from convoy.data.decode import BadImage, finish_picture, in_channels, open_picture
 from convoy.data.processes import SharedArray
 from convoy.errors import ConvoyError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Progress = Callable[[str, int, int], None]  # called with the name of long work, the number done, and the total
 
@@ -29,15 +26,13 @@ class Source(ABC):
     labels: NDArray[np.int64]
     mend = "mend or remove it"
     is_packed = False
-    # Pixels of all pictures, uint8 [N, H, W, C], if they were copied to the device that trains.
-    resident: "Tensor | None" = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getstate__(self) -> dict[str, Any]:
         """For a worker process, which needs the number of samples, but not a copy of their labels."""
-        return self.__dict__ | {"labels": range(len(self)), "resident": None}
+        return self.__dict__ | {"labels": range(len(self))}
 
     @abstractmethod
     def name(self, sample: int) -> str:
