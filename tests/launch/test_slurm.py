@@ -10,7 +10,7 @@ import pytest
 
 from convoy.cli import main
 from convoy.errors import ConvoyError
-from convoy.launch.slurm import script, submit
+from convoy.launch.slurm import script
 
 
 def test_the_script_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -43,20 +43,6 @@ def test_the_script_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     words = "convoy train resnet18 --data 'x y' '--out=runs/$a b' --device cpu --resume --interface ib0 &"
     assert words in text and "out='runs/$a b'" in text
     assert "#SBATCH --partition=gpu" in text and "gpus-per-node" not in text
-
-
-def test_a_run_is_gone_on_with_in_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "it").mkdir(parents=True)
-    (tmp_path / "runs" / "it" / "config.yaml").write_text("model: {name: lenet}\ndata: {path: x}\n")
-    train = "--weights runs/it runs/it --resume --epochs 9"
-    assert main(["launch", "slurm", "--", *train.split()]) == 0
-    text = (tmp_path / "it.sbatch").read_text()
-    assert "out=runs/it\n" in text and f"convoy train {train} &" in text
-    assert main(["launch", "hosts", "a:1,b:1", "--", *train.split()]) == 0
-    assert capsys.readouterr().out.endswith(f"convoy train {train}\n")
 
 
 @pytest.mark.parametrize(
@@ -93,13 +79,3 @@ def test_times_are_slurms_and_what_cannot_be_a_job_is_refused() -> None:
     for changes, words in REFUSED:
         with pytest.raises(ConvoyError, match=words):
             script(**{"arguments": ["lenet"], "out": None, "name": "n"} | changes)
-
-
-def test_without_slurm_the_script_is_there_to_be_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConvoyError, match=r"there is no sbatch here: submit job\.sh"):
-        submit(Path("job.sh"))
-    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'invalid partition' >&2; exit 1\n")
-    (tmp_path / "sbatch").chmod(0o755)
-    with pytest.raises(ConvoyError, match=r"sbatch does not take job\.sh: invalid partition"):
-        submit(Path("job.sh"))
