@@ -330,12 +330,8 @@ def packed_picture(source: Source, sample: int, options: PackOptions) -> _Stored
         suffix, stored = ".png", _encoded(image, "PNG")
     counts = np.array(image.histogram(), np.int64).reshape(-1, 256) * np.ones((3 // len(image.getbands()), 1), np.int64)
     values = np.arange(256)
-    red, green, blue = (counts @ values).tolist()
-    red2, green2, blue2 = (counts @ values**2).tolist()
-    statistics = Statistics(
-        1, len(data), len(stored), short, max(size), width * height, (red, green, blue), (red2, green2, blue2)
-    )
-    return _Stored(stored, suffix, statistics)
+    sums, squares = (tuple((counts @ values**power).tolist()) for power in (1, 2))
+    return _Stored(stored, suffix, Statistics(1, len(data), len(stored), width * height, sums, squares))
 
 
 def _plain(image: Image.Image) -> bytes:

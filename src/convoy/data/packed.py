@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import add
@@ -67,17 +67,14 @@ class Statistics:
     images: int = 0
     original_bytes: int = 0  # of the original's files; 0 where it keeps pixels
     stored_bytes: int = 0  # of the pictures in the pack
-    smallest: int = 2**31  # short side of the smallest picture of the original
-    largest: int = 0  # long side of the largest picture of the original
     pixels: int = 0  # of all stored pictures
     # of the stored pixels, 0 to 255: red, green, blue, which are equal for grey
     sums: tuple[int, int, int] = (0, 0, 0)
     squares: tuple[int, int, int] = (0, 0, 0)  # of the same, squared
 
     def __add__(self, other: "Statistics") -> "Statistics":
-        combine: dict[str, Callable[..., Any]] = {"smallest": min, "largest": max, "sums": _added, "squares": _added}
-        pairs = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
-        return Statistics(**{name: combine.get(name, add)(*pair) for name, pair in pairs.items()})
+        pairs: Any = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Statistics(*(tuple(map(add, *pair)) if isinstance(pair[0], tuple) else add(*pair) for pair in pairs))
 
     @property
     def channels(self) -> int:
@@ -95,10 +92,6 @@ class Statistics:
         means = [total / max(self.pixels, 1) for total in self.sums[: self.channels]]
         pairs = zip(self.squares, means, strict=False)
         return tuple(round(max(total / max(self.pixels, 1) - mean**2, 0) ** 0.5 / 255, 4) for total, mean in pairs)
-
-
-def _added(colors: tuple[int, ...], other_colors: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(map(add, colors, other_colors))
 
 
 def shard_name(split: str, number: int) -> str:

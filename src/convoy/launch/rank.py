@@ -4,7 +4,6 @@ reports why it failed, in a folder where the process that started it looks."""
 import contextlib
 import ctypes
 import fcntl
-import logging
 import os
 import select
 import shutil
@@ -14,12 +13,11 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from convoy.errors import ConvoyError
 from convoy.failure import AGENTS, Failure, failure_of, leave_word
@@ -198,10 +196,8 @@ Hang = Callable[[str], None]  # ends this rank, from any thread, with a sentence
 def as_rank(place: RankPlace, saves: bool = False) -> Iterator[Hang]:
     """Run as the rank at a place. An exception that leaves this context is reported and ends the process. A rank that
     `convoy.launch.start` or torchrun started leaves its failure for the starting process to print; any other prints it
-    itself. Warnings of ranks other than 0 bear their number. The function that is yielded ends the rank where its main
+    itself. The function that is yielded ends the rank where its main
     thread cannot; `saves` says whether a rank that is asked to stop may be expected to save something."""
-    if place.num_ranks > 1 and place.rank > 0:
-        _prefix_warnings(place.rank)
     folder = place.folder
 
     def stop(name: str) -> None:
@@ -281,17 +277,3 @@ def _end(status: int) -> None:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
-
-
-def _prefix_warnings(rank: int) -> None:
-    show = warnings.formatwarning
-
-    def formatted(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-    ) -> str:
-        return f"rank {rank}: {show(message, category, filename, lineno, line)}"
-
-    warnings.formatwarning = formatted
-    handler: logging.StreamHandler[TextIO] = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
-    logging.getLogger().addHandler(handler)
