@@ -1,13 +1,11 @@
 """`convoy data`: what it says, and packs from the command line."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
 from cli.calls import Call
-from convoy.data import pack
 from data.made import write_folder
 from tiny import write_pictures
 
@@ -50,19 +48,6 @@ def test_what_is_damaged_is_named_with_status_1(photos: Path, call: Call) -> Non
     output = call("data verify packed --json", status=1)
     assert output.document[0]["damaged"] == 1
     assert "packed/train-000000.tar has 40,959 bytes instead of 40,960: fetch the pack again, or pack" in output.err
-
-
-def test_packing_says_from_where_it_goes_on(photos: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack, "PER_SHARD", 2)
-    broken = photos / "train" / "dog" / "003.jpg"
-    content = broken.read_bytes()
-    broken.write_bytes(b"")
-    errors = call(PACK, status=2).err
-    assert "train/dog/003.jpg is an empty file: mend it, and pack again to go on; or remove it" in errors
-    assert "going on" not in errors
-    assert "is a pack that was interrupted" in call("data packed", status=2).err
-    broken.write_bytes(content)
-    assert re.search(r"^going on after ([2-9]|10) of 12 pictures$", call(PACK).err, re.MULTILINE)
 
 
 def test_check_names_every_bad_picture(tmp_path: Path, call: Call) -> None:

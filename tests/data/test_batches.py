@@ -1,6 +1,5 @@
 """Batches are a function of seed, epoch and sample, whatever process makes them."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from convoy import resources
-from convoy.data import AugmentConfig, DataConfig, num_workers, open_data
+from convoy.data import AugmentConfig, DataConfig, open_data
 from convoy.data.batch import BatchMaker
 from convoy.data.sources import PixelSource, Source
 from convoy.data.transforms import Geometry
@@ -171,31 +169,3 @@ def test_bad_pictures_are_skipped_and_reported_or_one_sentence(tmp_path: Path) -
     (tmp_path / "val" / "cat" / "000.jpg").unlink()
     with pytest.raises(ConvoyError, match=r"val/cat/000.jpg cannot be read \(No such file"):
         evaluated(config(tmp_path), data=data)
-
-
-def test_the_number_of_workers(tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None where a batch is taken from memory at once, which costs less than a worker."""
-    write_mnist(tmp_path)
-
-    def number(path: Path, **options: Any) -> int:
-        return num_workers(opened(path, **options), DataConfig(path=str(path), **options))[0]
-
-    def machine(affinity: int, allowed: float = float("inf"), ranks: str = "1", pinned: str = "") -> None:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(affinity), raising=False)
-        monkeypatch.setattr(resources, "cores_allowed", lambda: allowed)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        monkeypatch.setenv(resources.PINNED, pinned) if pinned else monkeypatch.delenv(resources.PINNED, raising=False)
-
-    machine(12)
-    assert number(tmp_path, augment={"crop": "pad", "flip": True}) == 0
-    assert number(tmp_path, augment={"color_jitter": 0.1}) == number(tmp_path, image_size=32) == 12
-    assert (number(photos), number(photos, workers=5)) == (12, 5)
-    for count, *limits in (
-        (3, 12, float("inf"), "4"),
-        (1, 12, float("inf"), "64"),
-        (5, 224, 40.5, "8"),  # of a container, which knows all cores of its host
-        (28, 28, float("inf"), "8", "0,1,2,3"),
-        (32, 112, float("inf"), "8", "0,1,2,3"),
-    ):
-        machine(*limits)
-        assert number(photos) == count, limits

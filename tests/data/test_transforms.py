@@ -20,16 +20,6 @@ def difference(one: Image.Image, other: Image.Image) -> float:
     return float(np.abs(np.asarray(one).astype(int) - np.asarray(other)).mean())
 
 
-def test_the_center_of_the_resized_picture() -> None:
-    wanted = picture(120, 60).resize((60, 30), Image.Resampling.BILINEAR).crop((16, 1, 44, 29))
-    assert difference(geometry(28, 30).center(picture(120, 60), "it"), wanted) < 1
-    for width, height in ((20, 300), (300, 20), (1, 1)):
-        assert geometry(32, 36).center(picture(width, height), "it").size == (32, 32)
-        for crop, count in (("pad", 2), ("random-resized", 22)):
-            result = geometry(32, 36, crop=crop).crop(picture(width, height), "it", np.full(count, 0.999))
-            assert result.size == (32, 32)
-
-
 def test_padding_is_black_and_reaches_every_corner() -> None:
     image, padded = Image.new("RGB", (32, 32), "white"), geometry(crop="pad")
     for u, v in ((0.0, 0.0), (0.999, 0.0), (0.5, 0.999)):

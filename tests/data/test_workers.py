@@ -108,16 +108,6 @@ def test_more_start_where_batches_are_waited_for() -> None:
     assert told == [2]
 
 
-def test_many_workers_take_every_piece_once() -> None:
-    """They read from one pipe without a lock, whose pages end within a task."""
-    requests = [Request(np.arange(k, k + 600), 0) for k in range(30)]
-    with closing(Workers(Slow(), iter(requests), 600, most=6).batches()) as made:
-        for request, batch in zip(requests, made, strict=True):
-            assert np.array_equal(batch.images[:, 0, 0, 0], request.samples % 256)
-    # What is on its way fits into the smallest pipe: else each side could wait for the other to read.
-    assert workers._MOST_SENT * workers._TASK.size <= 4096
-
-
 def kill(made: Generator[Batch], pids: list[int]) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)

@@ -115,18 +115,6 @@ def test_all_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: 
     assert load.run_cores == pytest.approx(2000 / load.wall_s)
 
 
-def test_a_machine_that_says_nothing_or_something_else(tmp_path: Path) -> None:
-    load = HostWatch(machine=tmp_path).read()
-    assert (load.waited_s, load.throttled_s, load.others_cores, load.memory_pressure_s) == (None,) * 4
-    assert (load.others, load.swapped_bytes) == ((), 0)
-    garbled = ("stat", "vmstat", "self/task/1/schedstat", "self/cgroup", "pressure/memory", "12/stat", "self/environ")
-    for text in ("", "?", "0 0 0", "cpu0 x\n"):
-        load = HostWatch(machine=made(tmp_path, {f"proc/{name}": text for name in garbled})).read()
-        assert load.others == ()
-    (tmp_path / "proc/self/environ").write_bytes(b"NAME=M\xfcller\0MASTER_ADDR=here\0")  # which is no text
-    assert HostWatch(machine=tmp_path).read().others == ()
-
-
 # It says no field that its driver does not know.
 NVIDIA_SMI = """#!/bin/sh
 case "$*" in
@@ -159,9 +147,6 @@ def test_a_gpu_that_throttles_as_drivers_old_and_new_tell_it(tmp_path: Path, mon
     assert load.others == (GpuProcess("render", 77, 100 * 2**20), GpuProcess("python", 78, 0))
     load = watch(NVIDIA_SMI.format(folder=tmp_path, driver=2020)).read(lambda pid: True)
     assert load is not None and (load.throttled_s, load.others_busy) == ({}, 0.0)  # no others: not looked at
-    (tmp_path / "processes").write_text("4711, python, 900\n")  # numbers of another name space
-    load = watch(NVIDIA_SMI.format(folder=tmp_path, driver=2020)).read(lambda pid: False)
-    assert load is not None and load.others == ()
     monkeypatch.setattr(gpu, "_TIMEOUT_S", 0.1)
     for script in ("#!/bin/sh\nexit 9\n", "#!/bin/sh\nexec sleep 60\n", "gone"):
         assert watch(script).read(lambda pid: False) is None

@@ -4,7 +4,6 @@ and Kubernetes publish; and that a manifest says what a name, a variable or an a
 import contextlib
 import functools
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ import yaml
 from kubeflow_trainer_api import models
 
 import manifests
-from convoy import interfaces
 from convoy.cli import main
 from convoy.errors import ConvoyError
-from convoy.launch.kubernetes import KINDS, SecretVariable, name_for, to_yaml
+from convoy.launch.kubernetes import KINDS, SecretVariable, to_yaml
 
 MODELS: dict[str, Any] = {
     "TrainJob": models.TrainerV1alpha1TrainJob,
@@ -129,20 +127,6 @@ def test_a_failed_pod_is_made_anew_and_kubeflows_variables_are_left_to_kubeflow(
     assert train_job["runtimeRef"]["name"] == "torch-distributed"
 
 
-def test_the_first_pod_knows_its_name_before_it_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolve = socket.getaddrinfo
-
-    def unpublished(host: str, *args: object, **kwargs: object) -> list:
-        if "." in host and host != "127.0.0.1":
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return resolve("127.0.0.1" if host == "lenet-0" else host, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(socket, "getaddrinfo", unpublished)
-    for name, is_first in (("lenet-0", True), ("lenet-1", False)):
-        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
-        assert interfaces.is_own("lenet-0.lenet") == is_first
-
-
 # fmt: off
 HOSTILE = [
     "a'b", 'a"b', "a\nb: c", "a\r\n---\nkind: Secret", "$(HOME)", "$$(HOME)", "$", "-rf", "--", "# comment", "a: b", "",
@@ -152,30 +136,20 @@ HOSTILE = [
 # fmt: on
 
 
-class Core(yaml.SafeLoader):
-    """Reads JSON's types alone."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [entry for entry in resolvers if entry[0].rpartition(":")[2] in ("null", "bool", "int", "float")]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_arguments_and_variables_arrive_as_they_are(kind: str) -> None:
     arguments = ("resnet50", *HOSTILE)
     variables = {f"VALUE_{number}": value for number, value in enumerate(HOSTILE)}
     written = KINDS[kind](manifests.training(arguments, environment=variables))
     assert json.loads(json.dumps(written)) == written
-    for loader in (yaml.SafeLoader, Core):
-        documents = list(yaml.load_all(to_yaml(written), loader))
-        assert documents == written  # and no document more
-        (container,) = manifests.pod_of({one["kind"]: one for one in documents})["containers"]
-        there = {"HOME": "/tmp", "PET_MASTER_ADDR": "elsewhere"}
-        words = [manifests.expanded(argument, there) for argument in container["args"]]
-        assert words == ["train", *arguments, "--out", "/runs/resnet50", "--resume"]
-        values = {one["name"]: one.get("value") for one in container["env"]}
-        assert {name: manifests.expanded(values[name], there) for name in variables} == variables
+    documents = list(yaml.safe_load_all(to_yaml(written)))
+    assert documents == written  # and no document more
+    (container,) = manifests.pod_of({one["kind"]: one for one in documents})["containers"]
+    there = {"HOME": "/tmp", "PET_MASTER_ADDR": "elsewhere"}
+    words = [manifests.expanded(argument, there) for argument in container["args"]]
+    assert words == ["train", *arguments, "--out", "/runs/resnet50", "--resume"]
+    values = {one["name"]: one.get("value") for one in container["env"]}
+    assert {name: manifests.expanded(values[name], there) for name in variables} == variables
     assert manifests.expanded("$(HOME)", {"HOME": "/tmp"}) == "/tmp"  # which the escape keeps from
     # PyYAML alone would write 1e3 and y without quotes, which Go's reader takes for a number and a truth
     text = to_yaml([{"values": ["1e3", "y", "0o17", "12:30", "plain-word", "/data"]}])
@@ -218,6 +192,3 @@ def test_the_command_line_writes_a_file(
     _, job = yaml.safe_load_all(Path("job.yaml").read_text(encoding="utf-8"))
     assert job["metadata"]["name"] == "timm-vit-b"
     assert job["spec"]["trainer"]["args"][-3:] == ["--out", "/runs/timm-vit-b", "--resume"]
-    names = {("my.nets:make", None): "my-nets-make", ("18", None): "convoy-18", ("图", None): "convoy"}
-    names |= {(None, "lenet-mnist"): "lenet-mnist", ("lenet", "mine.yaml"): "lenet", ("a" * 100, None): "a" * 40}
-    assert {asked: name_for(*asked) for asked in names} == names
