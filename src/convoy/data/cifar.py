@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from convoy.data.files import Opened, check_range, reading, shown
+from convoy.data.files import Opened, reading, shown
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
 from convoy.terminal import brief, printable
@@ -185,18 +185,14 @@ def open_cifar(path: Path) -> Opened:
         )
     folder, layout = location
     classes = _class_names(folder / layout.names, layout)
-    sources = [
-        _source([_read(folder / name, layout) for name in names], f"CIFAR's {split} pictures")
-        for split, names in (("training", layout.train), ("test", (layout.test,)))
-    ]
-    check_range(folder, sources, classes)
-    return Opened(layout.name, classes, *sources)
+    train, test = ([_read(folder / name, layout) for name in names] for names in (layout.train, (layout.test,)))
+    return Opened(layout.name, classes, _join(train, "training pictures"), _join(test, "test pictures"))
 
 
-def _source(parts: list[tuple[NDArray[np.uint8], NDArray[np.int64]]], name: str) -> PixelSource:
+def _join(parts: list[tuple[NDArray[np.uint8], NDArray[np.int64]]], name: str) -> PixelSource:
     planes = np.concatenate([pixels for pixels, _ in parts]).reshape(-1, 3, _SIDE, _SIDE)
     labels = np.concatenate([labels for _, labels in parts])
-    return PixelSource(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels, name)
+    return PixelSource(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels, f"CIFAR's {name}")
 
 
 def _read(path: Path, layout: _Layout) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from convoy.data.files import Opened, check_range, reading, shown, unpacking
+from convoy.data.files import Opened, reading, shown, unpacking
 from convoy.data.order import stratified_split
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
@@ -31,9 +31,7 @@ def find_mnist(folder: Path) -> bool:
 
 def open_mnist(folder: Path) -> Opened:
     """The two splits of a folder with the four files of MNIST (gzip or plain); ConvoyError where one is wrong."""
-    sources = [_open_split(folder, split) for split in ("train", "t10k")]
-    check_range(folder, sources, MNIST_CLASSES)
-    return Opened("mnist", MNIST_CLASSES, *sources)
+    return Opened("mnist", MNIST_CLASSES, _open_split(folder, "train"), _open_split(folder, "t10k"))
 
 
 def _open_split(folder: Path, split: str) -> PixelSource:
