@@ -74,7 +74,8 @@ class Statistics:
 
     def __add__(self, other: "Statistics") -> "Statistics":
         pairs: Any = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Statistics(*(tuple(map(add, *pair)) if isinstance(pair[0], tuple) else add(*pair) for pair in pairs))
+        total: Any = (tuple(map(add, *pair)) if isinstance(pair[0], tuple) else add(*pair) for pair in pairs)
+        return Statistics(*total)
 
     @property
     def channels(self) -> int:
