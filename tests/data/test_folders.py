@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from convoy.data import DataSet, decode
-from convoy.data.decode import BadImage, suffixes
+from convoy.data import DataSet
+from convoy.data.decode import suffixes
 from convoy.data.files import split_of
 from convoy.errors import ConvoyError
 from data.made import encoded, names, opened, picture, write_folder
@@ -110,16 +110,3 @@ def test_what_pillow_reads_is_a_picture_whatever_it_is_called_and_the_rest_is_co
     (root / "ant" / "a.jxl").write_bytes(b"x")
     with pytest.raises(ConvoyError, match=r"ant is a class without pictures that can be read .*pillow-jxl-plugin"):
         opened(root)
-
-
-HEIC = b"\0\0\0\x18ftypheic" + bytes(16)
-
-
-def test_heic_names_the_package_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode._formats.cache_clear()
-    monkeypatch.setattr(decode, "find_spec", lambda name: None)
-    try:
-        with pytest.raises(BadImage, match=r"a.jpg is HEIC, .*pip install pillow-heif"):
-            decode.open_picture(HEIC, "a.jpg")
-    finally:
-        decode._formats.cache_clear()

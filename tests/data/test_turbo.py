@@ -40,9 +40,8 @@ def files(kind: str = "JPEG", width: int = 160, height: int = 120, mode: str = "
     return [encoded(picture(seed=i, width=width, height=height, mode=mode), kind, **options) for i in range(6)]
 
 
-SIZES = ((160, 120), (900, 700), (40, 30))
-KINDS = [("JPEG", *size, "RGB") for size in SIZES] + [("JPEG", 160, 120, mode) for mode in ("L", "CMYK")]
-KINDS += [("PNG", 160, 120, "RGB"), ("PPM", 160, 120, "RGB"), ("PPM", 160, 120, "L")]
+KINDS = [("JPEG", 160, 120, "RGB"), ("JPEG", 900, 700, "RGB"), ("JPEG", 160, 120, "L"), ("JPEG", 160, 120, "CMYK")]
+KINDS += [("PNG", 160, 120, "RGB"), ("PPM", 160, 120, "RGB")]
 
 
 @installed
@@ -68,26 +67,6 @@ def test_pixels_are_those_of_pillow_but_for_the_last_bits(channels: int, monkeyp
     shifted = lambda self, *of: tuple(end + 2 * (place % 2 == 0) for place, end in enumerate(box(self, *of)))  # noqa: E731
     monkeypatch.setattr(Geometry, "training_box", shifted)  # the control: two pixels beside it
     assert difference(plain, **CROP) > 2 * near
-
-
-@installed
-def test_broken_files_are_refused_in_pillows_words() -> None:
-    data = files(quality=95)[0]
-    for broken, words in (
-        (b"", "is an empty file"),
-        (data[: len(data) // 2], "cannot be decoded"),
-        (b"nothing", "is no picture in a known format"),
-        (data[:300] + bytes(200) + data[500:], ""),
-        (b"P6\n900000 900000\n255\n", "million pixels"),
-        (b"P6\n90 90\n255\nabc", "cannot be decoded"),
-    ):
-        sentences = []
-        for decoder in ("turbo", "pillow"):
-            try:
-                sentences.append(str(made([broken], decoder, crop="none").shape))
-            except ConvoyError as error:
-                sentences.append(str(error))
-        assert sentences[0] == sentences[1] and words in sentences[0]
 
 
 def test_without_its_libraries_it_is_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

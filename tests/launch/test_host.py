@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch
 
-from convoy.launch import gpu, host
-from convoy.launch.gpu import GpuProcess, GpuWatch
+from convoy.launch import host
 from convoy.launch.host import HostWatch, OtherProcess
 
 # It is busy until it has had a core for a while, however many others have it as well, and says what it saw: of
@@ -113,40 +111,3 @@ def test_all_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: 
         OtherProcess("python3 train.py", 4_000_005, 1000 / load.wall_s),
     )
     assert load.run_cores == pytest.approx(2000 / load.wall_s)
-
-
-# It says no field that its driver does not know.
-NVIDIA_SMI = """#!/bin/sh
-case "$*" in
-  *compute-apps*) cat {folder}/processes ;;
-  *counters*) [ {driver} = 2025 ] || {{ echo 'Field is not a valid field to query.'; exit 2; }}
-              cat {folder}/counters; [ ! -e {folder}/later ] || mv {folder}/later {folder}/counters ;;
-  *) echo '[N/A]' ;;
-esac
-"""
-
-
-def test_a_gpu_that_throttles_as_drivers_old_and_new_tell_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(gpu, "_identifier", lambda device: "GPU-1")
-    monkeypatch.setattr(gpu, "_SAMPLED_S", 0.0)
-    monkeypatch.setattr(gpu, "_TIMEOUT_S", 5.0)
-    (tmp_path / "counters").write_text("99, 1000000, 500000, [N/A]\n")
-    (tmp_path / "later").write_text("40, 1000000, 2500000, [N/A]\n")
-    (tmp_path / "processes").write_text(
-        f"{os.getpid()}, python, 900\n77, /opt/other job/bin/render, 100\n78, python, [N/A]\n79, python, 400\n"
-    )
-
-    def watch(script: str) -> GpuWatch:
-        (tmp_path / "nvidia-smi").write_text(script)
-        (tmp_path / "nvidia-smi").chmod(0o755)
-        return GpuWatch(torch.device("cuda"))
-
-    load = watch(NVIDIA_SMI.format(folder=tmp_path, driver=2025)).read(lambda pid: pid in (os.getpid(), 79))
-    assert load is not None and load.throttled_s == {"sw_power_cap": 0.0, "sw_thermal_slowdown": 2.0}
-    assert load.others == (GpuProcess("render", 77, 100 * 2**20), GpuProcess("python", 78, 0))
-    load = watch(NVIDIA_SMI.format(folder=tmp_path, driver=2020)).read(lambda pid: True)
-    assert load is not None and (load.throttled_s, load.others_busy) == ({}, 0.0)  # no others: not looked at
-    monkeypatch.setattr(gpu, "_TIMEOUT_S", 0.1)
-    for script in ("#!/bin/sh\nexit 9\n", "#!/bin/sh\nexec sleep 60\n", "gone"):
-        assert watch(script).read(lambda pid: False) is None

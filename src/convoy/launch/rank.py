@@ -52,7 +52,6 @@ class RankPlace:
     # where ranks leave word for `convoy.launch.start`; None where it did not start them
     folder: Path | None = None
     job: str = ""  # its name, the same when ranks are started again; empty where nobody restarts them
-    restarts: int = 0  # so far
     max_restarts: int = 0
 
     def check(self, devices: int | None) -> None:
@@ -77,13 +76,8 @@ def find_place(environment: MutableMapping[str, str] = os.environ) -> RankPlace 
     rank, num_ranks = (number_of(environment, name) for name in ("RANK", "WORLD_SIZE"))
     if not rank < num_ranks:
         raise ConvoyError(f"RANK={rank} must be below WORLD_SIZE={num_ranks}: start the ranks with torchrun")
-    restarts, max_restarts = (
-        int(environment.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS")
-    )
-    folder = Path(launch) if launch else None
-    return RankPlace(
-        rank, num_ranks, "--devices" if launch else source, folder, job(environment), restarts, max_restarts
-    )
+    max_restarts, folder = int(environment.get("TORCHELASTIC_MAX_RESTARTS", 0)), Path(launch) if launch else None
+    return RankPlace(rank, num_ranks, "--devices" if launch else source, folder, job(environment), max_restarts)
 
 
 def job(environment: Mapping[str, str] = os.environ) -> str:
