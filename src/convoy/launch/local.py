@@ -73,6 +73,7 @@ def _ranks(arguments: Sequence[str], number: int, folder: Path, variables: dict[
     environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | dict(os.environ) | variables
     environment |= {FOLDER: str(folder), AGENTS: str(os.getpid()), interfaces.STORE: str(folder / "store")}
     environment |= {"GROUP_RANK": "0", "WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+    environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun around this
     loopback = interfaces.loopback()
     if loopback is not None:
         environment = dict.fromkeys(interfaces.VARIABLES, loopback) | environment  # no other host reaches them there
