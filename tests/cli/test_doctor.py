@@ -6,8 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,10 @@ import pytest
 from cli.calls import Call
 from convoy.cli import doctor, doctor_run
 from convoy.doctor.diagnosis import Advice, Diagnosis
-from convoy.errors import ConvoyError, MachineError
+from convoy.errors import MachineError
 from convoy.terminal import Console
 from convoy.training import Session
 from convoy.training.trials import Budget
-from processes import alive, children
-from started import Started, wait_for
 from tiny import write_pictures
 
 HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"
@@ -104,20 +101,6 @@ def test_verify_tries_the_first_change_that_an_option_makes(
     assert advice["measured"] == pytest.approx(1.4) and advice["turns"] == list(paces)
 
 
-def test_the_command_that_is_printed_trains_with_the_change(data: Path, run: Path) -> None:
-    line = ["lenet", "--data", str(data), "--set", "threads=1"]
-    for what, words_before in ((["train", *line], line[:3]), ([str(run)], ["--recipe", str(run / "config.yaml")])):
-        command = doctor.with_command(what, DIAGNOSIS).command
-        assert command is not None
-        _, verb, *words = shlex.split(command)
-        assert (verb, words) == ("train", [*words_before, "--set", "threads=2"])
-        request = doctor.request_of([], ["train", *words])
-        request.check()
-        assert request.recipe_of().threads == 2
-    with pytest.raises(ConvoyError, match="twice"):  # the negative control: the change at the end of what was typed
-        doctor.request_of([], ["train", *line, "--set", "threads=2"]).check()
-
-
 def test_sigterm_ends_it_with_a_sentence_and_a_cursor(data: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(session: Session, budget: Budget, **options: Any) -> None:
         budget.tell("timing updates")
@@ -138,19 +121,6 @@ def test_sigterm_ends_it_with_a_sentence_and_a_cursor(data: Path, call: Call, mo
     err = output.err
     assert not output.out and err.endswith("\nconvoy: interrupted\n")  # as Ctrl-C: a terminal's line is to end
     assert err.count(HIDDEN) == err.count(SHOWN) > 0 and err.rindex(HIDDEN) < err.rindex(SHOWN)
-
-
-@pytest.mark.slow
-def test_sigterm_ends_what_verify_has_started(data: Path, start: Callable[[list[str]], Started]) -> None:
-    line = f"doctor --verify train tiny:TinyNet --data {data} --batch 24"
-    verifying = start([sys.executable, "-m", "convoy", *line.split()])
-    wait_for(lambda: bool(children(verifying.process.pid)), 60)
-    (child,) = children(verifying.process.pid)
-    time.sleep(5)  # so that it is loading, or at work
-    verifying.process.terminate()
-    output, errors = verifying.end(60)
-    assert not output and set(errors.splitlines()) == {"", "convoy: interrupted"}  # of both, perhaps, while one loads
-    assert verifying.process.returncode == 1 and not alive(child)
 
 
 @pytest.mark.matrix

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from data.made import write_folder
 from started import ENVIRONMENT, command
 from tiny import write_mnist
 
@@ -18,15 +17,6 @@ def convoy(line: str, variables: dict[str, str], **options: object) -> subproces
     environment = {key: value for key, value in (ENVIRONMENT | variables).items() if value}
     words = [sys.executable, "-m", "convoy", *line.split()]
     return subprocess.run(words, env=environment, timeout=100, check=False, **{"stderr": subprocess.PIPE} | options)  # type: ignore[call-overload,no-any-return]
-
-
-def test_what_an_encoding_lacks_is_no_failure(tmp_path: Path) -> None:
-    root = write_folder(tmp_path / "Käse…", ("图", "ö"), num=4, width=12, height=12)
-    table = convoy(f"data {root}", PLAIN, stdout=subprocess.PIPE)
-    assert table.returncode == 0 and b"12" in table.stdout, table.stderr
-    missing = convoy(f"data {root}→", {"PYTHONIOENCODING": "latin-1"})
-    sentence = missing.stderr.decode("latin-1")
-    assert missing.returncode == 2 and sentence.count("\n") == 1 and "does not exist: did you mean" in sentence
 
 
 def test_what_nobody_reads_is_no_failure_and_what_is_lost_is_one() -> None:

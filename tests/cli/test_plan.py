@@ -86,16 +86,6 @@ def test_machines_that_are_not_at_hand_have_a_price(tmp_path: Path, call: Call) 
     assert document["speedup"] <= 4.05 and document["faster_than_data_parallel"] >= 1
 
 
-def test_a_device_may_be_described_or_measured_by_oneself(tmp_path: Path, call: Call) -> None:
-    path, measured = tmp_path / "mine.yaml", tmp_path / "measured.yaml"
-    path.write_text("mine: {generation: ada, processors: 60, fp32: 20, memory_gb: 16, gbytes_per_s: 500}\n")
-    line = f"plan lenet --on 2x(2xmine) --between 25gbit --catalog {path} --batch 64"
-    assert "2x(2xmine) over 25gbit" in call(line).out
-    call(f"profile cpu --export {measured}")
-    name = measured.read_text().partition(":")[0]
-    assert f"2x{name}" in call(f"plan lenet --on 2x{name} --catalog {measured} --batch 64").out
-
-
 def test_profile_lists_what_was_measured_or_came_from_runs_and_forgets_it(
     tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

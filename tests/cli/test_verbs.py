@@ -15,28 +15,6 @@ from convoy.training.restore import evaluate_run, evaluation_data, load_run
 from tiny import TinyNet
 
 
-def test_a_run_begins_with_three_lines_and_says_what_has_no_effect(
-    run: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "lo")
-    out = tmp_path / "run"
-    line = f"train --recipe {run / 'config.yaml'} --out {out} --epochs 1ba"
-    text = call(f"{line} --interface lo --max-restarts 2 --schedule gpipe").out
-    lines = text.splitlines()
-    first, second, third, *rest = lines[next(at for at, each in enumerate(lines) if each.startswith("tiny:")) :]
-    assert first == "tiny:TinyNet on mnist: 96 training and 40 test images of 1×28×28, 10 classes"
-    assert second == "on one device (cpu): 1 update of 24 images, learning rate up to 0.05"
-    assert third.startswith(f"in {out}; ")
-    for option in ("--interface", "--max-restarts"):
-        assert text.count(f"{option} has no effect on one device: ") == 1
-    assert text.count("--schedule has no effect: the plan has no stages\n") == 1
-    assert not any("=" in each.partition("(")[0] for each in rest)
-    assert "test accuracy" in text and rest[-1] == f"report: {out / 'report.html'}" and (out / "report.html").exists()
-    derived = {row["name"] for row in json.loads((out / "summary.json").read_text())["derived"]}
-    assert {"peak learning rate", "microbatches", "data workers"} <= derived  # which the report shows
-
-
 def test_the_default_folder_is_never_one_that_exists(
     run: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,16 +43,6 @@ def test_splits_have_their_usual_names_and_what_is_not_clear_is_asked(tmp_path: 
             opened(root)
 
 
-def test_the_options_settle_it(tmp_path: Path) -> None:
-    make(make(tmp_path, "lessons", num=3), "exam", num=1)
-    assert numbers(opened(tmp_path, train="lessons", test="exam")) == (6, 2, ["cat", "dog"])
-    assert numbers(opened(tmp_path, train="lessons", validation_fraction=0.5)) == (3, 3, ["cat", "dog"])
-    assert opened(tmp_path, train=".").classes == ["exam", "lessons"]
-    for wrong in ({"train": "nowhere"}, {"train": "../elsewhere"}, {"train": "lessons", "test": "nowhere"}):
-        with pytest.raises(ConvoyError, match=r"no folder below .* which holds exam/"):
-            opened(tmp_path, **wrong)
-
-
 def test_folders_that_are_neither_splits_nor_classes(tmp_path: Path) -> None:
     root = make(make(tmp_path / "more", "train", "val", "test"), "drawings", classes=("a", "b"))
     data = opened(root)  # of val and test the first

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageEnhance
+from PIL import Image
 from torch import Tensor
 
 from convoy.data import AugmentConfig, MixConfig, Normalize, mix
 from convoy.data.decode import open_picture
-from convoy.data.transforms import Geometry, jitter, pca_noise, rand_augment
+from convoy.data.transforms import Geometry, pca_noise, rand_augment
 from data.made import encoded, picture
 
 
@@ -45,14 +45,6 @@ def test_random_boxes_have_the_asked_area_and_shape_also_of_a_jpeg_decoded_small
         whole.load()
         wanted = whole.resize((64, 64), Image.Resampling.BILINEAR, box=boxes._random_box(1600, 1200, draws))
         assert difference(boxes.crop(open_picture(data, "it"), "it", draws), wanted) < 2
-
-
-def test_jitter_multiplies_in_the_drawn_order() -> None:
-    for mode in ("L", "RGB"):
-        assert jitter(picture(mode=mode), 0.0, np.full(6, 0.9)).tobytes() == picture(mode=mode).tobytes()
-    draws = np.array([0.75, 0.25, 0.5, 0.9, 0.1, 0.5])  # brightness 1.2, contrast 0.8, saturation 1; contrast first
-    wanted = ImageEnhance.Color(ImageEnhance.Contrast(picture()).enhance(0.8)).enhance(1.0)
-    assert jitter(picture(), 0.4, draws).tobytes() == ImageEnhance.Brightness(wanted).enhance(1.2).tobytes()
 
 
 def test_pca_noise_adds_one_color_with_the_spread_of_the_paper() -> None:
