@@ -47,15 +47,15 @@ def start(
     """
     job = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_MAX_RESTARTS": str(max_restarts)}
     restart = 0
-    with _signals() as came:
+    with _signals() as signals:
         while True:
             with private_folder() as folder:
                 variables = job | {"TORCHELASTIC_RESTART_COUNT": str(restart)}
                 with _ranks(["-m", "convoy", *arguments], num_devices, folder, variables) as ranks:
-                    failure = _watched(ranks, folder, came)
+                    failure = _watched(ranks, folder, signals)
             if failure is None:
                 return max(rank.returncode for rank in ranks)
-            if failure.final or came or restart == max_restarts:
+            if failure.final or signals or restart == max_restarts:
                 break
             restart += 1
             again = f"all ranks start again (restart {restart} of {max_restarts})"
@@ -99,7 +99,7 @@ def _ranks(arguments: Sequence[str], number: int, folder: Path, variables: dict[
             process.wait()
 
 
-def _watched(ranks: Sequence[Rank], folder: Path, came: Sequence[signal.Signals]) -> Failure | None:
+def _watched(ranks: Sequence[Rank], folder: Path, signals: Sequence[signal.Signals]) -> Failure | None:
     """Wait until all ranks have ended, or one has failed and the others have had time to notice it; the cause."""
     num_handed_on, until = 0, float("inf")
     with ExitStack() as message:
@@ -108,9 +108,9 @@ def _watched(ranks: Sequence[Rank], folder: Path, came: Sequence[signal.Signals]
             time.sleep(_POLL_S)
             if all(is_ready(folder, rank) for rank in range(len(ranks))):
                 message.close()  # they speak for themselves
-            if signal.SIGQUIT in came:
+            if signal.SIGQUIT in signals:
                 return Failure(0, "interrupted", "SIGQUIT: stopped at once", "", time.time())
-            for number in came[num_handed_on:]:
+            for number in signals[num_handed_on:]:
                 num_handed_on += 1
                 for process in ranks:
                     process.send_signal(FORWARDED[number])
@@ -137,17 +137,17 @@ def _failures(ranks: Sequence[Rank], folder: Path) -> list[Failure]:
 
 @contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
-    """The signals that have come, from now on."""
-    came: list[signal.Signals] = []
+    """The signals that come from now on."""
+    signals: list[signal.Signals] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        came.append(signal.Signals(number))
+        signals.append(signal.Signals(number))
 
     main = threading.current_thread() is threading.main_thread()
     numbers = [number for number in (*FORWARDED, signal.SIGQUIT) if main and not outlives(number)]
     handlers = {number: signal.signal(number, note) for number in numbers}
     try:
-        yield came
+        yield signals
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
