@@ -76,9 +76,7 @@ class PixelSource(Source):
         bad: dict[int, str] | None = None,
     ) -> None:
         assert pixels.ndim == 4 and pixels.dtype == np.uint8 and len(pixels) == len(labels)
-        # torch warns of memory that may not be written to, as that of a file's bytes
-        self.pixels = pixels if pixels.flags.writeable else pixels.copy()
-        self.labels, self.bad = labels, bad or {}
+        self.pixels, self.labels, self.bad = pixels, labels, bad or {}
         self._name = name
         self._shared: SharedArray | None = None
 
