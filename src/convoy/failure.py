@@ -66,13 +66,6 @@ class Failure:
         trace = "" if self.clear and not verbose else self.trace
         return f"rank {self.rank} failed: {self.sentence}" + (f"\n{trace.rstrip()}" if trace else "")
 
-    def write(self, folder: Path) -> None:
-        """Leave it for the process that started the ranks."""
-        place = folder / f"failure-{self.rank}.json"
-        temporary = place.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        temporary.replace(place)
-
 
 def failure_of(rank: int, error: BaseException) -> Failure:
     """The failure of a rank by an exception."""
@@ -118,29 +111,8 @@ def is_loss(error: BaseException) -> bool:
     return any(sign in text for sign in _LOST) or type(error).__name__ in ("DistBackendError", "DistNetworkError")
 
 
-def read_failures(folder: Path) -> list[Failure]:
-    """The failures that ranks left."""
-    return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("failure-*.json")]
-
-
-def silent_ends(folder: Path) -> list[Failure]:
-    """The ranks of an attempt that ended without a word, as only a kill does."""
-    failures = []
-    for place in folder.glob("pid-*"):
-        rank = int(place.name.partition("-")[2])
-        if not any((folder / name).exists() for name in (f"failure-{rank}.json", f"ended-{rank}")):
-            failures.append(
-                Failure(rank, "killed", "it was killed, or ended without a word", "", place.stat().st_mtime)
-            )
-    return failures
-
-
 def end_of(status: int | None) -> str:
-    """How a process without a word ended, by its exit status, which is below 0 where a signal ended it.
-
-    A rank that SIGTERM has ended, and that could still do so by itself, has the status of a shell.
-    """
-    status = -signal.SIGTERM if status == 128 + signal.SIGTERM else status
+    """How a process without a word ended, by its exit status, which is below 0 where a signal ended it."""
     if status is None or status >= 0:
         return f"ended with status {status}"
     name = signal.Signals(-status).name
@@ -152,7 +124,8 @@ def cause(failures: Iterable[Failure]) -> Failure | None:
     return min(failures, key=lambda failure: (_ORDER[failure.kind], failure.time), default=None)
 
 
-# Variable with the numbers of the processes that say, as torchrun's agent, why the ranks that they started failed.
+# Variable with the numbers of the processes that say why the ranks that they started failed: torchrun's agents, and
+# `convoy.launch.start`.
 AGENTS = "CONVOY_AGENTS"
 TRACEBACK = "CONVOY_TRACEBACK"  # variable that asks for tracebacks beside sentences
 # Seconds that a failed rank of a script stays, as torchrun's agent ends all ranks with the first: so that others can
@@ -162,7 +135,7 @@ _MARK = "convoy"
 
 
 def leave_word(failure: Failure, verbose: bool = False) -> bool:
-    """Write the failure where torchrun's agent looks for it, if that started this rank and so says it.
+    """Write the failure where who started this rank looks for it; whether that says it: torchrun's agent, or Convoy's.
 
     The file is what torch's own `record` writes, with Convoy's entry beside: an agent that knows nothing of Convoy
     prints the sentence within its own page.
@@ -175,18 +148,17 @@ def leave_word(failure: Failure, verbose: bool = False) -> bool:
     shown = failure.trace if failure.trace and not failure.clear else failure.text(verbose)
     extra = {"py_callstack": shown, "timestamp": str(int(failure.time))}
     record = {"message": {"message": failure.text(), "extraInfo": extra}, _MARK: asdict(failure)}
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(record), encoding="utf-8")
     return has_agent()
 
 
 def has_agent() -> bool:
-    """Whether the process that started this one is an agent that says why its ranks failed."""
+    """Whether the process that started this one says why its ranks failed."""
     return "TORCHELASTIC_ERROR_FILE" in os.environ and str(os.getppid()) in os.environ.get(AGENTS, "").split()
 
 
 def word_in(path: str | Path) -> Failure | None:
-    """The failure that a rank has left in torchrun's file; None where there is none of Convoy's."""
+    """The failure that a rank has left in a file; None where there is none of Convoy's."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return Failure(**json.loads(Path(path).read_text(encoding="utf-8"))[_MARK])
     return None

@@ -1,7 +1,6 @@
 """Text from elsewhere on a terminal: names of files and classes must not steer it or turn a line around, and what was
 typed is not repeated at length."""
 
-import codecs
 import difflib
 import io
 import os
@@ -18,7 +17,6 @@ from rich.text import Text
 _UNSEEN = {"Cc", "Cs", "Co", "Cn", "Zl", "Zp"}
 # Of the invisible marks ("Cf"), those that join letters belong to words of several scripts, and to emoji.
 _JOINERS = "\u200c\u200d"
-_IN_ASCII = {"×": "x", "…": "...", "−": "-", "–": "-", "±": "+-", "µ": "u", "μ": "u", "·": "*", "→": "->", "½": "1/2"}
 _LONGEST_WORD, _LONGEST_LINE = 240, 1_500
 
 
@@ -94,10 +92,8 @@ def losses() -> list[str]:
 
 
 def write_to_any() -> None:
-    """From now on, what the encoding of standard output or error lacks is written in ASCII, and a stream that its
+    """From now on, what the encoding of standard output or error lacks is written by its number, and a stream that its
     starter has closed, whose reader has gone or whose disk is full takes what it is given."""
-    codecs.register_error("convoy", _lacking)
-    codecs.register(_ascii)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper and type(getattr(stream.buffer, "raw", stream.buffer)) is io.FileIO:
@@ -109,22 +105,7 @@ def write_to_any() -> None:
         if stream is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
         elif isinstance(stream, io.TextIOWrapper):
-            is_ascii = codecs.lookup(stream.encoding).name == "ascii"
-            stream.reconfigure(encoding="convoy_ascii" if is_ascii else None, errors="convoy")
-
-
-def _lacking(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    signs = error.object[error.start : error.end]
-    return "".join(_IN_ASCII.get(s) or s.encode("ascii", "backslashreplace").decode() for s in signs), error.end
-
-
-def _ascii(name: str) -> codecs.CodecInfo | None:
-    """ASCII by another name, as click writes UTF-8 to streams of the usual one."""
-    if name != "convoy_ascii":
-        return None
-    usual = codecs.lookup("ascii")
-    return codecs.CodecInfo(*usual, usual.incrementalencoder, usual.incrementaldecoder, name=name)
+            stream.reconfigure(errors="backslashreplace")
 
 
 class Console(rich.console.Console):

@@ -20,10 +20,7 @@ import small_nets
 from convoy import models
 from convoy.comm import collectives
 from convoy.data import AugmentConfig, DataConfig, DataSet, Order, training_batches
-from convoy.data.batch import Crops
-from convoy.data.loader import bring_to
 from convoy.data.sources import PixelSource
-from convoy.data.workers import Buffers
 from convoy.engine import agreement
 from convoy.ops.constants import Constants
 from convoy.plans.plan import Plan
@@ -100,17 +97,14 @@ def test_an_update_of_rank_0_does_no_more_on_many_ranks(name: str, monkeypatch: 
         assert messages["sync"] - messages["local"] == 2 * (20 - 3) - 1
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_an_update_of_the_trainer_waits_for_nothing(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether pictures come from pinned memory or lie on the GPU, where places and labels are sent."""
-    monkeypatch.setattr(Buffers, "_pin", lambda self: True)
+def test_an_update_of_the_trainer_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     recipe = load_recipe("default", ["model.name=alexnet-cifar", "data.path=none", "batch=64", "microbatch=8"])
     config, division = DataConfig(augment=AugmentConfig(crop="pad", flip=True)), divide((8,) * 8, 4)
     pixels, labels, passes = np.zeros((64, 32, 32, 3), np.uint8), np.zeros(64, np.int64), division.passes(merge=2)
     sources = (PixelSource(pixels, labels, "made") for _ in range(2))
     data = DataSet("made", list("0123456789"), *sources, 32, 3, (0.5,) * 3, (0.2,) * 3, 32)
     with fake_ranks(4), FakeGpu() as gpu:
-        bring_to(gpu.device, data, config, there * 2**30)
         model, example = gpu.take(models.create("alexnet-cifar")), gpu.take(torch.rand(8, 3, 32, 32))
         plan, method = Plan.parse("sample=4"), Method()
         network = TrainedNetwork(model, plan, example, batch_norm="microbatch", seed=0, method=method)
@@ -122,11 +116,10 @@ def test_an_update_of_the_trainer_waits_for_nothing(there: bool, monkeypatch: py
         made = training_batches(data, config, Order(64, 16, 0), first_update=0, num_updates=6, seed=0, pin_memory=True)
         with closing(made) as batches:
             for update, batch in enumerate(batches):
-                assert isinstance(batch.images, Crops) == there
                 with gpu.count() as seen:
                     step(batch, update)
     assert not seen.synchronizations, seen.synchronizations
-    assert len(seen.uploads) == 3, "pictures or their places, labels and the keys of the samples"
+    assert len(seen.uploads) == 3, "pictures, labels and the keys of the samples"
 
 
 # Passes under other plans.

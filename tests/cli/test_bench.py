@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from cli.calls import Call
-from convoy.training import RunDirectory
-from convoy.training.run_directory import LOCK
 from started import ENVIRONMENT, wait_for
 
 TINY = "--batch 8 --image-size 28 --updates 2 --warm-up 1 --timeout 300"
@@ -82,16 +80,6 @@ def test_stopped_it_keeps_what_was_measured_and_goes_on(tmp_path: Path) -> None:
 
 @several
 @pytest.mark.slow
-def test_shares_by_speed_are_the_same_work(tmp_path: Path, call: Call) -> None:
-    line = f"bench tiny:TinyNet --devices 2 --plans sample --shares even;auto;3,1 {TINY} --rounds 1 --no-predict"
-    rows = call(f"{line} --set microbatch=2 --out {tmp_path} --json").document["configurations"]
-    assert [row["configuration"] for row in rows] == ["sample=2", "sample=2, shares auto", "sample=2, shares 3,1"]
-    losses = [visit["loss"] for row in document(tmp_path)["configurations"] for visit in row["visits"]]
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
-
-
-@several
-@pytest.mark.slow
 def test_curves_are_those_of_the_trainer_and_the_same_bits(data: Path, tmp_path: Path, call: Call) -> None:
     out, alone = tmp_path / "study", tmp_path / "alone"
     recipe = f"--data {data} --batch 8 --set microbatch=2 --set data.workers=0 --set reproducible=true"
@@ -105,16 +93,7 @@ def test_curves_are_those_of_the_trainer_and_the_same_bits(data: Path, tmp_path:
     call(f"train tiny:TinyNet {recipe} --epochs 2 --out {alone}")
     weights = (alone / "weights.safetensors").read_bytes()
     assert serial["weights_sha256"] == two["weights_sha256"] == hashlib.sha256(weights).hexdigest()
-    for run in ("serial-on-1", "sample=2-on-2"):
-        assert "<html" in (out / "training" / run / "report.html").read_text(encoding="utf-8")
     before = document(out)
     call(line)
     assert document(out)["configurations"] == before["configurations"]  # nothing is trained twice
     assert "trainings of 2 epochs" in call(line.replace("--train-epochs 2", "--train-epochs 3"), status=2).err
-
-
-def test_a_folder_is_for_one_study_at_a_time(tmp_path: Path, call: Call) -> None:
-    with RunDirectory(tmp_path).lock():
-        sentence = call(f"bench tiny:TinyNet --devices 1 --plans sample --out {tmp_path} {TINY}", status=2).err
-    assert f"another process is training in {tmp_path} (process " in sentence and "wait for its end" in sentence
-    assert [entry.name for entry in tmp_path.iterdir()] == [LOCK]

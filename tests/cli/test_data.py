@@ -1,14 +1,12 @@
 """`convoy data`: what it says, and packs from the command line."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
 from cli.calls import Call
-from convoy.data import pack
-from data.made import write_folder, write_mnist
+from data.made import write_folder
 from tiny import write_pictures
 
 PACK = "data pack photos packed --processes 1"
@@ -50,51 +48,6 @@ def test_what_is_damaged_is_named_with_status_1(photos: Path, call: Call) -> Non
     output = call("data verify packed --json", status=1)
     assert output.document[0]["damaged"] == 1
     assert "packed/train-000000.tar has 40,959 bytes instead of 40,960: fetch the pack again, or pack" in output.err
-    tar.unlink()
-    assert "train-000000.tar is missing" in call("data verify packed", status=1).err
-    call("data packed", status=2)
-
-
-def test_gray_pictures_have_one_mean_and_the_table_has_room_on_80_columns(
-    photos: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    write_mnist(photos.parent / "mnist")
-    rows = call("data pack mnist gray --processes 1 --json").document
-    assert [list(row) for row in rows] == [["pack", "split", "images", "stored_bytes", "mean", "std"]] * 2
-    assert all(len(row["mean"]) == len(row["std"]) == 1 for row in rows)
-    assert "stored: files and size as in the original" in call("data gray").out
-    *table, on_disk = call(f"data pack photos {'p' * 40} --processes 1").out.splitlines()
-    assert table[0].split() == ["split", "images", "original", "stored", "mean", "std"]
-    assert len(table) == 3 and all(len(line) <= 80 for line in table)
-    assert re.fullmatch(r"p{40} takes [0-9.]+ kB on disk: tars add some 2 kB to every picture", on_disk)
-
-
-def test_packing_says_from_where_it_goes_on(photos: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack, "PER_SHARD", 2)
-    broken = photos / "train" / "dog" / "003.jpg"
-    content = broken.read_bytes()
-    broken.write_bytes(b"")
-    errors = call(PACK, status=2).err
-    assert "train/dog/003.jpg is an empty file: mend it, and pack again to go on; or remove it" in errors
-    assert "going on" not in errors
-    assert "is a pack that was interrupted" in call("data packed", status=2).err
-    broken.write_bytes(content)
-    assert re.search(r"^going on after ([2-9]|10) of 12 pictures$", call(PACK).err, re.MULTILINE)
-
-
-def test_what_is_left_out_is_said_and_keys_of_the_recipe_settle_what_is_asked(
-    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for folder in ("lessons", "exam"):
-        write_folder(tmp_path / "photos" / folder, width=12, height=12)
-    (tmp_path / "photos" / "lessons" / "cat" / "a.txt").write_text("x")
-    assert "photos holds exam/, lessons/, and which to train on is not clear" in call("data photos", status=2).err
-    for line in ("data photos --check", PACK):
-        output = call(f"{line} --set data.train=lessons --set data.test=exam")
-        assert "left out: 1 .txt\n" in output.err
-        assert re.search(r"train +8 ", output.out) and re.search(r"test +8 ", output.out)
 
 
 def test_check_names_every_bad_picture(tmp_path: Path, call: Call) -> None:

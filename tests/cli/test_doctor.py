@@ -6,8 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,10 @@ import pytest
 from cli.calls import Call
 from convoy.cli import doctor, doctor_run
 from convoy.doctor.diagnosis import Advice, Diagnosis
-from convoy.errors import ConvoyError, MachineError
+from convoy.errors import MachineError
 from convoy.terminal import Console
 from convoy.training import Session
 from convoy.training.trials import Budget
-from processes import alive, children
-from started import Started, wait_for
 from tiny import write_pictures
 
 HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"
@@ -103,46 +100,6 @@ def test_verify_tries_the_first_change_that_an_option_makes(
     advice = call(f"{line} --json").document["advice"][1]
     assert advice["measured"] == pytest.approx(1.4) and advice["turns"] == list(paces)
 
-    monkeypatch.setattr(doctor, "_examination", Examinations(100.0))  # killed then
-    output = call(line, status=1)
-    assert "2. --set threads=2: 1.50" in output.out, "what was found is said though the change cannot be tried"
-    assert output.err.splitlines()[-1] == "convoy: the training that was examined was killed"
-    examine_healthy = Examinations(100.0, diagnosis=dataclasses.replace(DIAGNOSIS, advice=()))
-    monkeypatch.setattr(doctor, "_examination", examine_healthy)
-    assert len(call(line).out.splitlines()) == 2 and len(examine_healthy.asked) == 1
-
-
-REPLACED = [
-    ("train lenet --set threads=1 -v", "--set threads=2", "train lenet -v --set threads=2"),
-    ("train lenet --set=threads=1 --seed 3", "--set threads=2", "train lenet --seed 3 --set threads=2"),
-    ("RUN --set data.workers=0 --batch=8", "--workers 2", "RUN --batch=8 --workers 2"),
-    ("RUN --channels-first --compile", "--channels-last", "RUN --compile --channels-last"),
-    ("RUN --plan filter=2 --devices 2 --shares 1,2", "--devices 1", "RUN --devices 1"),
-    ("RUN --plan filter=2 --devices 2", "--plan auto", "RUN --devices 2 --plan auto"),
-    ("RUN --microbatches 8 --lr 0.1", "--set microbatch=32", "RUN --lr 0.1 --set microbatch=32"),
-]
-
-
-def test_what_is_tried_takes_the_place_of_what_was_given() -> None:
-    for line, arguments, result in REPLACED:
-        assert doctor.replaced(line.split(), arguments.split()) == result.split()
-
-
-def test_the_command_that_is_printed_trains_with_the_change(data: Path, run: Path) -> None:
-    line = ["lenet", "--data", str(data), "--set", "threads=1"]
-    for what, words_before in ((["train", *line], line[:3]), ([str(run)], ["--recipe", str(run / "config.yaml")])):
-        command = doctor.with_command(what, DIAGNOSIS).command
-        assert command is not None
-        _, verb, *words = shlex.split(command)
-        assert (verb, words) == ("train", [*words_before, "--set", "threads=2"])
-        request = doctor.request_of([], ["train", *words])
-        request.check()
-        assert request.recipe_of().threads == 2
-    with pytest.raises(ConvoyError, match="twice"):  # the negative control: the change at the end of what was typed
-        doctor.request_of([], ["train", *line, "--set", "threads=2"]).check()
-    no_option = dataclasses.replace(DIAGNOSIS, advice=ADVICE[:1])
-    assert doctor.with_command(["train", *line], no_option).command is None
-
 
 def test_sigterm_ends_it_with_a_sentence_and_a_cursor(data: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(session: Session, budget: Budget, **options: Any) -> None:
@@ -164,26 +121,6 @@ def test_sigterm_ends_it_with_a_sentence_and_a_cursor(data: Path, call: Call, mo
     err = output.err
     assert not output.out and err.endswith("\nconvoy: interrupted\n")  # as Ctrl-C: a terminal's line is to end
     assert err.count(HIDDEN) == err.count(SHOWN) > 0 and err.rindex(HIDDEN) < err.rindex(SHOWN)
-
-
-@pytest.mark.slow
-def test_sigterm_ends_what_verify_has_started(data: Path, start: Callable[[list[str]], Started]) -> None:
-    line = f"doctor --verify train tiny:TinyNet --data {data} --batch 24"
-    verifying = start([sys.executable, "-m", "convoy", *line.split()])
-    wait_for(lambda: bool(children(verifying.process.pid)), 60)
-    (child,) = children(verifying.process.pid)
-    time.sleep(5)  # so that it is loading, or at work
-    verifying.process.terminate()
-    output, errors = verifying.end(60)
-    assert not output and set(errors.splitlines()) == {"", "convoy: interrupted"}  # of both, perhaps, while one loads
-    assert verifying.process.returncode == 1 and not alive(child)
-
-
-@pytest.mark.slow
-def test_what_verify_starts_says_why_it_has_ended() -> None:
-    words = [sys.executable, "-m", "convoy", *["doctor", "--verify", "train", "lenet", "--batch", "24", "--data", "."]]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and done.stderr.count("convoy: ") == 1 and not done.stdout
 
 
 @pytest.mark.matrix

@@ -1,5 +1,4 @@
-"""The commands that the README and the first guide show: each can be typed as it stands, and the README says what it
-takes."""
+"""The commands that the README and the first guide show: each can be typed as it stands."""
 
 import importlib
 import re
@@ -16,7 +15,6 @@ from convoy.cli.requests import PlanRequest, TrainRequest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "docs/first-run.md")
-EXPENSIVE = ("bench", "doctor", "plan", "train")
 
 
 def blocks(document: str) -> Iterator[str]:
@@ -54,13 +52,3 @@ def test_every_command_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert PlanRequest.of(arguments, values).check().model.name, line
         elif verb == "train" and "runs/resnet50-photos" not in arguments:
             assert TrainRequest.of(arguments, values).recipe_of().data.path, line
-
-
-def test_the_readme_says_what_each_of_its_expensive_commands_takes() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    memory = dict(re.findall(r"^\| `([^`]+)` \| [^|]+ \| ([^|]+) \|$", text, re.MULTILINE))
-    block = next(block for block in blocks("README.md") if "convoy train resnet18" in block)
-    lines = [line for line in commands(block) if line.split()[0] in EXPENSIVE]
-    assert [line for line in lines if not any(line.startswith(command) for command in memory)] == []
-    rows = {command: takes for command, takes in memory.items() if command.split()[0] in EXPENSIVE}
-    assert all("B" in takes or "run" in takes for takes in rows.values())

@@ -2,19 +2,15 @@
 loaded where that can be, and before anything costly is begun. Other lines are in `tests/frozen/refused.txt`."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from cli.calls import Call, faults
 from convoy.cli.app import VERBS
 from convoy.cli.launch import LAUNCHERS
-from data.made import write_folder
 from started import ENVIRONMENT
 
 HELP = ["--help", *(f"{verb} --help" for verb in VERBS), *(f"launch {name} --help" for name in LAUNCHERS)]
@@ -24,30 +20,19 @@ WITHOUT_TORCH = {
     f"{LENET} --plan smaple=2": "smaple is no strategy: did you mean sample?",
     f"{LENET} --plan sample=3 --devices 2": "start it with --devices 3",
     f"{LENET} --plan auto --devices 2 --shares 1,2,3": "no plan on 2 devices divides it",
-    f"{LENET} --plan sample=2,filter=2 --shares 1,1,1,1": "into 2: give 2 numbers",
     f"{LENET} --out .": "is not empty",
-    f"{LENET} --out file": "is a file",
     f"{LENET} --out file/run --devices 2": "cannot write to",
     "train mine:net:work.py --data mnist-mini --set batch=x": "batch is x",
-    "train no/such:net --data mnist-mini": "names no module",
     "train none --extend 8": "none holds no run, which --extend 8ep needs",
-    "train --resume --out none": "holds no run to go on with",
     "train runs/frist --resume": "did you mean runs/first?",
-    "train runs/second --resume": "begin one by its first command",
     "export runs/none --to x.bin": "end it in .onnx or .pt2",
-    "predict none file": "none is no run directory",
     "predict none missing.png": "there is no picture or folder missing.png",
     "data pack none packed": "data set none does not exist",
-    "doctor none": "none is no run directory: name one, or write convoy doctor train MODEL",
     "doctor train lenet --data missing --verify": "data set missing does not exist",
     "plan lenet --fix fc1": "'fc1' fixes nothing",
-    "plan lenet --fix fc1=fitler": "fitler is no strategy",
     "plan lenet --score sample=2 --score sample=3": "--score sample=3 is for 3 devices, but --score sample=2 for 2",
     "plan lenet --out file/plan.yaml": "--out file/plan.yaml cannot be written",
-    "bench lenet --set batches=3": "batches is unknown",
     "bench lenet --plans sample=3 --devices 1,2": "--devices has no 3",
-    "bench lenet --emulate two.yaml --devices 3": "the cluster of --emulate has 2",
-    "launch hosts a:1,b:1 -- lenet --batch many": "is not a valid integer",
 }
 CODE = """
 import contextlib, io, json, sys
@@ -62,130 +47,22 @@ json.dump(answers, sys.stdout)
 """
 BEFORE_ANYTHING_COSTLY = {
     "train lenet --data two.yaml --plan filter=20": "only 6 output channels for the 20 ranks",
-    "train lenet --data two.yaml --devices 2 --batch 32 --reproducible": "add --microbatches 2",
     "train resnet18 --data two.yaml --devices 2 --batch 32": "is 1 microbatch, and 2 devices need 2: add --micro",
     "train lenet --data two.yaml --devices 2 --out .": "is not empty",
-    "train lenet --data two.yaml --devices 64 --batch 32": "cannot be divided over 64 devices",
     "bench lenet --data nowhere --emulate two.yaml --shares half": "--shares half",
 }
-TRAINING = {
-    "train lenet --device 2": "--devices 2 for so many",
-    "train tiny:Nothing --data {data} --batch 24": "Nothing",
-    "train tiny:Unfit --data {data} --batch 24": "logits",
-    "train alexnet --data {data} --batch 24": "1×28×28",
-    "train lenet --data " + "x" * 300: "too long",
-    "train lenet --data {data} --device cuda:99": "cpu",
-    "train --recipe {tmp}/broken.yaml --data {data}": "broken.yaml, line 3",
-    "train lenet --data {data} --batch 24 --weights {tmp}/evil.pth": "evil.pth",
-    "train lenet --data {tmp}/text.txt": "text.txt",
-    "train lenet --data {data} --batch 24 --set loss.aux_weight=0.4": "lenet has no auxiliary heads; leave it",
-    "doctor": "missing argument 'RUN|train",
-    "doctor {run} --bacth 3": "did you mean --batch",
-    "doctor train lenet --data {data} --batch 1000": "96 training samples",
-    "doctor train lenet --data {data} --extend 8": "--extend is for a run",
-}
-RUNS = {
-    "train tiny:TinyNet --data {data} --batch 24 --out {run}": "is finished: choose another --out",
-    "train tiny:TinyNet --data {data} --batch 24 --weights {unfinished}": "--resume",
-    "train {damaged} --resume --trust-code": "step-",
-    "train {bad_config} --resume": "config.yaml",
-    "eval {damaged} --trust-code": "weights.safetensors",
-    "report {damaged}": "metrics.jsonl",
-    "report {tmp}/study": "it has no study",
-    "export {run} --onnx --to {tmp}/x.pt2": ".onnx",
-    "export {run} --torch-export --to {tmp}/x.onnx": ".pt2",
-    "export {run} --onnx --to {tmp}/nowhere/x.onnx --trust-code": "nowhere",
-    "predict {run} {tmp}/empty --trust-code": "holds no pictures",
-}
-PLANS = {
-    "plan lenet --devices 4 --batch 2": "too small for 4 devices",
-    "plan lenet --devices 2 --score auto": "leave --score out",
-    "plan lenet --devices 16 --batch 16 --microbatches 16 --score filter=16 --link pcie4": "6",
-    "plan lenet --devices 2 --memory-limit much": "--memory-limit: the limit much is no size",
-    "plan lenet --devices 2 --memory-limit 1kB --batch 32 --link pcie4": "no plan fits",
-    "plan lenet --devices 2 --memory-limit 1kB --batch 32 --link pcie4 --score sample=2": "than the 1 kB there are",
-    "plan lenet --devices 2 --batch 32 --link pcie4 --images-per-second nan": "--images-per-second is nan",
-    "plan lenet --batch 32 --cores-per-device -1": "--cores-per-device is -1",
-    "plan lenet --batch 80 --devices 40 --link 10gbit --score stage=40": "--score stage=40: the network has ",
-    "plan alexnet --image-size 16 --batch 4": "cannot train on images of 3×16×16",
-    "plan lenet --html .": "is a folder",
-    "plan lenet --on 2xt4 --devices 2": "--devices is for devices at hand",
-    "plan lenet --on 2x(2xt4) --between string": "is no link",
-    "plan lenet --score sample=2 --schedule gpipe": "--schedule is for plans with stages, and --score names none",
-    "plan lenet --on 2xt4 --score sample=3": "--score sample=3 is for 3 devices, but 2xt4 has 2",
-    "plan lenet --between 10gbit": "name one with --on",
-    "plan lenet --on 2xt4 --catalog /nowhere.yaml": "there is no devices file",
-    "plan lenet --on 2xt4 --recompute": "--recompute is not for --on",
-    "plan lenet --on 2xt4 --compare 200xt4": "too small for the 200 devices of 200xt4",
-    "plan lenet --on k20 --batch 4000000": "more than the",
-}
-STUDIES_AND_DATA = {
-    "bench lenet --devices 4096": "--devices 4096 needs 4096 cores",
-    "bench lenet --devices 1 --set precision=auto": "precision=auto may differ from row to row: name one for all",
-    "bench lenet --devices 1 --peers ddp --set precision=fp16": "--peers do not train with precision=fp16",
-    "bench lenet --devices 1 --shares 1,0": "--shares 1,0 are no shares",
-    "bench lenet --devices 1 --rounds 0": "--rounds is 0",
-    "bench lenet --devices 1 --dataset-size 10": "give --epochs, too",
-    "bench lenet --devices 1 --data mnist-mini --image-size 32": "leave one out",
-    "bench failing:Nothing --devices 1": "failing:Nothing",
-    "bench lenet --devices 1 --train-epochs 1 --data mnist-mini --batch-per-device 8": "give --batch",
-    "data pack photos packed --raw --quality 80": "--quality is of JPEG, and --raw stores none",
-    "data pack empty packed": "empty is an empty folder: set SOURCE to where the data is",
-    "data /nowhere": "data set /nowhere does not exist: set PATH to a file or folder, or to mnist-mini",
-    "data verify /nowhere": "/nowhere does not exist: name a folder that convoy data pack has written",
-    "data unpack photos back": "is no pack",
-    "data pack photos photos/packed": "lies in the data set itself",
-    "data pack photos .": "is not empty: name a new folder",
-    "data pack photos": "missing argument",
-}
-TABLES = {"training": TRAINING, "runs": RUNS, "plans": PLANS, "studies and data": STUDIES_AND_DATA}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that lines are typed in."""
     here = tmp_path / "here"
-    for name in ("runs/first", "runs/second", "empty"):
-        (here / name).mkdir(parents=True)
+    (here / "runs" / "first").mkdir(parents=True)
     (here / "file").write_text("")
     (here / "two.yaml").write_text("devices: {count: 2, speed: 0.5}\nlinks: {rate: 1gbit}\n")
     (here / "runs" / "first" / "config.yaml").write_text("")
     monkeypatch.chdir(here)
     return here
-
-
-@pytest.fixture
-def places(data: Path, run: Path, folder: Path) -> dict[str, Path]:
-    write_folder(folder / "photos" / "train", num=2, width=12, height=12)
-    tmp = folder.parent
-    folders = {"tmp": tmp, "data": data, "run": run}
-    for name in ("damaged", "unfinished", "bad_config"):
-        folders[name] = shutil.copytree(run, tmp / name)
-    for state in (folders["damaged"] / "checkpoints").glob("*/state/*.safetensors"):
-        state.write_bytes(b"")
-    weights = folders["damaged"] / "weights.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100])
-    (folders["damaged"] / "metrics.jsonl").write_text('{"split": "train"\n{}\n')
-    (folders["unfinished"] / "weights.safetensors").unlink()
-    (folders["bad_config"] / "config.yaml").write_text("model: {name: lenet\n")
-    (tmp / "broken.yaml").write_text("batch: 4\nmodel: [\n")
-    (tmp / "text.txt").write_text("hello")
-    torch.save({"weight": os.system}, tmp / "evil.pth")
-    for name in ("empty", "study"):
-        (tmp / name).mkdir()
-    (tmp / "study" / "bench.json").write_text('{"format": "convoy-bench", "schema": 1}')
-    return folders
-
-
-def contents(folder: Path) -> dict[Path, int]:
-    return {path: path.stat().st_size for path in sorted(folder.rglob("*"))}
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_a_mistake_is_one_sentence_and_leaves_nothing(name: str, places: dict[str, Path], call: Call) -> None:
-    before = contents(places["tmp"])
-    assert faults(call, TABLES[name], **places) == []
-    assert contents(places["tmp"]) == before
 
 
 def test_help_and_mistakes_do_not_wait_for_torch(folder: Path) -> None:
@@ -217,19 +94,6 @@ def test_what_the_network_shows_is_refused_before_anything_costly_is_begun(
         monkeypatch.setattr(f"convoy.cli.train_run.{name}", lambda *_: None)
     monkeypatch.setattr("convoy.cli.requests.TrainRequest.check", lambda _: None)
     assert "something costly was begun" in call("train lenet --data two.yaml --devices 2 --out .", status=1).err
-
-
-def test_ranks_and_what_is_not_installed_are_no_place_for_some_options(
-    folder: Path, data: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("importlib.util.find_spec", lambda name: None)
-        assert faults(call, {"bench lenet --devices 1 --peers fabric": "pip install 'convoy-nn[lightning]'"}) == []
-    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2), ("MASTER_PORT", 1), ("LOCAL_WORLD_SIZE", 2)):
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    line = f"doctor train lenet --data {data} --verify"
-    assert faults(call, {line: "starts the training a second time, but here torchrun has"}) == []
 
 
 def test_an_error_of_the_program_has_status_1_and_shows_its_traceback_to_who_asks(

@@ -21,13 +21,10 @@ Net = TinyNet
 VERBS = {
     "predict": "predict RUN PICTURE",
     "eval": "eval RUN",
-    "eval of a checkpoint": "eval RUN --checkpoint last",
     "export": "export RUN --torch-export",
     "resume": "train RUN --resume --epochs 2ep",
-    "resume by out": "train --resume --out RUN",
     "extend": "train RUN --extend 1ep --out NEW",
     "recipe": "train --recipe RUN/config.yaml --out NEW",
-    "a key beside the name": "train --recipe RUN/config.yaml --set model.options={} --out NEW",
     "doctor": "doctor --no-trials --seconds 1 RUN",
     "plan": "plan --recipe RUN/config.yaml --score sample=2",
 }

@@ -1,8 +1,5 @@
-"""Batches are a function of seed, epoch and sample, whatever makes them: processes, threads, or a GPU that cuts."""
+"""Batches are a function of seed, epoch and sample, whatever process makes them."""
 
-import os
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from convoy import resources
-from convoy.data import AugmentConfig, DataConfig, DataSet, Order, evaluation_batches, loader, num_workers, open_data
-from convoy.data import training_batches as batches_of
-from convoy.data.batch import BatchMaker, Crops
-from convoy.data.loader import bring_to
+from convoy.data import AugmentConfig, DataConfig, open_data
+from convoy.data.batch import BatchMaker
 from convoy.data.sources import PixelSource, Source
 from convoy.data.transforms import Geometry
-from convoy.data.workers import Buffers
 from convoy.errors import ConvoyError
 from data.made import (
     Listed,
@@ -27,16 +20,15 @@ from data.made import (
     picture,
     pixels,
     same,
-    tar_members,
     trained,
     write_folder,
     write_mnist,
     write_parquet,
-    write_tar,
 )
 
-SAMPLES, HERE = np.array([7, 3, 11, 3, 0]), torch.device("cpu")
+SAMPLES = np.array([7, 3, 11, 3, 0])
 ALL = {"crop": "random-resized", "flip": True, "color_jitter": 0.4, "pca_noise": 0.1}
+PHOTOS = 7, 3
 
 
 def source(num: int = 12, side: int = 20, channels: int = 3, bad: dict[int, str] | None = None) -> PixelSource:
@@ -48,24 +40,18 @@ def maker(data: Source, side: int = 20, resize: int = 0, channels: int = 3, **op
     return BatchMaker(data, Geometry(side, resize or side, AugmentConfig(**options)), channels, **fixed)
 
 
-PHOTOS = 7, 3
-
-
 def config(path: Path, **options: Any) -> DataConfig:
     return DataConfig(**({"path": str(path), "image_size": 24, "workers": 0} | options))
 
 
 def test_a_plain_batch_is_the_pixels_half_of_which_are_mirrored() -> None:
-    data = source()
-    batch = maker(data).training(SAMPLES, epoch=2)
-    np.testing.assert_array_equal(batch.images, data.pixels[SAMPLES].transpose(0, 3, 1, 2))
-    assert (batch.images.dtype, batch.labels.dtype) == (torch.uint8, torch.int64) and batch.images.is_contiguous()
-    assert batch.labels.tolist() == [2, 3, 1, 3, 0] and batch.samples.tolist() == SAMPLES.tolist()
-    assert (batch.epoch, batch.bad, len(batch)) == (2, [], 5)
-    assert torch.equal(maker(data).evaluation(SAMPLES).images, batch.images)
     data = source(400, 4)
-    flipped = maker(data, side=4, flip=True).training(np.arange(400), 0).images
+    batch = maker(data, side=4).make(np.arange(400), 2)
     plain = torch.from_numpy(data.pixels.transpose(0, 3, 1, 2).copy())
+    assert torch.equal(batch.images, plain) and batch.images.is_contiguous() and batch.images.dtype == torch.uint8
+    assert batch.labels.tolist() == data.labels.tolist() and batch.samples.tolist() == list(range(400))
+    assert (batch.epoch, batch.bad, len(batch)) == (2, [], 400)
+    flipped = maker(data, side=4, flip=True).make(np.arange(400), 0).images
     mirrored = [torch.equal(a, b.flip(-1)) for a, b in zip(flipped, plain, strict=True)]
     assert all(turned or torch.equal(a, b) for turned, a, b in zip(mirrored, flipped, plain, strict=True))
     assert 160 < sum(mirrored) < 240
@@ -74,28 +60,16 @@ def test_a_plain_batch_is_the_pixels_half_of_which_are_mirrored() -> None:
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("augment", [{"crop": "none"}, {"crop": "pad"}, {"crop": "pad", "pad": 0}])
 def test_all_at_once_and_one_by_one_make_the_same_batch(channels: int, augment: dict[str, Any]) -> None:
-    options = augment | {"channels": channels, "resize": 24 if augment["crop"] == "pad" else 20, "flip": True}
-    data = source(side=options["resize"], channels=channels)
+    options = augment | {"channels": channels, "resize": 24, "flip": True}
+    data = source(side=24, channels=channels)
     files = Listed([encoded(data.open(i)) for i in range(len(data))])
     fast, slow, from_files = maker(data, **options), maker(data, **options), maker(files, **options)
-    slow.vectorised = False
-    assert fast.vectorised and not from_files.vectorised
-    for epoch in range(3):
-        images = fast.training(SAMPLES, epoch).images
-        assert torch.equal(images, slow.training(SAMPLES, epoch).images)
-        assert torch.equal(images, from_files.training(SAMPLES, epoch).images)
-
-
-@pytest.mark.parametrize("decoder", ["pillow", "turbo"])
-def test_a_center_of_pixels_in_memory_is_what_resizing_makes_of_it(decoder: str) -> None:
-    data, samples = source(6, 26), np.arange(6)
-    for interpolation in ("nearest", "bilinear", "bicubic", "lanczos"):
-        options = {"resize": 26, "decoder": decoder, "interpolation": interpolation}
-        fast, slow, odd = maker(data, **options), maker(data, **options), maker(data, side=21, **options)
-        slow.central = slow.vectorised = False
-        assert fast.central and fast.vectorised and not odd.central and not odd.vectorised
-        assert torch.equal(fast.evaluation(samples).images, slow.evaluation(samples).images)
-        assert torch.equal(fast.training(samples, 1).images, slow.training(samples, 1).images)
+    slow.vectorised = slow.central = False
+    assert fast.vectorised and fast.central and not from_files.vectorised
+    for epoch in (0, 1, None):
+        images = fast.make(SAMPLES, epoch).images
+        assert torch.equal(images, slow.make(SAMPLES, epoch).images)
+        assert torch.equal(images, from_files.make(SAMPLES, epoch).images)
 
 
 def test_a_samples_picture_depends_on_seed_epoch_and_sample_only_in_any_size_and_color() -> None:
@@ -104,16 +78,13 @@ def test_a_samples_picture_depends_on_seed_epoch_and_sample_only_in_any_size_and
         maker(source(), crop="pad", flip=True),
         maker(files, **ALL, rand_augment="n2-m9", interpolation="bicubic"),
     ):
-        alone, together = made.training(np.array([3]), 4).images[0], made.training(SAMPLES, 4).images
+        alone, together = made.make(np.array([3]), 4).images[0], made.make(SAMPLES, 4).images
         assert torch.equal(together[1], alone) and torch.equal(together[3], alone)
-        assert not torch.equal(made.training(np.array([3]), 5).images[0], alone)
+        assert not torch.equal(made.make(np.array([3]), 5).images[0], alone)
     grey = maker(files, channels=1, crop="random-resized", color_jitter=0.2)
-    assert grey.training(np.array([0]), 0).images.shape == (1, 1, 20, 20)
-    assert maker(source(side=10)).training(SAMPLES, 0).images.shape == (5, 3, 20, 20)
+    assert grey.make(np.array([0]), 0).images.shape == (1, 1, 20, 20)
     data = source(3)
-    for i in range(3):
-        np.testing.assert_array_equal(data.with_channels(1).pixels[i, :, :, 0], data.open(i).convert("L"))
-    assert data.with_channels(1).with_channels(3).pixels.shape == data.with_channels(3).pixels.shape
+    np.testing.assert_array_equal(data.with_channels(1).pixels[1, :, :, 0], data.open(1).convert("L"))
 
 
 def test_a_bad_picture_gives_its_place_to_the_next_good_one() -> None:
@@ -121,16 +92,16 @@ def test_a_bad_picture_gives_its_place_to_the_next_good_one() -> None:
     files[2], files[3], files[5] = b"", files[3][:50], b"no picture"
     for data in (Listed(files), source(6, bad={2: "is black", 3: "is black", 5: "is black"})):
         made = maker(data, skip=True, flip=True)
-        batch, evaluation = made.training(np.array([1, 2, 5, 4]), 0), made.evaluation(np.arange(6))
+        batch, evaluation = made.make(np.array([1, 2, 5, 4]), 0), made.make(np.arange(6), None)
         assert batch.samples.tolist() == [1, 4, 0, 4] and batch.labels.tolist() == data.labels[[1, 4, 0, 4]].tolist()
         assert sorted(sample for sample, _ in batch.bad) == [2, 3, 5]
         assert torch.equal(batch.images[1], batch.images[3])
-        assert torch.equal(batch.images[2], made.training(np.array([0]), 0).images[0])
+        assert torch.equal(batch.images[2], made.make(np.array([0]), 0).images[0])
         assert evaluation.samples.tolist() == [0, 1, 4]
-        assert torch.equal(evaluation.images, made.evaluation(np.array([0, 1, 4])).images)
+        assert torch.equal(evaluation.images, made.make(np.array([0, 1, 4]), None).images)
         assert [sample for sample, _ in evaluation.bad] == [2, 3, 5]
     with pytest.raises(ConvoyError, match="none of the 4 training pictures"):
-        maker(Listed([b""] * 4), skip=True).training(np.array([0]), 0)
+        maker(Listed([b""] * 4), skip=True).make(np.array([0]), 0)
 
 
 def test_three_epochs_are_the_same_for_any_number_of_workers_and_after_a_resume(
@@ -142,7 +113,6 @@ def test_three_epochs_are_the_same_for_any_number_of_workers_and_after_a_resume(
     assert len({tuple(batch.samples.tolist()) for batch in plain}) == 12
     for first, workers in ((1, 1), (8, 2)):
         assert same(trained(config(photos, augment=ALL, workers=workers), first, 12 - first), plain[first:])
-    assert not same(plain[1:], plain[:11])
     assert torch.equal(torch.get_rng_state(), state)  # torch's random numbers are left alone
     random = np.random.default_rng(0)  # the control: numbers that depend on what was drawn before
     for module in ("batch", "transforms"):
@@ -157,7 +127,6 @@ def write_rows(root: Path) -> None:
 
 KINDS = {
     "parquet": (write_rows, {"crop": "random-resized"}),
-    "tar": (lambda root: write_tar(root / "x.tar", tar_members(12)), {"crop": "random-resized"}),
     "pixels": (write_mnist, {"crop": "pad"}),
     "turbo": (lambda root: write_folder(root, num=6, width=500, height=400), {"crop": "random-resized"}),
     "rand_augment": (lambda root: write_folder(root, num=6), {"rand_augment": "n2-m9"}),
@@ -175,23 +144,18 @@ def test_all_sources_and_augmentations_go_to_workers(tmp_path: Path, kind: str) 
 def test_an_evaluation_counts_every_sample_once_in_order_and_is_not_augmented(photos: Path) -> None:
     (whole,) = evaluated(config(photos), 9)
     assert whole.labels.tolist() == open_data(config(photos)).test.labels.tolist()
-    for batch, workers in ((1, 0), (4, 2)):
-        parts = evaluated(config(photos, workers=workers, augment=ALL), batch)
-        assert torch.cat([part.samples for part in parts]).tolist() == list(range(9))
-        assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
-        assert torch.equal(torch.cat([part.images for part in parts]), whole.images)
-        assert max(map(len, parts)) == batch
-    with pytest.raises(ConvoyError, match="at least 1"):
-        evaluation_batches(open_data(config(photos)), config(photos), batch=0)
+    parts = evaluated(config(photos, workers=2, augment=ALL), 4)
+    assert torch.cat([part.samples for part in parts]).tolist() == list(range(9))
+    assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
+    assert torch.equal(torch.cat([part.images for part in parts]), whole.images)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_bad_pictures_are_skipped_and_reported_or_one_sentence(tmp_path: Path, workers: int) -> None:
+def test_bad_pictures_are_skipped_and_reported_or_one_sentence(tmp_path: Path) -> None:
     write_folder(tmp_path / "train", num=6)
     write_folder(tmp_path / "val", num=3)
     (tmp_path / "train" / "cat" / "002.jpg").write_bytes(b"")
     (tmp_path / "val" / "dog" / "001.jpg").write_bytes(b"broken")
-    section = config(tmp_path, workers=workers, bad_images="skip", augment={"flip": True})
+    section = config(tmp_path, workers=2, bad_images="skip", augment={"flip": True})
     made = trained(section, num=6, batch=4)
     assert [bad for batch in made for bad in batch.bad] == [(2, "is an empty file")] * 2
     assert all(len(batch) == 4 and 2 not in batch.samples for batch in made)
@@ -200,137 +164,8 @@ def test_bad_pictures_are_skipped_and_reported_or_one_sentence(tmp_path: Path, w
     assert [bad for batch in parts for bad in batch.bad] == [(4, "is no picture in a known format")]
     words = r"^train/cat/002.jpg is an empty file: mend or remove it, or set data.bad_images=skip .*names all of them$"
     with pytest.raises(ConvoyError, match=words):
-        trained(config(tmp_path, workers=workers), batch=6, num=4)
+        trained(config(tmp_path, workers=2), batch=6, num=4)
     data = opened(tmp_path, image_size=24)
     (tmp_path / "val" / "cat" / "000.jpg").unlink()
     with pytest.raises(ConvoyError, match=r"val/cat/000.jpg cannot be read \(No such file"):
-        evaluated(config(tmp_path, workers=workers), data=data)
-
-
-def test_the_number_of_workers(tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None where a batch is taken from memory at once, which costs less than a worker."""
-    write_mnist(tmp_path)
-
-    def number(path: Path, **options: Any) -> int:
-        return num_workers(opened(path, **options), DataConfig(path=str(path), **options))[0]
-
-    def machine(affinity: int, allowed: float = float("inf"), ranks: str = "1", pinned: str = "") -> None:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(affinity), raising=False)
-        monkeypatch.setattr(resources, "cores_allowed", lambda: allowed)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        monkeypatch.setenv(resources.PINNED, pinned) if pinned else monkeypatch.delenv(resources.PINNED, raising=False)
-
-    machine(12)
-    assert number(tmp_path) == number(tmp_path, augment={"crop": "pad", "flip": True}) == 0
-    assert number(tmp_path, augment={"color_jitter": 0.1}) == number(tmp_path, image_size=32) == 12
-    assert (number(photos), number(photos, workers=5)) == (12, 5)
-    for count, *limits in (
-        (3, 12, float("inf"), "4"),
-        (1, 12, float("inf"), "64"),
-        (5, 224, 40.5, "8"),  # of a container, which knows all cores of its host
-        (28, 28, float("inf"), "8", "0,1,2,3"),
-        (32, 112, float("inf"), "8", "0,1,2,3"),
-    ):
-        machine(*limits)
-        assert number(photos) == count, limits
-
-
-CASES: list[tuple[dict[str, Any], int, int, int]] = [
-    ({"crop": "none", "flip": True}, 20, 26, 3),
-    ({"crop": "pad", "flip": True}, 20, 20, 1),
-    ({"crop": "pad", "pad": 2, "flip": True}, 20, 24, 3),
-    ({"crop": "pad", "pad": 0}, 20, 24, 3),
-]
-
-
-def in_memory(augment: dict[str, Any], side: int, resize: int, channels: int, bad: Any = None) -> Any:
-    """A data set and its section."""
-    sources = (source(num, resize, channels, bad) for num in (21, 9))
-    data = DataSet("made", list("abcde"), *sources, side, channels, (0.5,) * channels, (0.5,) * channels, resize)
-    return data, DataConfig(augment=AugmentConfig(**augment), bad_images="skip")
-
-
-@pytest.fixture
-def beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Memory counts as pinned; whatever threads were started have ended after the test."""
-    before = threading.active_count()
-    monkeypatch.setattr(Buffers, "_pin", lambda self: True)
-    yield
-    assert threading.active_count() == before
-
-
-@pytest.mark.parametrize("case", range(len(CASES)))
-def test_threads_and_a_gpu_make_the_same_batches(
-    case: int, monkeypatch: pytest.MonkeyPatch, beside_a_gpu: None
-) -> None:
-    data, config = in_memory(*CASES[case], {2: "is black", 3: "is black"} if case % 2 else None)
-    plain, evaluation = trained(config, data=data), evaluated(config, data=data)
-    some = {"first": 4, "num": 5, "positions": range(1, 4)}
-    part = trained(config, data=data, **some)
-    with monkeypatch.context() as patch:  # neither picture by picture nor by workers
-        patch.setattr(BatchMaker, "_write_one", lambda *_: pytest.fail("picture by picture"))
-        assert same(trained(config, 4, 8, data=data), plain[4:]) and trained(config, 3, 0, data=data) == []
-        assert same(trained(config, data=data, pin_memory=True), plain)
-        assert same(evaluated(config, data=data, pin_memory=True), evaluation)
-    assert same(trained(config.model_copy(update={"workers": 1}), data=data), plain) or case
-    assert bring_to(HERE, data, config, 2**20) == []
-    for pin_memory in (False, True):
-        there = trained(config, data=data, pin_memory=pin_memory)
-        assert all(isinstance(batch.images, Crops) for batch in there) and same(there, plain)
-        assert same(evaluated(config, data=data, pin_memory=pin_memory), evaluation)
-    assert same(trained(config, data=data, **some), part)
-    places = BatchMaker._places
-    for column in range(4) if case == 2 else ():  # the control: one picture is cut out, or turned, otherwise
-
-        def shifted(self: BatchMaker, samples: np.ndarray, epoch: int, column: int = column) -> np.ndarray:
-            array = places(self, samples, epoch)
-            array[0, column] = (array[0, column] + 1) % (2 if column == 3 else 3)
-            return array
-
-        monkeypatch.setattr(BatchMaker, "_places", shifted)
-        assert not same(trained(config, data=data), plain)
-
-
-def test_buffers_are_used_again_and_an_error_comes_with_its_batch(
-    monkeypatch: pytest.MonkeyPatch, beside_a_gpu: None
-) -> None:
-    data, config = in_memory(*CASES[1])
-    order, options = Order(21, 5, seed=7), {"first_update": 0, "seed": 7, "pin_memory": True}
-    made = batches_of(data, config, order, num_updates=40, **options)
-    assert len({(batch.images.data_ptr(), batch.labels.data_ptr()) for batch in made}) <= 7
-    data, config = in_memory(*CASES[1], bad={2: "is black"})
-    config = config.model_copy(update={"bad_images": "error"})
-    wrong = next(k for k in range(4) if 2 in order.update(k)[1])
-    made = batches_of(data, config, order, num_updates=9, **options)
-    assert len([next(made) for _ in range(wrong)]) == wrong
-    with pytest.raises(ConvoyError, match="is black"):
-        next(made)
-    made = batches_of(data, config, order, num_updates=9, **options | {"first_update": 4})
-    next(made)
-    del made
-    monkeypatch.setattr(Buffers, "hand_out", lambda self, slot, copied: (self.free.append(slot), self[slot])[1])
-    data, config = in_memory(*CASES[1])
-    assert not same(trained(config, data=data, pin_memory=True), trained(config, data=data))  # the control
-
-
-def test_what_does_not_fit_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    data, config = in_memory({"crop": "none"}, 20, 20, 3)
-    data.train.pixels.flags.writeable = False  # is brought without a warning
-    needed = [8 * split.pixels.nbytes for split in (data.train, data.test)]
-    assert len(bring_to(HERE, data, config, needed[1] - 1)) == 2
-    with monkeypatch.context() as patch:
-        patch.setattr(loader, "_brought", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
-        notes = bring_to(HERE, data, config, 2**30)
-    assert len(notes) == 2 and "25.2 kB are more than others have left free of the GPU's memory" in notes[0]
-    assert data.train.resident is data.test.resident is None
-    (note,) = bring_to(HERE, data, config, needed[0])
-    assert note.startswith("test pictures stay in the host's memory") and "an eighth of the GPU's memory" in note
-    there = data.train.resident
-    assert there is not None and data.test.resident is None
-    assert bring_to(torch.device("cpu:0"), data, config, sum(needed)) == []  # as cuda and cuda:0 are one device
-    assert data.train.resident is there and data.test.resident is not None
-    assert num_workers(data, config) == (0, "pictures lie on the GPU (25.2 kB), which cuts them out")
-    for options in ({"workers": 2}, {"augment": {"color_jitter": 0.1}}, {"augment": {"crop": "random-resized"}}):
-        data, _ = in_memory({"crop": "none"}, 20, 20, 3)
-        assert bring_to(HERE, data, DataConfig(**options), 2**30) == [] and data.train.resident is None
-        assert (data.test.resident is None) == ("workers" in options)
+        evaluated(config(tmp_path), data=data)

@@ -1,15 +1,11 @@
 """Folders of pictures: which of them are splits, classes or neither, and which files are pictures."""
 
-import io
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from PIL import Image, PngImagePlugin
 
-from convoy.data import DataSet, decode
-from convoy.data.decode import BadImage, suffixes
+from convoy.data import DataSet
+from convoy.data.decode import suffixes
 from convoy.data.files import split_of
 from convoy.errors import ConvoyError
 from data.made import encoded, names, opened, picture, write_folder
@@ -25,10 +21,9 @@ def numbers(data: DataSet) -> tuple[int, int, list[str]]:
     return len(data.train), len(data.test), data.classes
 
 
-SPLITS = """train val, Training Testing, TRAIN TEST, training_set test_set, seg_train seg_test, TrainSet TestSet,
-train2017 val2017, trainings tests, Train Evaluation, train dev, train hold-out, my-train-pictures my-held_out-pictures,
-train/train test/test, cars/Train cars/Test, training_data validation_data"""
-UNCLEAR = """lessons exam, train unseen, train test more, train training, train val dev, unseen test,
+SPLITS = """train val, seg_train seg_test, TrainSet TestSet, train2017 val2017, train hold-out, train/train test/test,
+cars/Train cars/Test, training_data validation_data"""
+UNCLEAR = """lessons exam, train unseen, train test more, train training, train val dev,
 cars/train cars/test planes/train planes/test, cat/train cat/test dog/train dog/test, . test"""
 
 
@@ -41,44 +36,22 @@ def test_splits_have_their_usual_names_and_what_is_not_clear_is_asked(tmp_path: 
         data = opened(make(make(root, train, num=3), test, num=1))
         assert numbers(data) == (6, 2, ["cat", "dog"]) and not data.notes, pair
         assert {name.split("/")[0] for name in names(data.train)} <= set(train.split("/")), pair
-    for name in ("strain", "trained", "invalid", "contest", "device", "test-train", "cat", "2017"):
-        assert split_of(name) is None
+    assert not any(map(split_of, ("strain", "invalid", "contest", "device", "test-train", "cat", "2017")))
     for number, folders in enumerate(UNCLEAR.split(",")):
         root = make(tmp_path / f"unclear{number}", *folders.split())
         with pytest.raises(ConvoyError, match=r"which to train on is not clear: say so, as by --set data.train="):
             opened(root)
 
 
-def test_the_options_settle_it(tmp_path: Path) -> None:
-    make(make(tmp_path, "lessons", num=3), "exam", num=1)
-    assert numbers(opened(tmp_path, train="lessons", test="exam")) == (6, 2, ["cat", "dog"])
-    assert numbers(opened(tmp_path, train="lessons", validation_fraction=0.5)) == (3, 3, ["cat", "dog"])
-    assert opened(tmp_path, train=".").classes == ["exam", "lessons"]
-    make(tmp_path / "flat", ".", "test", num=3)
-    assert numbers(opened(tmp_path / "flat", train=".", test="test")) == (6, 6, ["cat", "dog"])
-    for wrong in ({"train": "nowhere"}, {"train": "../elsewhere"}, {"train": "lessons", "test": "nowhere"}):
-        with pytest.raises(ConvoyError, match=r"no folder below .* which holds exam/"):
-            opened(tmp_path, **wrong)
-
-
 def test_folders_that_are_neither_splits_nor_classes(tmp_path: Path) -> None:
     root = make(make(tmp_path / "more", "train", "val", "test"), "drawings", classes=("a", "b"))
     data = opened(root)  # of val and test the first
     assert data.test.name(0).startswith("val/") and data.notes == ("left out: drawings/, test/",)
-    for name in ("test", "Validation"):
-        data = opened(make(tmp_path / name, ".", classes=("bus", "car", name), num=10))
-        assert numbers(data) == (27, 3, sorted(("bus", "car", name)))
-        assert f"{name}/ is a class here, not a split" in data.notes[0]
+    data = opened(make(tmp_path / "class", ".", classes=("bus", "car", "test"), num=10))
+    assert numbers(data) == (27, 3, ["bus", "car", "test"])
+    assert "test/ is a class here, not a split" in data.notes[0]
     make(tmp_path / "same", "cat", "dog", classes=("images",), num=10)
     assert numbers(opened(tmp_path / "same")) == (18, 2, ["cat", "dog"])  # what each class has is no split
-    make(tmp_path / "loose", ".", classes=("Training", "test"))
-    with pytest.raises(ConvoyError, match="Training holds no class folders"):
-        opened(tmp_path / "loose")
-    root = make(tmp_path / "unlabeled", "train", num=10)
-    write_folder(root, ("test",))
-    with pytest.raises(ConvoyError, match=r"go without by --set data.train=train"):
-        opened(root)
-    assert numbers(opened(root, train="train")) == (18, 2, ["cat", "dog"])
     root = make(tmp_path / "empty", "train", "val")
     for folder in ("train/annotations", "train/ant", "val/ant"):
         (root / folder).mkdir()
@@ -103,68 +76,27 @@ def test_a_tree_is_split_by_a_seed_and_its_links_lead_nowhere_twice(tmp_path: Pa
     assert len(opened(root, validation_fraction=0.5).test) == 10
 
 
-ENDS = """.jfif JPEG, .jpe JPEG, .JPG JPEG, .gif GIF, .apng PNG, .tga TGA, .jpx JPEG2000, .avif AVIF, .ico ICO,
-.pnm PPM, .dib DIB, .qoi QOI, .sgi SGI, .pcx PCX, .dds DDS, .mpo JPEG, .png JPEG, .jpg PNG, .bmp WEBP"""
+ENDS = ".jfif JPEG, .JPG JPEG, .gif GIF, .tga TGA, .avif AVIF, .mpo JPEG, .png JPEG, .jpg PNG, .bmp WEBP"
 
 
 def test_what_pillow_reads_is_a_picture_whatever_it_is_called_and_the_rest_is_counted(tmp_path: Path) -> None:
-    image, count = picture(16, 16), 0
     for end, form in map(str.split, ENDS.split(",")):
         try:
-            content = encoded(image, form)
+            content = encoded(picture(16, 16), form)
         except (KeyError, OSError):  # this Pillow writes none
             continue
         for path in (tmp_path / end / name / f"{i}{end}" for name in ("cat", "dog") for i in range(3)):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-        data = opened(tmp_path / end)
-        assert numbers(data) == (5, 1, ["cat", "dog"]), end
-        with Image.open(io.BytesIO(content)) as whole:
-            assert data.train.load(0).tobytes() == whole.convert("RGB").tobytes(), end
-        count += 1
-    assert count > 10
+        assert numbers(opened(tmp_path / end)) == (5, 1, ["cat", "dog"]), end
     root = make(tmp_path / "set", ".", num=5)
-    for name in ("cat/a.txt", "cat/b.TXT", "cat/c.csv", "cat/README", "cat/d.HEIC", "cat/._hidden.jpg", "loose.jpg"):
+    for name in ("cat/a.txt", "cat/b.TXT", "cat/README", "cat/d.HEIC", "cat/._hidden.jpg", "loose.jpg"):
         (root / name).write_bytes(b"x")
     needs = "" if ".heic" in suffixes() else " (read after pip install pillow-heif)"
-    counts = "2 .txt, 1 .csv, 1 without an ending, 1 .heic, 1 .jpg beside the class folders"
+    counts = "2 .txt, 1 without an ending, 1 .heic, 1 .jpg beside the class folders"
     note = opened(root, bad_images="skip").notes[0]
     assert sorted(note.removesuffix(needs).removeprefix("left out: ").split(", ")) == sorted(counts.split(", "))
-    assert note.endswith(needs)
     (root / "ant").mkdir()
     (root / "ant" / "a.jxl").write_bytes(b"x")
     with pytest.raises(ConvoyError, match=r"ant is a class without pictures that can be read .*pillow-jxl-plugin"):
         opened(root)
-
-
-HEIC = b"\0\0\0\x18ftypheic" + bytes(16)
-
-
-def register() -> None:
-    Image.register_open("HEIF", PngImagePlugin.PngImageFile)
-    Image.register_extension("HEIF", ".heic")
-
-
-def test_heic_is_read_where_its_package_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget() -> None:
-        """Formats as a new process finds them."""
-        decode._formats.cache_clear()
-        decode.suffixes.cache_clear()
-
-    monkeypatch.setattr(Image, "OPEN", dict(Image.OPEN))
-    monkeypatch.setattr(Image, "EXTENSION", dict(Image.EXTENSION))
-    monkeypatch.setattr(Image, "ID", list(Image.ID))
-    try:
-        forget()
-        with monkeypatch.context() as patch, pytest.raises(BadImage, match=r"a.jpg is HEIC, .*pip install pillow-heif"):
-            patch.setattr(decode, "find_spec", lambda name: None)
-            decode.open_picture(HEIC, "a.jpg")
-        forget()
-        package = SimpleNamespace(register_heif_opener=register, __spec__=object())
-        monkeypatch.setitem(sys.modules, "pillow_heif", package)
-        make(tmp_path, ".", num=2)
-        (tmp_path / "cat" / "IMG_1.HEIC").write_bytes(encoded(picture(12, 12)))
-        assert len(names(opened(tmp_path).train, opened(tmp_path).test)) == 5
-    finally:
-        monkeypatch.undo()
-        forget()

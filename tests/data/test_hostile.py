@@ -19,7 +19,7 @@ from convoy.data.folder import open_folder
 from convoy.data.mnist import read_idx
 from convoy.data.webdataset import open_tars
 from convoy.errors import ConvoyError
-from data.made import dump, encoded, picture, pixels, write_tar
+from data.made import encoded, picture, pixels, write_tar
 
 PNG = encoded(picture(8, 8))
 
@@ -35,7 +35,7 @@ def memory_below(limit: int) -> Iterator[None]:
 
 
 def test_a_tar_writes_nothing_wherever_its_members_point(tmp_path: Path) -> None:
-    places = ("../../escaped", "/tmp/convoy-escaped", "a/../../../escaped", "C:\\escaped", "~/escaped")
+    places = ("../../escaped", "/tmp/convoy-escaped", "a/../../../escaped")
     kinds = {"link.png": tarfile.SYMTYPE, "hard.png": tarfile.LNKTYPE, "pipe.png": tarfile.FIFOTYPE}
     kinds["device.png"] = tarfile.CHRTYPE
     members = {f"{place}.{end}": content for place in places for end, content in (("png", PNG), ("cls", b"0"))}
@@ -104,16 +104,10 @@ HOSTILE = {
     "numpy": b"cnumpy\nload\n(S'x'\ntR.",
     "nested name": pickle.dumps({})[:2] + b"\x8c\x05numpy\x8c\x0bload.__init__\x93.",
     "persistent": b"Pid\n.",
-    "extension": b"\x82\x01.",
     "memory": b"\x80\x04\x96" + (2**62).to_bytes(8, "little") + b"x.",
     "build": b"cnumpy\nndarray\n(tR(dS'__class__'\nS'x'\nsb.",
-    "new object": b"\x80\x02}X\x04\x00\x00\x00datacnumpy\nndarray\n)\x81s.",
     "key of 2^60 tuples": b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"K\x01s.",
-    "the same, doubled": b"\x80\x02})" + b"2\x86" * 60 + b"K\x01s.",
-    "key that is deep": b"\x80\x02})" + b"\x85" * 10_000 + b"K\x01s.",
-    "key of many digits": b"\x80\x02}\x8b" + (4_000).to_bytes(4, "little") + b"\x7f" * 4_000 + b"K\x01s.",
     "long name": b"c" + b"x" * 100_000 + b"\n\x1b[2J\n.",
-    "wrong mark": b"(((t.",
     "no dictionary": b"]K\x01K\x02s.",
 }
 
@@ -146,15 +140,10 @@ def test_pickles_of_any_protocol_are_what_python_reads_and_arrays_what_they_say(
         values = read_pickle(file)
         assert not arrays or np.array_equal(values.pop("data"), array)
         assert values == content
-    for kind, is_kept in ((np.uint8, True), (np.int16, False), (object, False)):
-        dump(file, {b"data": array.astype(kind)})
-        assert (read_pickle(file)["data"] is not None) == is_kept
     right = pickle.dumps({b"data": array}, protocol=2)
-    wrong = [right.replace(b"K\x02K\x0c", b"K\x02K\x7f")]
-    for shape in ((1,) * 70, (2**200_000,) * 300):  # more than numpy has; a product of a minute
-        plain, odd = (pickle.dumps(numbers, protocol=2)[2:-1] for numbers in (array.shape, shape))
-        wrong.append(right.replace(plain[:5], odd))
-    for damaged in wrong:
+    plain, odd = (pickle.dumps(shape, protocol=2)[2:-1] for shape in (array.shape, (2**200_000,) * 300))
+    objects = pickle.dumps({b"data": array.astype(object)}, protocol=2)
+    for damaged in (right.replace(b"K\x02K\x0c", b"K\x02K\x7f"), right.replace(plain[:5], odd), objects):
         assert damaged != right
         file.write_bytes(damaged)
         assert read_pickle(file)["data"] is None

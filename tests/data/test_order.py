@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from convoy.data import Order
-from convoy.data.order import Purpose, keys, normals, stratified_split, uniforms
+from convoy.data.order import Purpose, stratified_split, uniforms
 from convoy.errors import ConvoyError
 
 SAMPLES = np.arange(20_000)
@@ -33,25 +33,9 @@ def test_seed_purpose_epoch_and_sample_all_matter_and_nothing_else() -> None:
     changes = [(2, 3, 2, 0), (1, 4, 2, 0), (1, 3, 3, 0), (1, 3, 2, 3)]
     for seed, purpose, epoch, start in (*changes, (2, 3, 1, 0)):  # what a sum of the parts would not tell apart
         assert not np.isin(base, uniforms(seed, Purpose(purpose), epoch, SAMPLES[start : start + 3], 2)).any()
-    together = uniforms(7, Purpose.CROP, 3, SAMPLES, 4)
-    np.testing.assert_array_equal(together[123, :2], uniforms(7, Purpose.CROP, 3, np.array([123]), 2)[0])
-    for seed in (0, 2**63, 2**64 - 1, -1):
-        assert 0 <= uniforms(seed, Purpose.CROP, 0, np.array([2**40]), 1)[0, 0] < 1
-    assert len(np.unique(keys(5, Purpose.ORDER, 0, np.arange(200_000)))) == 200_000
-
-
-def test_the_numbers_are_uniform_and_independent() -> None:
-    numbers = uniforms(0, Purpose.CROP, 0, SAMPLES, 4)
-    assert numbers.min() >= 0 and numbers.max() < 1
-    for column in numbers.T:
-        counts = np.histogram(column, 50, (0, 1))[0]
-        assert 20 < ((counts - 400) ** 2 / 400).sum() < 95  # 49 degrees of freedom
-    columns = [uniforms(0, Purpose.FLIP, 0, SAMPLES, 1), uniforms(0, Purpose.CROP, 1, SAMPLES, 1)]
-    assert np.abs(np.corrcoef(np.hstack([numbers, *columns]).T) - np.eye(6)).max() < 0.03
-    assert abs(np.corrcoef(numbers[:-1, 0], numbers[1:, 0])[0, 1]) < 0.03
-    normal = np.array(normals(uniforms(0, Purpose.PCA, 0, SAMPLES, 1)[:, 0]))
-    assert abs(normal.mean()) < 0.03 and abs(normal.std() - 1) < 0.03
-    assert np.isfinite(normals(np.array([0.0, 1 - 2**-53]))).all()
+    numbers = uniforms(7, Purpose.CROP, 3, SAMPLES, 4)
+    np.testing.assert_array_equal(numbers[123, :2], uniforms(7, Purpose.CROP, 3, np.array([123]), 2)[0])
+    assert np.abs(np.corrcoef(numbers.T) - np.eye(4)).max() < 0.03 and np.abs(numbers.mean(0) - 0.5).max() < 0.01
 
 
 def test_every_class_gives_its_share_to_what_is_held_out() -> None:
@@ -63,6 +47,3 @@ def test_every_class_gives_its_share_to_what_is_held_out() -> None:
     assert held.sum() == round(125 * 0.1) and (np.abs(held - sizes * 0.1) < 1).all()
     first, again, other = (stratified_split(labels, 0.3, seed)[1].tolist() for seed in (1, 1, 2))
     assert first == again != other
-    for num, fraction, number in ((2, 0.01, 1), (2, 0.99, 1), (10, 0.99, 9)):  # neither side is ever empty
-        train, test = stratified_split(np.zeros(num, np.int64), fraction, seed=0)
-        assert (len(train), len(test)) == (num - number, number)

@@ -1,6 +1,9 @@
-"""Packing: the same samples in the same order, whole or not there, and never read before it is finished."""
+"""Packs: the same samples in the same order, whole or not there; damage is named, and nothing of strangers leads
+anywhere."""
 
 import errno
+import fcntl
+import json
 import os
 import shutil
 import signal
@@ -14,12 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors import safe_open
 
 from convoy.data import DataConfig, open_data, pack
 from convoy.data.dataset import open_files
-from convoy.data.decode import open_picture, suffix_of
 from convoy.data.files import Opened
-from convoy.data.packed import INDEX, UNFINISHED, Pack, PackOptions
+from convoy.data.pack import index_file
+from convoy.data.packed import INDEX, UNFINISHED, Pack, PackOptions, damaged, unpack
 from convoy.errors import ConvoyError, MachineError
 from data.made import (
     Listed,
@@ -28,15 +32,29 @@ from data.made import (
     packed,
     picture,
     same,
-    tar_members,
     trained,
     turned,
-    write_cifar,
     write_folder,
     write_mnist,
     write_parquet,
     write_tar,
 )
+
+Change = Callable[[Path], bytes]
+"""Gives a file another content."""
+
+
+@pytest.fixture(scope="module")
+def whole(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packs") / "packed"
+    packed(photos, folder)
+    return folder
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    """A pack to damage."""
+    return shutil.copytree(whole, tmp_path / "packed")
 
 
 def is_same(pack_folder: Path, source: Path, **options: Any) -> bool:
@@ -66,18 +84,13 @@ def write_odd(folder: Path) -> None:
     clear = picture().convert("RGBA")
     clear.putalpha(100)
     files = {
-        "cmyk.jpg": encoded(picture(mode="CMYK"), "JPEG"),
-        "grey.jpg": encoded(picture(mode="L"), "JPEG"),
         "turned.jpg": encoded(picture(), "JPEG", exif=turned(6)),
         "several.jpg": encoded(picture(seed=1), "MPO", save_all=True, append_images=[picture(seed=2)]),
         "deep.png": encoded(deep),
         "clear.png": encoded(clear),
         "palette.gif": encoded(picture().convert("P"), "GIF"),
-        "bits.tif": encoded(picture().convert("1"), "TIFF"),
-        "new.webp": encoded(picture(), "WEBP"),
     }
     for name, content in files.items():
-        assert name.endswith(suffix_of(open_picture(content, name)))
         for kind in ("a", "b", "c"):
             (folder / kind).mkdir(parents=True, exist_ok=True)
             (folder / kind / name).write_bytes(content)
@@ -88,9 +101,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], bool, dict[str, Any]]] = {  # ra
     "split folder": (write_split, True, {"workers": 2}),
     "odd pictures": (write_odd, True, {}),
     "parquet": (write_rows, False, BOX),
-    "tar": (lambda folder: write_tar(folder / "x.tar", tar_members(20)), True, {}),
     "mnist": (write_mnist, False, IN_MEMORY),
-    "cifar": (lambda folder: write_cifar(folder, 10, binary=True), True, IN_MEMORY),
 }
 
 
@@ -105,7 +116,6 @@ def test_a_run_on_a_pack_sees_every_pixel_of_the_original_in_its_order(
     source, data = (opened(tmp_path / name) for name in ("source", "packed"))
     for fact in ("name", "classes", "image_size", "channels", "mean", "std", "resize"):
         assert getattr(data, fact) == getattr(source, fact)
-    assert data.train.labels.tolist() == source.train.labels.tolist()
     assert data.test.labels.tolist() == source.test.labels.tolist()
     if kind != "split folder":
         return
@@ -131,13 +141,7 @@ def test_a_smaller_pack_says_what_it_is_and_knows_its_pixels(tmp_path: Path, pho
     pixels = np.concatenate([np.asarray(image).reshape(-1, 3) for image in images]) / 255
     tolerance = 1e-4 if raw else 6e-3  # of JPEG the pixels before they were encoded
     assert np.allclose([statistics.mean, statistics.std], [pixels.mean(0), pixels.std(0)], atol=tolerance)
-    assert (statistics.images, statistics.smallest, statistics.largest) == (15, 70, 80)
-    assert statistics.original_bytes == sum(file.stat().st_size for file in (photos / "train").rglob("*.jpg"))
-    known = Pack.open(tmp_path / "packed")
-    assert (known.name, known.classes, known.options) == (photos.name, ["a", "b", "c"], PackOptions(35, raw))
-    description = "folder; raw pixels, short side at most 35" if raw else "folder; short side at most 35, JPEG of qu"
-    assert str(known).startswith(f"a pack of {photos.name} ({description}")
-    assert data.notes[0] == f"{tmp_path / 'packed'} is {known}; its samples come in the order of the original"
+    assert (statistics.images, Pack.open(tmp_path / "packed").options) == (15, PackOptions(35, raw))
     assert data.notes[1].startswith("pictures are enlarged to 38 pixels, as the")
 
 
@@ -152,54 +156,22 @@ def test_after_a_broken_picture_or_damaged_notes_it_goes_on_with_what_is_whole(
     with pytest.raises(ConvoyError, match=r"^b/004.jpg cannot be decoded .*: mend it, and pack again to go on; or rem"):
         packed(source, target)
     broken.write_bytes(good)
-    for reader in (open_data, open_files):
-        with pytest.raises(ConvoyError, match="is a pack that was interrupted: finish it by the same convoy data pack"):
-            reader(DataConfig(path=str(target)))
+    with pytest.raises(ConvoyError, match="is a pack that was interrupted: finish it by the same convoy data pack"):
+        open_data(DataConfig(path=str(target)))
     with pytest.raises(ConvoyError, match=r"something else \(other options: it was begun with files and size as in th"):
         packed(source, target, PackOptions(raw=True))
-    what = target / UNFINISHED / "what.json"
-    before = what.read_text()
-    for damage in (before[:40], "[1, 2]", "null"):
-        what.write_text(damage)
-        with pytest.raises(ConvoyError, match=r"what\.json is damaged\): remove it"):
-            packed(source, target)
-    what.unlink()
-    files = sorted(target.rglob("*"))
-    with pytest.raises(ConvoyError, match=r"\.packing does not say what is packed there .*: remove it"):
-        packed(source, target)
-    assert sorted(target.rglob("*")) == files and not (target / INDEX).exists()
-    what.write_text(before)
-    first, second, third, *rest = sorted((target / UNFINISHED).glob("data-*.json"))
+    first, second, *rest = sorted((target / UNFINISHED).glob("data-*.json"))
     first.write_bytes(first.read_bytes()[:20])
-    second.write_bytes(b"")
-    third.write_bytes(third.read_bytes().replace(b"1", b"2"))
+    second.write_bytes(second.read_bytes().replace(b"1", b"2"))
     times = {notes.stem: (target / notes.stem).stat().st_mtime_ns for notes in rest}
     packed(source, target)
     packed(source, tmp_path / "whole")
     assert times.items() <= {file.name: file.stat().st_mtime_ns for file in target.glob("*.tar")}.items()
     assert contents(target) == contents(tmp_path / "whole") and not (target / UNFINISHED).exists()
-
-
-def test_a_finished_pack_stays_as_it_is(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "packed"
-
-    def stopped(folder: Path, ignore_errors: bool = False) -> None:
-        """A network file system, where the folder of notes is not empty."""
-        next(file for file in Path(folder).iterdir() if file.name != "lock").unlink()
-        if not ignore_errors:
-            raise OSError(errno.ENOTEMPTY, "of a network file system")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(pack.shutil, "rmtree", stopped)
-        packed(photos, target)  # it is finished before its notes are removed
-    assert is_same(target, photos)
-    before = contents(target)
-    (target / UNFINISHED).mkdir()  # somebody came second: both have seen that there is none
-    (tmp_path / "file").write_text("x")
-    for words, path in (("a finished pack", target), ("is a file", tmp_path / "file"), ("is not empty", tmp_path)):
+    for words, path in (("a finished pack", target), ("is a file", broken), ("is not empty", tmp_path)):
         with pytest.raises(ConvoyError, match=words):
-            packed(photos, path, PackOptions(short_side=20))
-    assert contents(target) == before
+            packed(source, path, PackOptions(short_side=20))
+    assert contents(target) == contents(tmp_path / "whole")
 
 
 KILLED = """
@@ -221,25 +193,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_pack_that_was_ended_goes_on_and_is_what_it_would_have_been(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    source, killed = write_folder(tmp_path / "source", ("a", "b"), num=6), tmp_path / "killed"
-    (tmp_path / "script.py").write_text(KILLED)
-    command = [sys.executable, str(tmp_path / "script.py"), str(source), str(killed)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert int(process.stdout.readline()) == 3
-        process.send_signal(number)
-        errors = process.stderr.read()  # up to the end of the last process that has it
-    assert (b"KeyboardInterrupt" in errors) if number == signal.SIGINT else errors == b""
-    (killed / ".train-000009.tar.1.tmp").write_bytes(b"half")
-    monkeypatch.setattr(pack, "PER_SHARD", 3)
-    for name in ("killed", "whole"):
-        packed(source, tmp_path / name)
-    assert contents(killed) == contents(tmp_path / "whole") and len(contents(killed)) == 4 + 2
-
-
 class Deadly(Listed):
     """Ends whoever reads it."""
 
@@ -248,24 +201,198 @@ class Deadly(Listed):
         return b""
 
 
-def test_a_process_that_dies_is_told(tmp_path: Path) -> None:
-    files = Opened("x", ["a", "b"], Deadly([b""] * 4))
-    with pytest.raises(MachineError, match=r"a process that packs died, .*run the same again to go on"):
-        pack.pack("folder", files, tmp_path / "packed", PackOptions(), None, 1)
-
-
-def test_a_full_disk_is_named_and_packing_goes_on_afterwards(
-    tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_pack_that_was_killed_goes_on_and_is_what_it_would_have_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    source, killed = write_folder(tmp_path / "source", ("a", "b"), num=6), tmp_path / "killed"
+    (tmp_path / "script.py").write_text(KILLED)
+    command = [sys.executable, str(tmp_path / "script.py"), str(source), str(killed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert int(process.stdout.readline()) == 3
+        process.kill()
+        assert process.stderr.read() == b""  # up to the end of the last process that has it
+    (killed / ".train-000009.tar.1.tmp").write_bytes(b"half")
+    monkeypatch.setattr(pack, "PER_SHARD", 3)
+    for name in ("killed", "whole"):
+        packed(source, tmp_path / name)
+    assert contents(killed) == contents(tmp_path / "whole") and len(contents(killed)) == 4 + 2
+    with pytest.raises(MachineError, match=r"a process that packs died, .*run the same again to go on"):
+        pack.pack("folder", Opened("x", ["a", "b"], Deadly([b""] * 4)), tmp_path / "x", PackOptions(), None, 1)
 
-    for writes in ("write_json", "index_file"):  # as packing begins, and at its end
-        with (
-            monkeypatch.context() as patch,
-            pytest.raises(ConvoyError, match=r"packed cannot be written \(No space lef"),
-        ):
-            patch.setattr(pack, writes, full)
+
+def test_full_disks_are_named_and_two_cannot_pack_into_one_folder(
+    tmp_path: Path, whole: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def error(number: int) -> Callable[..., None]:
+        def fail(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return fail
+
+    for module, name, work in (
+        (pack, "write_json", lambda: packed(photos, tmp_path / "full")),
+        (pack, "index_file", lambda: packed(photos, tmp_path / "full")),
+        (Path, "write_bytes", lambda: unpack(Pack.open(whole), tmp_path / "full", None)),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(ConvoyError, match=r"full cannot be written \(No space le"):
+            patch.setattr(module, name, error(errno.ENOSPC))
+            work()
+        if name == "index_file":
+            assert not (tmp_path / "full" / INDEX).exists() and packed(photos, tmp_path / "full")["train"].images == 15
+            shutil.rmtree(tmp_path / "full")
+    assert not (tmp_path / "full").exists()
+    refused = []
+
+    def second(*_: object) -> None:
+        with pytest.raises(ConvoyError, match="another process packs into"):
             packed(photos, tmp_path / "packed")
-    assert not (tmp_path / "packed" / INDEX).exists()
-    assert packed(photos, tmp_path / "packed")["train"].images == 15
+        refused.append(True)
+
+    kind, files = open_files(DataConfig(path=str(photos)))
+    pack.pack(kind, files, tmp_path / "packed", PackOptions(), second, 1)
+    assert refused
+    monkeypatch.setattr(fcntl, "flock", error(errno.ENOLCK))  # file systems without locks are written to as well
+    assert packed(photos, tmp_path / "unlocked")["test"].images == 6
+
+
+def test_damage_is_named(copy: Path, tmp_path: Path) -> None:
+    whole, tar = Pack.open(copy), copy / "train-000000.tar"
+    assert list(damaged(whole, None)) == []
+    places, content = whole.source("train")._places.array.tolist(), bytearray(tar.read_bytes())
+    content[places[7][1] + places[7][2] // 2] ^= 1
+    tar.write_bytes(content)
+    words = "train-000000.tar/train/b/002.jpg is not what was packed: its checksum differs"
+    assert list(damaged(Pack.open(copy), None)) == [words]
+    with pytest.raises(ConvoyError, match=r"b/002.jpg is not what was packed"):
+        unpack(whole, tmp_path / "unpacked", None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["packed"]
+    tar.unlink()
+    with pytest.raises(ConvoyError, match=r"train-000000.tar is missing"):
+        opened(copy)
+
+
+def of_index(name: str, change: Callable[[Any], Any]) -> Change:
+    """An index with another array, or another part of its document, and the right checksum."""
+
+    def make(index: Path) -> bytes:
+        with safe_open(index, "np") as file:
+            arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            document = json.loads(file.metadata()["convoy.pack"])
+        place = arrays if name in arrays else document
+        place[name] = change(place[name])
+        return index_file(arrays, document)
+
+    return make
+
+
+def another_label(index: Path) -> bytes:
+    labels, content = Pack.open(index.parent).arrays("train", "label")[0].tobytes(), index.read_bytes()
+    assert content.count(labels) == 1
+    return content.replace(labels, labels[:-4] + b"\1" + labels[-3:])
+
+
+DAMAGED = "is cut off or damaged: pack the data again"
+INDEXES: list[tuple[str, Change]] = [
+    (DAMAGED, lambda index: index.read_bytes()[:50]),
+    (DAMAGED, another_label),
+    (DAMAGED, of_index("train.size", lambda array: array + 2**30)),
+    (DAMAGED, of_index("train.label", lambda array: array[:-1])),
+    (DAMAGED, of_index("train.name_end", lambda array: array[::-1].copy())),
+    (DAMAGED, of_index("options", lambda options: options | {"quality": "x"})),
+    (DAMAGED, of_index("shards", lambda shards: {"../" + name: size for name, size in shards.items()})),
+    ("later version", of_index("version", lambda _: 99)),
+]
+
+
+def test_an_index_that_is_damaged_or_a_strangers_leads_nowhere_and_fills_no_memory(copy: Path) -> None:
+    right = (copy / INDEX).read_bytes()
+    for words, change in INDEXES:
+        (copy / INDEX).write_bytes(right)
+        (copy / INDEX).write_bytes(change(copy / INDEX))
+        with pytest.raises(ConvoyError, match=words):
+            opened(copy)
+
+
+def test_unpacking_gives_the_folder_back_under_the_originals_names(tmp_path: Path, whole: Path, photos: Path) -> None:
+    back = tmp_path / "back"
+    assert unpack(Pack.open(whole), back, None) == 21
+    for split, name, count in (("train", "train", 15), ("test", "val", 6)):
+        files = [path for path in (back / split).rglob("*") if path.is_file()]
+        assert len(files) == count
+        for file in files:
+            assert file.read_bytes() == (photos / name / file.relative_to(back / split)).read_bytes()
+    with pytest.raises(ConvoyError, match="is not an empty folder"):
+        unpack(Pack.open(whole), back, None)
+    (tmp_path / "source" / "a").mkdir(parents=True)
+    jpeg = encoded(picture(), "JPEG")
+    for name in ("x.JPEG", "x.jpg", "wrong.png"):
+        (tmp_path / "source" / "a" / name).write_bytes(jpeg)
+    raw = {"wrong.ppm", "x.ppm", "x-000000002.ppm"}
+    for options, ends in ((PackOptions(), {"x.JPEG", "x.jpg", "wrong.jpg"}), (PackOptions(raw=True), raw)):
+        target = tmp_path / str(options.raw)
+        packed(tmp_path / "source", target, options)
+        unpack(Pack.open(target), target / "back", None)
+        assert {file.name for file in (target / "back" / "a").iterdir()} == ends
+
+
+def test_names_of_strangers_lead_nowhere_and_no_picture_takes_the_place_of_another(tmp_path: Path) -> None:
+    """Classes and files whose names would be paths, or hidden, or alike, or longer than a file's may be."""
+    stems = ["cat-000000002", "cat", "CAT", "é" * 160, "é" * 160 + "2", "a.parquet, row 1", "b", "c"]
+    members = {}
+    for i, stem in enumerate(stems):
+        members |= {f"../{stem}.png": encoded(Image.new("L", (8, 8), i)), f"../{stem}.cls": str(max(i - 3, 0)).encode()}
+    write_tar(tmp_path / "x.tar", members)
+    kind, files = open_files(DataConfig(path=str(tmp_path / "x.tar")))
+    files.classes = ["../up", "..", "a", "A", "/etc"]
+    pack.pack(kind, files, tmp_path / "packed", PackOptions(), None, 1)
+    back = tmp_path / "back"
+    assert unpack(Pack.open(tmp_path / "packed"), back, None) == len(stems)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "packed", "x.tar"]
+    folders = ["000000 _up", "000001", "000002 a", "000003 A", "000004 _etc"]
+    assert sorted(path.name for path in back.iterdir()) == folders
+    pictures = list(back.rglob("*.png"))
+    assert sorted(Image.open(file).getpixel((0, 0)) for file in pictures) == list(range(len(stems)))
+
+
+def link(path: Path, to: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(to)
+
+
+HALF_WRITTEN = "links for what is half-written"
+PREPARED: dict[str, Callable[[Path, Path], Any]] = {
+    "a link under such a name": lambda dest, victim: (dest / ".unpacking-x").symlink_to(victim),
+    "a link to notes": lambda dest, victim: (dest / ".packing").symlink_to(victim),
+    "somebody's notes": lambda dest, victim: shutil.copytree(victim, dest / ".packing"),
+    HALF_WRITTEN: lambda dest, victim: [
+        link(dest / ".packing" / f".{name}.{os.getpid()}.tmp", victim / "mine.json")
+        for name in ("what.json", "train-000000.tar.json", "test-000000.tar.json")
+    ],
+    "files that end alike": lambda dest, victim: [(dest / name).write_bytes(b"") for name in (".packing", ".my.tmp")],
+}
+
+
+def test_nothing_of_strangers_is_followed_written_or_removed(tmp_path: Path, whole: Path, photos: Path) -> None:
+    """Whoever may write to the folder has put something there before."""
+    for number, (prepared, prepare) in enumerate(PREPARED.items()):
+        dest, victim = tmp_path / f"{number}" / "dest", tmp_path / f"{number}" / "victim"
+        for folder in (dest, victim / "inner"):
+            folder.mkdir(parents=True)
+        for file in ("mine.json", "inner/mine", "what.txt", ".mine.1.tmp"):
+            (victim / file).write_bytes(b"mine")
+        prepare(dest, victim)
+        files = [path for path in (*victim.rglob("*"), *dest.rglob("*")) if not path.is_symlink()]
+        if prepared == HALF_WRITTEN:  # it is written, but not to where they lead
+            files = [path for path in files if victim in path.parents]
+        before = {path: path.is_dir() or path.read_bytes() for path in files}
+        try:
+            if any(path.name.startswith(".unpacking") for path in dest.iterdir()):
+                unpack(Pack.open(whole), dest, None)
+            else:
+                packed(photos, dest)
+        except ConvoyError as error:
+            assert str(dest) in str(error) and "\n" not in str(error), prepared
+        else:
+            assert prepared == HALF_WRITTEN
+        assert {path: path.is_dir() or path.read_bytes() for path in before} == before, prepared

@@ -1,17 +1,14 @@
 """What becomes of a picture's pixels: the part that is cut out, its colors, mixtures, the numbers a network gets."""
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageEnhance
+from PIL import Image
 from torch import Tensor
 
 from convoy.data import AugmentConfig, MixConfig, Normalize, mix
 from convoy.data.decode import open_picture
-from convoy.data.transforms import ColorAugment, Geometry, jitter, pca_noise, rand_augment
-from convoy.errors import ConvoyError
+from convoy.data.transforms import Geometry, pca_noise, rand_augment
 from data.made import encoded, picture
 
 
@@ -23,21 +20,6 @@ def difference(one: Image.Image, other: Image.Image) -> float:
     return float(np.abs(np.asarray(one).astype(int) - np.asarray(other)).mean())
 
 
-def test_the_center_of_the_resized_picture() -> None:
-    wanted = picture(120, 60).resize((60, 30), Image.Resampling.BILINEAR).crop((16, 1, 44, 29))
-    assert difference(geometry(28, 30).center(picture(120, 60), "it"), wanted) < 1
-    assert geometry().center(picture(32, 32), "it").tobytes() == picture(32, 32).tobytes()
-    image = picture(64, 64)
-    for interpolation in ("nearest", "bilinear", "bicubic", "lanczos"):
-        wanted = image.resize((32, 32), Image.Resampling[interpolation.upper()], box=(0, 0, 64, 64))
-        np.testing.assert_array_equal(geometry(interpolation=interpolation).center(image, "it"), wanted)
-    for width, height in ((20, 300), (300, 20), (1, 1), (3, 50)):
-        assert geometry(32, 36).center(picture(width, height), "it").size == (32, 32)
-        for crop, count in (("pad", 2), ("random-resized", 22)):
-            result = geometry(32, 36, crop=crop).crop(picture(width, height), "it", np.full(count, 0.999))
-            assert result.size == (32, 32)
-
-
 def test_padding_is_black_and_reaches_every_corner() -> None:
     image, padded = Image.new("RGB", (32, 32), "white"), geometry(crop="pad")
     for u, v in ((0.0, 0.0), (0.999, 0.0), (0.5, 0.999)):
@@ -46,9 +28,6 @@ def test_padding_is_black_and_reaches_every_corner() -> None:
         wanted[max(-top, 0) : 32 - max(top, 0), max(-left, 0) : 32 - max(left, 0)] = 255
         np.testing.assert_array_equal(padded.crop(image, "it", np.array([u, v])), wanted)
     assert set(padded.pad_offsets(32, 32, np.random.default_rng(0).random((2000, 2))).ravel()) == set(range(9))
-    image = picture(90, 60)  # without padding it is the crop of 2012, of the resized picture
-    wanted = image.resize((45, 30), Image.Resampling.BILINEAR).crop((13, 5, 33, 25))
-    np.testing.assert_array_equal(geometry(20, 30, crop="pad", pad=0).crop(image, "it", np.array([0.5, 0.5])), wanted)
 
 
 def test_random_boxes_have_the_asked_area_and_shape_also_of_a_jpeg_decoded_smaller() -> None:
@@ -59,9 +38,6 @@ def test_random_boxes_have_the_asked_area_and_shape_also_of_a_jpeg_decoded_small
     areas, shapes = (right - left) * (bottom - top) / 120_000, (right - left) / (bottom - top)
     assert areas.min() > 0.19 and areas.max() < 0.51 and areas.mean() == pytest.approx(0.35, abs=0.02)
     assert shapes.min() > 0.49 and shapes.max() < 2.05 and np.log(shapes).mean() == pytest.approx(0, abs=0.08)
-    square = geometry(crop="random-resized", scale=(1.0, 1.0), ratio=(1.0, 1.0))  # it never fits: the middle
-    assert square._random_box(300, 100, np.zeros(22)) == (100, 0, 200, 100)
-    assert square._random_box(100, 300, np.zeros(22)) == (0, 100, 100, 200)
     data = encoded(picture(1600, 1200), "JPEG", quality=95)
     boxes = geometry(64, 64, crop="random-resized", scale=(0.3, 0.6))
     for seed in range(3):
@@ -71,14 +47,6 @@ def test_random_boxes_have_the_asked_area_and_shape_also_of_a_jpeg_decoded_small
         assert difference(boxes.crop(open_picture(data, "it"), "it", draws), wanted) < 2
 
 
-def test_jitter_multiplies_in_the_drawn_order() -> None:
-    for mode in ("L", "RGB"):
-        assert jitter(picture(mode=mode), 0.0, np.full(6, 0.9)).tobytes() == picture(mode=mode).tobytes()
-    draws = np.array([0.75, 0.25, 0.5, 0.9, 0.1, 0.5])  # brightness 1.2, contrast 0.8, saturation 1; contrast first
-    wanted = ImageEnhance.Color(ImageEnhance.Contrast(picture()).enhance(0.8)).enhance(1.0)
-    assert jitter(picture(), 0.4, draws).tobytes() == ImageEnhance.Brightness(wanted).enhance(1.2).tobytes()
-
-
 def test_pca_noise_adds_one_color_with_the_spread_of_the_paper() -> None:
     image, random = Image.new("RGB", (2, 2), (128, 128, 128)), np.random.default_rng(0)
     noisy = np.array([np.asarray(pca_noise(image, 1.0, random.random(3))) for _ in range(3000)]).astype(float)
@@ -86,11 +54,9 @@ def test_pca_noise_adds_one_color_with_the_spread_of_the_paper() -> None:
     vectors = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
     covariance = vectors @ np.diag(np.array([0.2175, 0.0188, 0.0045]) ** 2) @ vectors.T
     np.testing.assert_allclose(np.cov((noisy[:, 0, 0] / 255).T), covariance, atol=0.002)
-    strong = Image.new("RGB", (1, 1), (255, 0, 255))  # as bytes they do not overflow
-    assert np.asarray(pca_noise(strong, 9.0, np.full(3, 0.9999)))[0, 0].min() == 0
 
 
-def test_rand_augment_depends_on_its_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rand_augment_depends_on_its_key_alone() -> None:
     image, threads = picture(40, 30), torch.get_num_threads()
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -104,12 +70,6 @@ def test_rand_augment_depends_on_its_key_alone(monkeypatch: pytest.MonkeyPatch) 
         assert [rand_augment(image, (2, 9), key) for key in range(10)] == first
     finally:
         torch.set_num_threads(threads)
-    find = importlib.util.find_spec
-    monkeypatch.setattr("convoy.data.transforms.find_spec", lambda name: None if name == "kornia" else find(name))
-    with pytest.raises(ConvoyError, match=r"pip install 'convoy-nn\[augment\]'"):
-        ColorAugment(AugmentConfig(rand_augment="n2-m9"), seed=0)
-    one, other = (ColorAugment(AugmentConfig(pca_noise=0.5, color_jitter=strength), 3) for strength in (0, 1e-9))
-    assert one(image, 0, 7) == other(image, 0, 7)  # each change has random numbers of its own
 
 
 LABELS = torch.tensor([0, 1, 2, 3, 4, 0])
@@ -133,8 +93,6 @@ def test_mixup_blends_with_the_reversed_microbatch() -> None:
     for sample, value in ((0, (1 - first) * 3), (3, first * 3), (4, second * 4 + (1 - second) * 5)):
         torch.testing.assert_close(result[sample], torch.full((3, 16, 16), value))
     torch.testing.assert_close(targets.sum(1), torch.ones(6))
-    result, targets = mixed([1, 5], [1, 2], mixup=1.0)  # a microbatch of one is its own partner
-    assert targets[0, 0] == 1 and torch.allclose(result[0], images()[0])
     parts = torch.tensor([float(mixed([6], [key], mixup=0.2)[1][1, 1]) for key in range(2000)])  # Beta(0.2, 0.2)
     assert float(parts.mean()) == pytest.approx(0.5, abs=0.04)
     assert float(parts.var()) == pytest.approx(1 / (4 * 1.4), abs=0.02)

@@ -165,7 +165,7 @@ def test_bad_pictures_are_no_measurement_but_where_they_are_skipped() -> None:
 def test_pictures_in_memory(tmp_path: Path, clock: MadeTime, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first batch takes longer, as it does with what is loaded for it."""
     seconds = iter((1.0, 32e-6))
-    monkeypatch.setattr(BatchMaker, "training", clock_before(clock, BatchMaker.training, lambda: next(seconds)))
+    monkeypatch.setattr(BatchMaker, "make", clock_before(clock, BatchMaker.make, lambda: next(seconds)))
     monkeypatch.setattr(BatchMaker, "fill", clock_before(clock, BatchMaker.fill, lambda: WORK_S))
     data = open_data(DataConfig(path=str(write_mnist(tmp_path / "data"))))
     plain = measure_pictures(data, DataConfig(path="data"), SAMPLES, seed=3)

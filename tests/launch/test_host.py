@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import torch
 
-from convoy.launch import gpu, host
-from convoy.launch.gpu import GpuProcess, GpuWatch
+from convoy.launch import host
 from convoy.launch.host import HostWatch, OtherProcess
 
 # It is busy until it has had a core for a while, however many others have it as well, and says what it saw: of
@@ -113,69 +111,3 @@ def test_all_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: 
         OtherProcess("python3 train.py", 4_000_005, 1000 / load.wall_s),
     )
     assert load.run_cores == pytest.approx(2000 / load.wall_s)
-    made(machine, counters(4))
-    assert watch.read().waited_s == 1  # since the reading before
-
-
-def test_a_machine_that_says_nothing_or_something_else(tmp_path: Path) -> None:
-    load = HostWatch(machine=tmp_path).read()
-    assert (load.waited_s, load.throttled_s, load.others_cores, load.memory_pressure_s) == (None,) * 4
-    assert (load.others, load.swapped_bytes) == ((), 0)
-    garbled = ("stat", "vmstat", "self/task/1/schedstat", "self/cgroup", "pressure/memory", "12/stat", "self/environ")
-    for text in ("", "?", "0 0 0", "cpu0 x\n"):
-        load = HostWatch(machine=made(tmp_path, {f"proc/{name}": text for name in garbled})).read()
-        assert load.others == ()
-    (tmp_path / "proc/self/environ").write_bytes(b"NAME=M\xfcller\0MASTER_ADDR=here\0")  # which is no text
-    assert HostWatch(machine=tmp_path).read().others == ()
-
-
-# It knows the names of fields that its driver knows, and fails where it is asked for others.
-NVIDIA_SMI = """#!/bin/sh
-echo "$@" >> {folder}/asked
-case "$*" in
-  *compute-apps*) cat {folder}/processes ;;
-  *counters*) [ {driver} = 2025 ] && cat {folder}/counters && rm {folder}/counters && exit
-              [ {driver} = 2025 ] && cat {folder}/later && exit
-              echo 'Field is not a valid field to query.'; exit 2 ;;
-  *) [ {driver} = 2023 ] && echo '7' && exit; echo '[N/A]' ;;
-esac
-"""
-
-
-def test_a_gpu_that_throttles_as_drivers_old_and_new_tell_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(gpu, "_identifier", lambda device: "GPU-1")
-    monkeypatch.setattr(gpu, "_SAMPLED_S", 0.0)
-    (tmp_path / "counters").write_text("99, 1000000, 500000, [N/A]\n")
-    (tmp_path / "later").write_text("40, 1000000, 2500000, [N/A]\n")
-    (tmp_path / "processes").write_text(
-        f"{os.getpid()}, python, 900\n77, /opt/other job/bin/render, 100\n78, python, [N/A]\n79, python, 400\n"
-    )
-
-    def watch(script: str) -> GpuWatch:
-        (tmp_path / "nvidia-smi").write_text(script)
-        (tmp_path / "nvidia-smi").chmod(0o755)
-        return GpuWatch(torch.device("cuda"))
-
-    reader = watch(NVIDIA_SMI.format(folder=tmp_path, driver=2025))
-    load = reader.read(lambda pid: pid in (os.getpid(), 79))
-    assert load is not None and load.throttled_s == {"sw_power_cap": 0.0, "sw_thermal_slowdown": 2.0}
-    assert load.others == (GpuProcess("render", 77, 100 * 2**20), GpuProcess("python", 78, 0))
-    assert load.others_busy == 0.4
-    assert "-i GPU-1 --query-gpu=utilization.gpu," in (tmp_path / "asked").read_text()
-    again = reader.read(lambda pid: True)
-    assert again is not None and again.throttled_s["sw_thermal_slowdown"] == 0  # since the reading before
-    for driver in (2023, 2020):
-        load = watch(NVIDIA_SMI.format(folder=tmp_path, driver=driver)).read(lambda pid: True)
-        assert load is not None and (load.throttled_s, load.others_busy) == ({}, 0.0)  # no others: not looked at
-    (tmp_path / "processes").write_text("4711, python, 900\n")  # numbers of another name space
-    load = watch(NVIDIA_SMI.format(folder=tmp_path, driver=2023)).read(lambda pid: False)
-    assert load is not None and load.others == ()
-    monkeypatch.setattr(gpu, "_TIMEOUT_S", 0.1)
-    for script in ("#!/bin/sh\nexit 9\n", "#!/bin/sh\nexec sleep 60\n", "#!/bin/sh\necho\n", "gone"):
-        assert watch(script).read(lambda pid: False) is None
-
-
-def test_a_device_that_is_no_gpu_has_no_load() -> None:
-    for device in (None, torch.device("cpu"), torch.device("cuda", 63)):
-        assert HostWatch(device).read().gpu is None

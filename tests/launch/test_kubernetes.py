@@ -4,7 +4,6 @@ and Kubernetes publish; and that a manifest says what a name, a variable or an a
 import contextlib
 import functools
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ import yaml
 from kubeflow_trainer_api import models
 
 import manifests
-from convoy import interfaces
 from convoy.cli import main
 from convoy.errors import ConvoyError
-from convoy.launch.kubernetes import KINDS, SecretVariable, name_for, to_yaml
+from convoy.launch.kubernetes import KINDS, SecretVariable, to_yaml
 
 MODELS: dict[str, Any] = {
     "TrainJob": models.TrainerV1alpha1TrainJob,
@@ -62,31 +60,21 @@ def test_every_field_is_known_to_kubeflows_models_and_a_misspelt_one_is_not() ->
         for name, training in TRAININGS.items():
             documents = [each for each in manifests.read(training, kind).values() if each["kind"] in MODELS]
             assert documents and all(map(is_known, documents)), (kind, name)
-    for place in (
-        ("TrainJob", "spec", "trainer"),
-        ("TrainJob", "spec", "runtimePatches", 0),
-        ("Job", "spec", "template", "spec", "containers", 0, "securityContext"),
-        ("Service", "spec", "ports", 0),
-    ):
-        documents: Any = manifests.read(manifests.training(), "trainjob" if place[0] == "TrainJob" else "job")
+    for place in (("TrainJob", "spec", "runtimePatches", 0), ("Job", "spec", "template", "spec", "containers", 0)):
+        documents: Any = manifests.read(manifests.training(), place[0].lower())
         misspell(functools.reduce(lambda inner, step: inner[step], place, documents))
         assert not is_known(documents[place[0]]), place
-    job = manifests.read(manifests.training(), "job")["Job"]
-    job["spec"]["completions"] = "2"  # of the wrong type
-    assert not is_known(job)
 
 
-@pytest.mark.parametrize("version", ["1.31", "1.37"])
-def test_kubernetes_own_schemas_hold_strictly_and_know_a_misspelt_field(version: str) -> None:
-    """Those made of its OpenAPI, of the oldest and newest version in which all fields are stable."""
+def test_kubernetes_own_schemas_hold_strictly_and_know_a_misspelt_field() -> None:
     library = pytest.importorskip("kubernetes_validate", reason="22 MB of schemas: pip install 'convoy-nn[manifests]'")
     for training in TRAININGS.values():
         for document in (each for kind in KINDS for each in manifests.read(training, kind).values()):
             if document["kind"] in ("NetworkPolicy", "Service", "Job"):
-                assert library.validate(document, version, strict=True)
+                assert library.validate(document, "1.37", strict=True)
                 misspell(document["spec"])
                 with pytest.raises(library.ValidationError):
-                    library.validate(document, version, strict=True)
+                    library.validate(document, "1.37", strict=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,14 +94,7 @@ def test_pods_are_restricted_and_have_what_was_asked_for(kind: str) -> None:
     assert policy["policyTypes"] == ["Ingress"]
     assert list(policy["podSelector"]["matchLabels"].values()) == ["resnet50"]
 
-    volumes = {volume["name"]: {key: volume[key] for key in volume if key != "name"} for volume in pod["volumes"]}
     mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
-    assert volumes == {
-        "data": {"persistentVolumeClaim": {"claimName": "imagenet", "readOnly": True}},
-        "runs": {"persistentVolumeClaim": {"claimName": "runs"}},
-        "shm": {"emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}},
-        "tmp": {"emptyDir": {}},
-    }
     paths = {"data": "/data", "runs": "/runs", "shm": "/dev/shm", "tmp": "/tmp"}
     assert {name: mount["mountPath"] for name, mount in mounts.items()} == paths
     assert mounts["data"]["readOnly"] is True and "readOnly" not in mounts["runs"]
@@ -121,15 +102,10 @@ def test_pods_are_restricted_and_have_what_was_asked_for(kind: str) -> None:
     assert container["resources"] == {"limits": limits, "requests": limits}
     pod = manifests.pod_of(bare)
     assert "data" not in {part["name"] for part in (*pod["volumes"], *pod["containers"][0]["volumeMounts"])}
-    assert set(pod["containers"][0]["resources"]["limits"]) == {"cpu", "memory"}
-
     assert not any("namespace" in document["metadata"] for document in plain.values())
     assert all(document["metadata"]["namespace"] == "team-a" for document in full.values())
-    for documents, seconds in ((plain, "110"), (full, "50")):  # of the pod's time to save
-        pod = manifests.pod_of(documents)
-        variables = {one.pop("name"): one for one in pod["containers"][0]["env"]}
-        assert variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == {"value": seconds}
-        assert kind == "trainjob" or pod["terminationGracePeriodSeconds"] == 120
+    variables = {one.pop("name"): one for one in manifests.pod_of(full)["containers"][0]["env"]}
+    assert variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == {"value": "50"}  # of the pod's time to save
     assert variables["WANDB_API_KEY"] == {"valueFrom": {"secretKeyRef": {"name": "wandb", "key": "key"}}}
 
 
@@ -151,38 +127,13 @@ def test_a_failed_pod_is_made_anew_and_kubeflows_variables_are_left_to_kubeflow(
     assert train_job["runtimeRef"]["name"] == "torch-distributed"
 
 
-def test_the_first_pod_knows_its_name_before_it_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolve = socket.getaddrinfo
-
-    def unpublished(host: str, *args: object, **kwargs: object) -> list:
-        if "." in host and host != "127.0.0.1":
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return resolve("127.0.0.1" if host == "lenet-0" else host, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(socket, "getaddrinfo", unpublished)
-    for name, is_first in (("lenet-0", True), ("lenet-1", False)):
-        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
-        assert interfaces.is_own("lenet-0.lenet") == is_first
-
-
 # fmt: off
 HOSTILE = [
-    "a'b", 'a"b', "a\nb: c", "a\r\n---\nkind: Secret", "${HOME}", "$(HOME)", "$(PET_MASTER_ADDR)", "$$(HOME)", "$",
-    "-rf", "--", "!!python/object/apply:os.system [id]", "&anchor *alias", "{{ .Values.x }}", "# comment", "a: b",
-    "- item", "| block", "> folded", "", " ", "~", "null", "yes", "y", "on", "0x10", "0o17", "017", "1e3", "1_000",
-    "12:30:45", "2026-11-22", ".inf", "=", "<<", "\t", "\x1b[2J", "\u202egnp.exe", "\ufeffbom", "\u2028line",
-    "\x85next", "ü 图片 🚢", "x" * 5000,
+    "a'b", 'a"b', "a\nb: c", "a\r\n---\nkind: Secret", "$(HOME)", "$$(HOME)", "$", "-rf", "--", "# comment", "a: b", "",
+    "!!python/object/apply:os.system [id]", "&anchor *alias", "- item", "| block", " ", "~", "null", "yes", "y", "0o17",
+    "1e3", "12:30:45", ".inf", "<<", "\t", "\x1b[2J", "\ufeffbom", "\u2028line", "ü 图片 🚢", "x" * 5000,
 ]
 # fmt: on
-
-
-class Core(yaml.SafeLoader):
-    """Reads JSON's types alone."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [entry for entry in resolvers if entry[0].rpartition(":")[2] in ("null", "bool", "int", "float")]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,15 +142,14 @@ def test_arguments_and_variables_arrive_as_they_are(kind: str) -> None:
     variables = {f"VALUE_{number}": value for number, value in enumerate(HOSTILE)}
     written = KINDS[kind](manifests.training(arguments, environment=variables))
     assert json.loads(json.dumps(written)) == written
-    for loader in (yaml.SafeLoader, Core):
-        documents = list(yaml.load_all(to_yaml(written), loader))
-        assert documents == written  # and no document more
-        (container,) = manifests.pod_of({one["kind"]: one for one in documents})["containers"]
-        there = {"HOME": "/tmp", "PET_MASTER_ADDR": "elsewhere"}
-        words = [manifests.expanded(argument, there) for argument in container["args"]]
-        assert words == ["train", *arguments, "--out", "/runs/resnet50", "--resume"]
-        values = {one["name"]: one.get("value") for one in container["env"]}
-        assert {name: manifests.expanded(values[name], there) for name in variables} == variables
+    documents = list(yaml.safe_load_all(to_yaml(written)))
+    assert documents == written  # and no document more
+    (container,) = manifests.pod_of({one["kind"]: one for one in documents})["containers"]
+    there = {"HOME": "/tmp", "PET_MASTER_ADDR": "elsewhere"}
+    words = [manifests.expanded(argument, there) for argument in container["args"]]
+    assert words == ["train", *arguments, "--out", "/runs/resnet50", "--resume"]
+    values = {one["name"]: one.get("value") for one in container["env"]}
+    assert {name: manifests.expanded(values[name], there) for name in variables} == variables
     assert manifests.expanded("$(HOME)", {"HOME": "/tmp"}) == "/tmp"  # which the escape keeps from
     # PyYAML alone would write 1e3 and y without quotes, which Go's reader takes for a number and a truth
     text = to_yaml([{"values": ["1e3", "y", "0o17", "12:30", "plain-word", "/data"]}])
@@ -207,39 +157,17 @@ def test_arguments_and_variables_arrive_as_they_are(kind: str) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    *(({"name": name}, "--name ") for name in ("ResNet50", "a_b", "-a", "a-", "1a", "", "a\n", "é")),
-    ({"name": "a" * 60}, "has 60 characters: use at most 54"),
-    ({"namespace": "../kube-system"}, "--namespace '../kube-system' is no name"),
-    ({"run_claim": "runs\nx"}, r"--run-claim 'runs\\nx' is no name"),
-    ({"data_claim": "Data"}, "--data-claim 'Data' is no name"),
-    ({"image": "convoy:1.0 --privileged"}, "--image .* is no image"),
-    ({"image": "$(IMAGE)"}, r"--image '\$\(IMAGE\)' is no image"),
-    ({"image": "Convoy"}, "--image 'Convoy' is no image"),
-    ({"accelerator": "gpu"}, "--accelerator 'gpu' is no resource: write it like nvidia.com/gpu"),
-    *(({"cpu": amount}, f"--cpu '{amount}' is no amount") for amount in ("0", "0.0m", "-1", "1Pi", "")),
-    ({"memory": "4Gi"}, "--shared-memory 8Gi is part of --memory 4Gi"),
-    ({"memory": "8589934591"}, "--shared-memory 8Gi is part of --memory 8589934591"),
     ({"least_nodes": 3}, "--min-nodes 3 must be between 1 and --nodes 2"),
     ({"arguments": ("a\udcff",)}, "not text in UTF-8"),
-    ({"arguments": ("a\0",)}, "zero byte"),
-    ({"environment": {"A B": "1"}}, "--env 'A B' is no name of a variable"),
     ({"environment": {"PET_NNODES": "1"}}, "--env PET_NNODES is set by the launcher"),
     ({"environment": {"RANK": "1"}}, "--env RANK is set by the launcher"),
-    ({"environment": {"A": "1"}, "secrets": [SecretVariable("A", "s", "k")]}, "the variable A is given twice"),
-    ({"secrets": [SecretVariable("A", "s/t", "k")]}, "--env-from-secret 's/t' is no name"),
 ]
 
 
-def test_what_kubernetes_would_not_take_is_refused_in_one_sentence() -> None:
+def test_what_no_cluster_would_find_and_what_looks_like_a_secret_is_refused_without_being_repeated() -> None:
     for change, sentence in REFUSED:
-        with pytest.raises(ConvoyError, match=sentence) as caught:
+        with pytest.raises(ConvoyError, match=sentence):
             manifests.training(**change)
-        assert "\n" not in str(caught.value)
-    longest = "a" * 54
-    assert manifests.training(name=longest) and len(f"{longest}-node-0-1") == 63  # as host names may be
-
-
-def test_what_looks_like_a_secret_is_refused_without_being_repeated() -> None:
     for name in ("HF_TOKEN", "wandb_api_key", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "MY_KEYS", "BASIC_AUTH"):
         with pytest.raises(ConvoyError, match=rf"--env {name} looks like a secret.*--env-from-secret {name}=") as error:
             manifests.training(environment={name: "hush"})
@@ -264,6 +192,3 @@ def test_the_command_line_writes_a_file(
     _, job = yaml.safe_load_all(Path("job.yaml").read_text(encoding="utf-8"))
     assert job["metadata"]["name"] == "timm-vit-b"
     assert job["spec"]["trainer"]["args"][-3:] == ["--out", "/runs/timm-vit-b", "--resume"]
-    names = {("my.nets:make", None): "my-nets-make", ("18", None): "convoy-18", ("图", None): "convoy"}
-    names |= {(None, "lenet-mnist"): "lenet-mnist", ("lenet", "mine.yaml"): "lenet", ("a" * 100, None): "a" * 40}
-    assert {asked: name_for(*asked) for asked in names} == names

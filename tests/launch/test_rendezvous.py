@@ -20,7 +20,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _BackendRendezvousStateHolder,
     _NodeDesc,
 )
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from convoy.errors import ConvoyError
 from convoy.interfaces import secret
@@ -41,15 +40,12 @@ def test_torchs_handler_still_makes_the_ranks_store_by_the_method_that_is_replac
 def test_the_package_tells_torchrun() -> None:
     entries = [entry for entry in entry_points(group="torchrun.handlers") if entry.name == "convoy"]
     assert [entry.load()() for entry in entries] == [torchrun.entry_point()]
-    torchrun.register()
-    torchrun.register()  # a second time is no mistake
 
 
 def test_one_host_meets_itself_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONVOY_STORE", "")
     before = listening([os.getpid()])
-    torchrun.register()
-    handler = get_rendezvous_handler(parameters("127.0.0.1:0"))
+    handler = make(parameters("127.0.0.1:0"))
     info = handler.next_rendezvous()
     assert (info.rank, info.world_size, handler.use_agent_store) == (0, 1, False)
     assert listening([os.getpid()]) == before

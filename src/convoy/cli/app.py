@@ -13,7 +13,7 @@ import click
 import convoy
 from convoy.cli.options import HELP, LazyGroup, is_verbose
 from convoy.errors import ConvoyError, MachineError
-from convoy.failure import Failure, has_agent, leave_word, place_of
+from convoy.failure import Failure, Kind, has_agent, leave_word, place_of
 from convoy.terminal import LOST, brief, printable, shortened, write_to_any
 
 VERBS = {
@@ -92,9 +92,10 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _fail(sentence: str, status: int, arguments: Sequence[str]) -> int:
     verbose = is_verbose(arguments)
-    if has_agent():  # a rank, which has not begun: torchrun's agent says it once
+    if has_agent():  # a rank, which has not begun: who started it says it once
         trace = traceback.format_exc() if verbose else ""
-        failure = Failure(int(os.environ.get("RANK", 0)), "mistake", sentence, trace, time.time())
+        kind: Kind = "mistake" if status == 2 else "error"
+        failure = Failure(int(os.environ.get("RANK", 0)), kind, sentence, trace, time.time())
         with contextlib.suppress(OSError):
             if leave_word(failure, verbose):
                 return status

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,44 +20,11 @@ from convoy.data.turbo import Crop, Turbo
 from convoy.errors import ConvoyError
 
 
-@dataclass(frozen=True)
-class Crops:
-    """Crops of pictures that lie on the device as a whole data set; `to` cuts them out there, as uint8 [samples,
-    channels, side, side]."""
-
-    pixels: Tensor  # uint8 [pictures, height, width, channels]
-    # int64 [samples, 4]: picture, left and upper end of the crop (black where it lies outside), 1 where mirrored
-    places: Tensor
-    side: int
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, samples: slice) -> "Crops":
-        return replace(self, places=self.places[samples])
-
-    def pin_memory(self) -> "Crops":
-        return replace(self, places=self.places.pin_memory())
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Tensor:
-        """Cut the crops out where the pictures lie; only their places are sent there."""
-        picture, left, top, mirrored = self.places.to(self.pixels.device, non_blocking=non_blocking).unbind(1)
-        height, width = self.pixels.shape[1:3]
-        across = torch.arange(self.side, device=self.pixels.device)
-        x = left[:, None] + torch.where(mirrored[:, None] > 0, self.side - 1 - across, across)
-        y = top[:, None] + across
-        inside = ((y >= 0) & (y < height))[:, :, None] & ((x >= 0) & (x < width))[:, None]
-        x, y = x.clamp(0, width - 1), y.clamp(0, height - 1)
-        parts = self.pixels[picture[:, None, None], y[:, :, None], x[:, None]]
-        return parts.mul_(inside[..., None]).permute(0, 3, 1, 2).to(device)
-
-
 @dataclass
 class Batch:
     """Pictures and labels of one update, or of a piece of an evaluation."""
 
-    # uint8 [samples, channels, height, width], or crops from which the device makes that
-    images: Tensor | Crops
+    images: Tensor  # uint8 [samples, channels, height, width]
     labels: Tensor  # int64 [samples]
     samples: Tensor  # int64 [samples], their numbers in the source
     epoch: int = 0  # 0-based; 0 in an evaluation
@@ -72,10 +38,6 @@ class Batch:
     def pin_memory(self) -> "Batch":
         """The same batch in memory from which copies to an accelerator need not wait."""
         return replace(self, images=self.images.pin_memory(), labels=self.labels.pin_memory())
-
-
-# Pictures that are cropped at once: few enough to be in the processor's cache still when they are copied again.
-_PIECE = 16
 
 
 @dataclass
@@ -111,20 +73,15 @@ class BatchMaker:
     def shape(self) -> tuple[int, int, int]:
         return self.channels, self.geometry.image_size, self.geometry.image_size
 
-    def training(self, samples: NDArray[np.int64], epoch: int) -> Batch:
-        """The augmented batch of some samples [n] in an epoch. Raises ConvoyError, as `fill`."""
-        return self._made(samples, epoch)
-
-    def evaluation(self, samples: NDArray[np.int64]) -> Batch:
-        """The batch of some samples [n], resized and cut in the center. Raises ConvoyError, as `fill`."""
-        return self._made(samples, None)
-
-    def _made(self, samples: NDArray[np.int64], epoch: int | None) -> Batch:
+    def make(self, samples: NDArray[np.int64], epoch: int | None) -> Batch:
+        """The batch of some samples [n], augmented for an epoch or, without one, resized and cut in the center, as an
+        evaluation shows them. Raises ConvoyError, as `fill`."""
         if self._at_once(epoch):
             filled = self._readable(samples, epoch, self._known_bad)
-            return self.batch(self._cut(filled.samples, epoch), filled, epoch)
+            return self.batch(torch.from_numpy(self._cut(filled.samples, epoch)), filled, epoch)
         images = np.empty((len(samples), *self.shape), np.uint8)
-        return self.batch(images, self.fill(images, samples, epoch), epoch)
+        filled = self.fill(images, samples, epoch)
+        return self.batch(torch.from_numpy(images), filled, epoch)
 
     def _at_once(self, epoch: int | None) -> bool:
         return self.central if epoch is None else self.vectorised
@@ -136,15 +93,7 @@ class BatchMaker:
         if not self._at_once(epoch):
             return self._readable(samples, epoch, partial(self._write, images, epoch))
         filled = self._readable(samples, epoch, self._known_bad)
-        for start in range(0, len(filled.samples), _PIECE):
-            piece = filled.samples[start : start + _PIECE]
-            images[start : start + len(piece)] = self._cut(piece, epoch)
-        return filled
-
-    def fill_places(self, places: NDArray[np.int64], samples: NDArray[np.int64], epoch: int | None) -> Filled:
-        """As `fill`, but write to `places` [n, 4] what is to be cut out of which picture (`Crops`)."""
-        filled = self._readable(samples, epoch, self._known_bad)
-        places[: len(filled.samples)] = self._places(filled.samples, epoch)
+        images[: len(filled.samples)] = self._cut(filled.samples, epoch)
         return filled
 
     def _readable(
@@ -167,13 +116,8 @@ class BatchMaker:
             used[places] = (used[places] + 1) % len(self.source)
         raise ConvoyError(f"none of the {len(self.source)} training pictures can be read: {bad[0][1]}")
 
-    @property
-    def _pixels(self) -> NDArray[np.uint8]:
-        assert isinstance(self.source, PixelSource)
-        return self.source.pixels
-
     def _in_memory(self, side: int) -> bool:
-        return isinstance(self.source, PixelSource) and self._pixels.shape[1:] == (side, side, self.channels)
+        return isinstance(self.source, PixelSource) and self.source.pixels.shape[1:] == (side, side, self.channels)
 
     def _flips(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.bool_]:
         if not self.geometry.augment.flip:
@@ -186,40 +130,24 @@ class BatchMaker:
         pairs = zip(places.tolist(), samples.tolist(), strict=True) if bad else ()
         return [(place, BadImage(self.source.name(sample), bad[sample])) for place, sample in pairs if sample in bad]
 
-    def _places(self, samples: NDArray[np.int64], epoch: int | None) -> NDArray[np.int64]:
-        """The crops of pixels in memory for some samples: [n, 4], as in `Crops`."""
-        places = np.zeros((len(samples), 4), np.int64)
-        places[:, 0] = samples
-        if epoch is None or self.geometry.augment.crop == "none":
-            if self.geometry.margin:
-                places[:, 1:3] = self.geometry.margin // 2
-        else:
-            draws, side = self.geometry.draws(self.seed, epoch, samples), self.geometry.resize
-            places[:, 1:3] = self.geometry.pad_offsets(side, side, draws) - self.geometry.pad
-        if epoch is not None and self.geometry.augment.flip:
-            places[:, 3] = self._flips(samples, epoch)
-        return places
-
     def _cut(self, samples: NDArray[np.int64], epoch: int | None) -> NDArray[np.uint8]:
-        """The crops of some samples at once, from pixels in memory: what `Crops` makes of their places."""
-        pixels, side, augment = self._pixels[samples], self.geometry.image_size, self.geometry.augment
-        has_crop, has_flip = epoch is not None and augment.crop == "pad", epoch is not None and augment.flip
-        if not (has_crop or has_flip or self.geometry.margin):
-            return pixels.transpose(0, 3, 1, 2)
-        _, left, top, mirrored = self._places(samples, epoch).T
-        pad = self.geometry.pad if has_crop else 0
-        if pad:
-            num, height, width, channels = pixels.shape
-            padded = np.zeros((num, height + 2 * pad, width + 2 * pad, channels), np.uint8)
-            padded[:, pad : pad + height, pad : pad + width] = pixels
-            pixels = padded
+        """The crops of some samples from pixels in memory, all at once: [samples, channels, side, side]. On a core that
+        takes half of the time of the same in torch (0.8 ms for 128 pictures of CIFAR)."""
+        assert isinstance(self.source, PixelSource)
+        geometry, side, pixels = self.geometry, self.geometry.image_size, self.source.pixels[samples]
+        corners = np.full((len(samples), 2), geometry.margin // 2)
+        if epoch is not None and geometry.augment.crop == "pad":
+            pad, short_side = geometry.pad, geometry.resize
+            pixels = np.pad(pixels, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+            corners = geometry.pad_offsets(short_side, short_side, geometry.draws(self.seed, epoch, samples))
         planes = pixels.transpose(0, 3, 1, 2)
-        if planes.shape[2] != side:
-            windows = sliding_window_view(pixels, (side, side), axis=(1, 2))
-            planes = windows[np.arange(len(samples)), top + pad, left + pad]
+        if planes.shape[2:] != (side, side):
+            left, top = corners.T
+            planes = sliding_window_view(pixels, (side, side), axis=(1, 2))[np.arange(len(samples)), top, left]
         images = np.ascontiguousarray(planes)
-        if has_flip:
-            images[mirrored > 0] = images[mirrored > 0][..., ::-1]
+        if epoch is not None and geometry.augment.flip:
+            mirrored = self._flips(samples, epoch)
+            images[mirrored] = images[mirrored][..., ::-1]
         return images
 
     def _write(
@@ -274,29 +202,17 @@ class BatchMaker:
         return bad.reason
 
     def batch(
-        self,
-        rows: NDArray[Any],
-        filled: Filled,
-        epoch: int | None,
-        labels: NDArray[np.int64] | None = None,
-        pixels: Tensor | None = None,
+        self, images: Tensor, filled: Filled, epoch: int | None, labels: NDArray[np.int64] | None = None
     ) -> Batch:
-        """The batch of what was written to the first of `rows`: pictures, or places in `pixels` where these lie on the
-        device. Labels are written to `labels`, or to new memory."""
+        """The batch of what was written to the first of `images`. Labels are written to `labels`, or to new memory."""
         num = len(filled.samples)
         if labels is None:
             labels = self.source.labels[filled.samples]
         else:
             labels = labels[:num]
             labels[:] = self.source.labels[filled.samples]
-        tensor = torch.from_numpy(np.ascontiguousarray(rows[:num]))
-        return Batch(
-            images=tensor if pixels is None else Crops(pixels, tensor, self.geometry.image_size),
-            labels=torch.from_numpy(labels),
-            samples=torch.from_numpy(filled.samples),
-            epoch=epoch or 0,
-            bad=filled.bad,
-        )
+        samples = torch.from_numpy(filled.samples)
+        return Batch(images[:num], torch.from_numpy(labels), samples, epoch or 0, filled.bad)
 
 
 def evaluation_pixels(image: Image.Image, name: str, geometry: Geometry, channels: int) -> NDArray[np.uint8]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from convoy.data.cifar import find_cifar, open_cifar
 from convoy.data.config import DataConfig
-from convoy.data.files import Opened, shown
+from convoy.data.files import Opened, check_labels, shown
 from convoy.data.folder import find_folder, open_class, open_folder
 from convoy.data.mnist import find_mnist, open_mnist, open_mnist_mini
 from convoy.data.order import stratified_split
@@ -157,17 +157,20 @@ def open_files(
         has_effect = kind == "parquet" if option.endswith("column") else splits_by_name
         if getattr(config, option) is not None and not has_effect:
             raise ConvoyError(f"data.{option} would be ignored: {shown(path)} is read as {kind}; leave it out")
-    if kind == "folder":
-        return kind, open_folder(path, config)
     if kind == "parquet":
         from convoy.data.parquet import open_parquet  # pyarrow takes a while to import
 
-        return kind, open_parquet(path, config)
-    if kind == "webdataset":
-        return kind, open_tars(path, config, progress)
-    if kind == "pack":
-        return kind, Pack.open(path).opened()
-    return kind, open_mnist(path) if kind == "mnist" else open_cifar(path)
+        opened = open_parquet(path, config)
+    elif kind == "pack":
+        opened = Pack.open(path).opened()
+    elif kind == "webdataset":
+        opened = open_tars(path, config, progress)
+    elif kind == "folder":
+        opened = open_folder(path, config)
+    else:
+        opened = open_mnist(path) if kind == "mnist" else open_cifar(path)
+    check_labels(path, opened)
+    return kind, opened
 
 
 def _detect(path: Path) -> str:

@@ -36,7 +36,7 @@ class Opened:
     """The sources in the files of a format."""
 
     name: str
-    classes: list[str]
+    classes: list[str]  # by label; empty where the format only numbers them
     train: Source
     test: Source | None = None
     notes: tuple[str, ...] = field(default=(), kw_only=True)
@@ -150,23 +150,20 @@ def relabel(sources: Iterable[Source], classes: Sequence[str], all_classes: Sequ
         source.labels = table[source.labels]
 
 
-def numbered_classes(path: Path, sources: Sequence[Source]) -> list[str]:
-    """Names "0", "1", … up to the largest label of the first source, the one to train on; raises ConvoyError where that
-    is too large."""
-    largest_label = int(sources[0].labels.max())
-    if largest_label >= _MAX_CLASSES:
-        raise ConvoyError(f"{shown(path)} has label {largest_label}, out of range: classes are numbered from 0")
-    return [str(number) for number in range(largest_label + 1)]
-
-
-def check_range(path: Path, sources: Sequence[Source], classes: list[str]) -> None:
-    """Refuse labels that are no class, as where the test alone has them; the ConvoyError names the first sample."""
-    for source in sources:
-        bad_samples = np.flatnonzero((source.labels < 0) | (source.labels >= len(classes)))
+def check_labels(path: Path, opened: Opened) -> None:
+    """Name classes "0", "1", … up to the largest label to train on where the format names none, and refuse labels that
+    are no class, as where the test alone has them; the ConvoyError names the first sample."""
+    if not opened.classes:
+        largest_label = int(opened.train.labels.max())
+        if largest_label >= _MAX_CLASSES:
+            raise ConvoyError(f"{shown(path)} has label {largest_label}, out of range: classes are numbered from 0")
+        opened.classes = [str(number) for number in range(largest_label + 1)]
+    for source in filter(None, (opened.train, opened.test)):
+        bad_samples = np.flatnonzero((source.labels < 0) | (source.labels >= len(opened.classes)))
         if len(bad_samples):
             sample = int(bad_samples[0])
             withheld = " (-1 marks a withheld label: use the validation split)" if source.labels[sample] == -1 else ""
             raise ConvoyError(
                 f"{source.name(sample)} in {shown(path)} has label {source.labels[sample]}, out of range: the classes "
-                f"to train on are 0 to {len(classes) - 1}{withheld}"
+                f"to train on are 0 to {len(opened.classes) - 1}{withheld}"
             )

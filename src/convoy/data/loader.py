@@ -1,33 +1,23 @@
 """Batches in the order of the run, made in this process or in worker processes: the same ones either way."""
 
-import warnings
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from convoy.comm.memory import lack_of_memory
 from convoy.comm.position import current
-from convoy.data.batch import Batch, BatchMaker, Filled
+from convoy.data.batch import Batch, BatchMaker
 from convoy.data.config import DataConfig
 from convoy.data.dataset import DataSet
 from convoy.data.order import Order
-from convoy.data.sources import PixelSource, Source
+from convoy.data.sources import Source
 from convoy.data.transforms import Geometry
-from convoy.data.workers import Buffers, Request, Workers
+from convoy.data.workers import Request, Workers
 from convoy.errors import ConvoyError
 from convoy.resources import own_share
-from convoy.units import size
 
 _MAX_AUTOMATIC = 32
-_THREADS_AHEAD = 3  # batches that threads make before they are asked for
-_MOST_THREADS = 4
-_PART = 8  # the pictures of a data set take at most an eighth of a GPU's memory
 
 
 def training_batches(
@@ -59,7 +49,7 @@ def training_batches(
 
     largest = len(range(order.batch)[part])
     workers = min(num_workers(data, config)[0], num_updates)
-    return _run(maker, maker.vectorised, requests(), largest, workers, first_workers(config, workers), pin_memory, told)
+    return _run(maker, requests(), largest, workers, first_workers(config, workers), pin_memory, told)
 
 
 def evaluation_batches(
@@ -76,15 +66,13 @@ def evaluation_batches(
     requests = (Request(np.arange(start, max(start, min(start + batch, len(data.test))))) for start in starts)
     workers = min(num_workers(data, config)[0], num_batches)
     largest = min(batch, len(data.test))
-    return _run(maker, maker.central, requests, largest, workers, workers, pin_memory, lambda _: None)
+    return _run(maker, requests, largest, workers, workers, pin_memory, lambda _: None)
 
 
 def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
     """The number of worker processes, and why. 0 where a batch is taken from memory at once; else one per core of this
     process's share, up to 32, which is what one GPU can use up. Cores are those that the process may run on, or as many
     as control groups leave time for."""
-    if data.train.resident is not None:
-        return 0, f"pictures lie on the GPU ({size(data.train.resident.nbytes)}), which cuts them out"
     if config.workers is not None:
         return config.workers, "as the recipe says"
     if batch_maker(data, config, data.train, seed=0).vectorised:
@@ -96,37 +84,6 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
 def first_workers(config: DataConfig, most: int) -> int:
     """How many worker processes a training begins with; more start while batches are waited for."""
     return most if config.workers is not None else -(-most // 2)
-
-
-def bring_to(device: torch.device, data: DataSet, config: DataConfig, memory: float) -> list[str]:
-    """Copy pixels in memory to a GPU with `memory` bytes where they fit; returns sentences about those that stay.
-    Pixels stay where batches are no mere crops of them, or the recipe names workers, which then make the batches."""
-    notes, room = list[str](), memory / _PART
-    for source, what in ((data.train, "training"), (data.test, "test")):
-        maker = batch_maker(data, config, source, seed=0)
-        at_once = maker.vectorised if source is data.train else maker.central
-        if not at_once or config.workers or not isinstance(source, PixelSource):
-            continue
-        needed = source.pixels.nbytes
-        stay = f"{what} pictures stay in the host's memory, where threads cut them out: {size(needed)} are more than"
-        if needed > room:
-            notes.append(f"{stay} the {size(int(room))} that are left of an eighth of the GPU's memory")
-            continue
-        try:
-            if source.resident is None:
-                source.resident = _brought(source, device)
-            room -= needed
-        except RuntimeError as error:
-            if lack_of_memory(error) is None:
-                raise
-            notes.append(f"{stay} others have left free of the GPU's memory")
-    return notes
-
-
-def _brought(source: PixelSource, device: torch.device) -> Tensor:
-    with warnings.catch_warnings():  # pixels of files are read-only, and nobody writes to them
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        return torch.from_numpy(source.pixels).to(device, copy=True)
 
 
 def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) -> BatchMaker:
@@ -144,7 +101,6 @@ def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) ->
 
 def _run(
     maker: BatchMaker,
-    at_once: bool,
     requests: Iterator[Request],
     largest: int,
     workers: int,
@@ -152,58 +108,17 @@ def _run(
     pin_memory: bool,
     told: Callable[[int], None],
 ) -> Generator[Batch, None, None]:
-    """The batches of some requests, made by worker processes, by threads beside a GPU, or by this process."""
-    resident = maker.source.resident if at_once else None
-    workers = workers if largest else 0
-    if resident is not None or (pin_memory and at_once and not workers):
-        stream = _by_threads(maker, requests, largest, pixels=resident, pin_memory=pin_memory)
-    elif workers:
+    """The batches of some requests, made by worker processes or by this one."""
+    if workers and largest:
         pool = Workers(maker, requests, largest, most=workers, first=first, pin_memory=pin_memory, told=told)
-        stream = pool.batches()
-    else:
-        for request in requests:
-            epoch = request.epoch
-            with current.waiting_for_samples(partial(_reads, maker.source, request)):
-                batch = maker.evaluation(request.samples) if epoch is None else maker.training(request.samples, epoch)
-            yield batch.pin_memory() if pin_memory else batch
+        with closing(pool.batches()) as batches:
+            yield from batches
         return
-    with closing(stream) as batches:
-        yield from batches
+    for request in requests:
+        with current.waiting_for_samples(partial(_reads, maker.source, request)):
+            batch = maker.make(request.samples, request.epoch)
+        yield batch.pin_memory() if pin_memory else batch
 
 
 def _reads(source: Source, request: Request) -> str:
     return f"this process reads {source.names(request.samples)}"
-
-
-def _by_threads(
-    maker: BatchMaker, requests: Iterator[Request], largest: int, *, pixels: Tensor | None, pin_memory: bool
-) -> Generator[Batch, None, None]:
-    """Batches in their order, made ahead by threads where that is copying alone, beside a GPU; closing the generator
-    ends the threads. With `pixels` on a device only the places of crops are made, and the device cuts them
-    out. Raises ConvoyError as `BatchMaker.fill` does."""
-    shape, dtype = (maker.shape, "uint8") if pixels is None else ((4,), "int64")
-    write = maker.fill if pixels is None else maker.fill_places
-    buffers = Buffers(_THREADS_AHEAD, largest, shape, dtype, pin_memory=pin_memory)
-
-    def make(request: Request, slot: int) -> Filled:
-        return write(buffers[slot][0][: len(request.samples)], request.samples, request.epoch)
-
-    def finished(request: Request, slot: int, filled: Filled) -> Batch:
-        # Not in the generator, whose frame would keep a buffer from being free while it waits.
-        rows, labels = buffers.hand_out(slot, copied=not buffers.free)
-        batch = maker.batch(rows, filled, request.epoch, labels, pixels)
-        return batch.pin_memory() if pin_memory and not buffers.pinned else batch
-
-    pool = ThreadPoolExecutor(max(1, min(_MOST_THREADS, int(own_share()) - 1)), "convoy-pictures")
-    pending = deque[tuple[Request, int, Future[Filled]]]()
-    try:
-        while True:
-            while len(pending) < _THREADS_AHEAD and buffers.free and (request := next(requests, None)) is not None:
-                slot = buffers.free.popleft()
-                pending.append((request, slot, pool.submit(make, request, slot)))
-            if not pending:
-                return
-            request, slot, future = pending.popleft()
-            yield finished(request, slot, future.result())
-    finally:
-        pool.shutdown(cancel_futures=True)

@@ -10,7 +10,7 @@ import uuid
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import reduce
 from multiprocessing import connection
@@ -30,7 +30,7 @@ from convoy.data.processes import follow_parent, forkserver
 from convoy.data.sources import EncodedSource, Progress, Source
 from convoy.data.webdataset import CLASS_NAMES
 from convoy.errors import ConvoyError, MachineError
-from convoy.files import unwritable, write_atomically, write_json, write_text
+from convoy.files import write_atomically, write_json, write_text
 
 _TAR_BLOCK = 512
 # Name of the folder of notes from the moment in which the pack is finished until it is removed.
@@ -108,19 +108,19 @@ def _begun(folder: Path, what: dict[str, Any]) -> Iterator[None]:
     unfinished = folder / UNFINISHED
     if folder.exists() and not folder.is_dir():
         raise ConvoyError(f"{shown(folder)} is a file: name a folder for the pack")
-    if (folder / INDEX).exists() and not unfinished.exists():
-        raise ConvoyError(f"{shown(folder)} is a finished pack: remove it, or name another folder")
-    if folder.is_dir() and not unfinished.exists() and any(folder.iterdir()):
-        raise ConvoyError(f"{shown(folder)} is not empty: name a new folder for the pack")
-    if (reason := unwritable(folder)) is not None:
-        raise ConvoyError(f"{shown(folder)} cannot be written ({reason}): name another folder for the pack")
     with writing(folder):
-        unfinished.mkdir(parents=True, exist_ok=True)
-        if unfinished.is_symlink():
-            raise ConvoyError(f"{shown(unfinished)} is a link, not the folder of an unfinished pack: remove it")
-        lock = os.open(unfinished / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
         try:
             keep_others_out(lock, f"another process packs into {shown(folder)}: wait for it, or end it")
+            if unfinished.is_symlink():
+                raise ConvoyError(f"{shown(unfinished)} is a link, not the folder of an unfinished pack: remove it")
+            if not unfinished.exists():
+                if (folder / INDEX).exists():
+                    raise ConvoyError(f"{shown(folder)} is a finished pack: remove it, or name another folder")
+                if any(folder.iterdir()):
+                    raise ConvoyError(f"{shown(folder)} is not empty: name a new folder for the pack")
+                unfinished.mkdir()
             _go_on(folder, unfinished, what)
             yield
             finished = folder / f"{_FINISHED}{uuid.uuid4().hex}"
@@ -135,6 +135,7 @@ _DIFFERENCES = {"options": "other options", "splits": "other pictures, names or 
 
 
 def _go_on(folder: Path, unfinished: Path, what: dict[str, Any]) -> None:
+    """Refuse what was begun as something else, and remove what was half written."""
     begun, plan = unfinished / "what.json", json.loads(json.dumps(what))
     if begun.exists():
         try:
@@ -152,12 +153,7 @@ def _go_on(folder: Path, unfinished: Path, what: dict[str, Any]) -> None:
                 f"{shown(folder)} holds an unfinished pack of something else ({reason}): finish it as it was begun, or "
                 "remove it"
             )
-    elif (folder / INDEX).exists():  # finished since this process looked
-        with suppress(OSError):  # something else is in it
-            (unfinished / "lock").unlink()
-            unfinished.rmdir()
-        raise ConvoyError(f"{shown(folder)} is a finished pack: remove it, or name another folder")
-    elif any(entry.name != "lock" and entry.suffix != ".tmp" for entry in unfinished.iterdir()):
+    elif any(entry.suffix != ".tmp" for entry in unfinished.iterdir()):
         raise ConvoyError(f"{shown(unfinished)} does not say what is packed there (it has no what.json): remove it")
     else:
         write_json(begun, what)
@@ -334,12 +330,8 @@ def packed_picture(source: Source, sample: int, options: PackOptions) -> _Stored
         suffix, stored = ".png", _encoded(image, "PNG")
     counts = np.array(image.histogram(), np.int64).reshape(-1, 256) * np.ones((3 // len(image.getbands()), 1), np.int64)
     values = np.arange(256)
-    red, green, blue = (counts @ values).tolist()
-    red2, green2, blue2 = (counts @ values**2).tolist()
-    statistics = Statistics(
-        1, len(data), len(stored), short, max(size), width * height, (red, green, blue), (red2, green2, blue2)
-    )
-    return _Stored(stored, suffix, statistics)
+    sums, squares = (tuple((counts @ values**power).tolist()) for power in (1, 2))
+    return _Stored(stored, suffix, Statistics(1, len(data), len(stored), width * height, sums, squares))
 
 
 def _plain(image: Image.Image) -> bytes:

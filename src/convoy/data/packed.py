@@ -10,13 +10,12 @@ shards that are complete, so that a pack that was interrupted goes on where it s
 """
 
 import json
-import os
 import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import add
 from pathlib import Path
@@ -28,13 +27,12 @@ from pydantic import AfterValidator, BaseModel
 from safetensors import SafetensorError, safe_open
 
 from convoy.data.decode import BadImage, open_picture, suffix_of, suffixes
-from convoy.data.files import Opened, check_range, keep_others_out, reading, shown, writing
+from convoy.data.files import Opened, reading, shown, writing
 from convoy.data.folder import MAX_PICTURE_BYTES
 from convoy.data.processes import SharedBytes
 from convoy.data.sources import Progress
 from convoy.data.webdataset import TarSource
 from convoy.errors import ConvoyError
-from convoy.files import unwritable
 from convoy.terminal import printable
 
 INDEX, UNFINISHED = "index.safetensors", ".packing"
@@ -45,7 +43,6 @@ PER_SHARD = 2048
 
 _EVERY = 2000  # pictures from one report of progress to the next
 _LONGEST = 200  # bytes of a name
-_UNPACKING, _MARK = ".unpacking-", ".convoy"
 
 
 @dataclass(frozen=True)
@@ -70,17 +67,15 @@ class Statistics:
     images: int = 0
     original_bytes: int = 0  # of the original's files; 0 where it keeps pixels
     stored_bytes: int = 0  # of the pictures in the pack
-    smallest: int = 2**31  # short side of the smallest picture of the original
-    largest: int = 0  # long side of the largest picture of the original
     pixels: int = 0  # of all stored pictures
     # of the stored pixels, 0 to 255: red, green, blue, which are equal for grey
     sums: tuple[int, int, int] = (0, 0, 0)
     squares: tuple[int, int, int] = (0, 0, 0)  # of the same, squared
 
     def __add__(self, other: "Statistics") -> "Statistics":
-        combine: dict[str, Callable[..., Any]] = {"smallest": min, "largest": max, "sums": _added, "squares": _added}
-        pairs = {name: (value, getattr(other, name)) for name, value in vars(self).items()}
-        return Statistics(**{name: combine.get(name, add)(*pair) for name, pair in pairs.items()})
+        pairs: Any = zip(vars(self).values(), vars(other).values(), strict=True)
+        total: Any = (tuple(map(add, *pair)) if isinstance(pair[0], tuple) else add(*pair) for pair in pairs)
+        return Statistics(*total)
 
     @property
     def channels(self) -> int:
@@ -98,10 +93,6 @@ class Statistics:
         means = [total / max(self.pixels, 1) for total in self.sums[: self.channels]]
         pairs = zip(self.squares, means, strict=False)
         return tuple(round(max(total / max(self.pixels, 1) - mean**2, 0) ** 0.5 / 255, 4) for total, mean in pairs)
-
-
-def _added(colors: tuple[int, ...], other_colors: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(map(add, colors, other_colors))
 
 
 def shard_name(split: str, number: int) -> str:
@@ -217,9 +208,7 @@ class Pack(BaseModel, frozen=True):
         train, *rest = [self.source(split) for split in self.statistics]
         note = f"{shown(self.path)} is {self}; its samples come in the order of the original"
         test, side = rest[0] if rest else None, self.options.short_side
-        opened = Opened(self.name, self.classes, train, test, notes=(note,), short_side=side)
-        check_range(self.path, [train, *rest], self.classes)
-        return opened
+        return Opened(self.name, self.classes, train, test, notes=(note,), short_side=side)
 
 
 def _damaged(index: Path) -> ConvoyError:
@@ -253,50 +242,25 @@ def damaged(pack: Pack, progress: Progress | None) -> Iterator[str]:
 def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
     """Write the pictures of a pack as a folder for each class, below one for each split; returns their number. Files
     have their original names as far as possible: they end as the stored format does, and nothing in a name leads out of
-    the folder. Until all are written they lie in a new hidden folder, which the next attempt removes if this one is
-    killed. Raises ConvoyError where the folder is taken or a picture damaged."""
+    the folder. Until all are written they lie in a new hidden folder, so that nobody takes a part for the whole. Raises
+    ConvoyError where the folder is not empty or a picture damaged."""
     was_there = folder.exists()
-    if was_there and (not folder.is_dir() or not all(map(_is_left_over, folder.iterdir()))):
+    if was_there and (not folder.is_dir() or any(folder.iterdir())):
         raise ConvoyError(f"{shown(folder)} is not an empty folder: name a new one")
-    if (reason := unwritable(folder)) is not None:
-        raise ConvoyError(f"{shown(folder)} cannot be written ({reason}): name another folder")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        # The name is random, so nobody can have put a link or a folder there before.
+        unfinished = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder))
         try:
-            with _alone(folder) as unfinished:
-                done = _unpack(pack, unfinished, progress)
-                (unfinished / _MARK).unlink()
-                for entry in unfinished.iterdir():
-                    entry.rename(folder / entry.name)
+            done = _unpack(pack, unfinished, progress)
+            for entry in unfinished.iterdir():
+                entry.rename(folder / entry.name)
         finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
             if not was_there:
                 with suppress(OSError):  # it is not empty
                     folder.rmdir()
     return done
-
-
-def _is_left_over(entry: Path) -> bool:
-    """Whether an unpacking has made this folder: under such a name, through no link, and with its mark in it."""
-    return entry.name.startswith(_UNPACKING) and not entry.is_symlink() and (entry / _MARK).is_file()
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[Path]:
-    """A new folder within, while nobody else unpacks; those of killed processes are removed. Raises ConvoyError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        keep_others_out(descriptor, f"another process unpacks into {shown(folder)}: wait for it, or end it")
-        for entry in filter(_is_left_over, folder.iterdir()):
-            shutil.rmtree(entry)
-        # The name is random, so nobody can have put a link or a folder there before.
-        unfinished = Path(tempfile.mkdtemp(prefix=_UNPACKING, dir=folder))
-        try:
-            (unfinished / _MARK).touch()
-            yield unfinished
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    finally:
-        os.close(descriptor)
 
 
 def _unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage
-from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
+from convoy.data.files import Opened, reading, shards, shown
 from convoy.data.processes import SharedBytes
 from convoy.data.sources import NUM_SIZES, EncodedSource, Progress, spread
 from convoy.errors import ConvoyError
@@ -147,8 +147,7 @@ def open_parquet(path: Path, config: DataConfig) -> Opened:
         for source, label_names in zip(sources, names, strict=True):
             source.labels = np.searchsorted(np.array(classes), np.array(label_names)).astype(np.int64)
     else:
-        classes = layout.classes or numbered_classes(path, sources)
-        check_range(path, sources, classes)
+        classes = layout.classes or []
     return Opened(path.stem if path.is_file() else path.resolve().name, classes, *sources, notes=layout.notes)
 
 

@@ -15,7 +15,7 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from convoy.launch.rank import end_with_parent
 
@@ -50,40 +50,39 @@ def follow_parent() -> None:
     threading.Thread(target=end, daemon=True).start()
 
 
-class SharedMemory:
-    """A block of memory, zero to begin with; handing it to a worker process hands over the memory itself. It lies in an
-    anonymous file (memfd): it has no name, ends with its last process, takes up only what was written to, and is not
-    bound by the size of /dev/shm, which containers keep small."""
+class SharedArray:
+    """An array; handing it to a worker process hands over the memory itself. That lies in an anonymous file (memfd): it
+    has no name, ends with its last process, takes up only what was written to, and is not bound by the size of
+    /dev/shm, which containers keep small."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self._own(_anonymous_file())
-        os.ftruncate(self._fd, num_bytes)
-        self._map()
+    def __init__(self, dtype: DTypeLike, shape: tuple[int, ...], pieces: Iterable[Any] | None = None) -> None:
+        """`pieces` are its bytes, one after the other; zeros without them."""
+        fd = _anonymous_file()
+        weakref.finalize(self, os.close, fd)  # first, as reading the pieces may fail
+        if pieces is None:
+            os.ftruncate(fd, int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        else:
+            with os.fdopen(os.dup(fd), "wb", buffering=2**20) as file:
+                file.writelines(pieces)
+        self._map(fd, np.dtype(dtype), shape)
 
     @classmethod
-    def of(cls, pieces: Iterable[Any]) -> "SharedMemory":
-        """A block of these pieces, one after the other."""
-        block = cls.__new__(cls)
-        block._own(_anonymous_file())  # first, as reading the pieces may fail
-        with os.fdopen(os.dup(block._fd), "wb", buffering=2**20) as file:
-            file.writelines(pieces)
-        block._map()
-        return block
+    def of(cls, array: NDArray[Any]) -> "SharedArray":
+        return cls(array.dtype, array.shape, [np.ascontiguousarray(array).reshape(-1).view(np.uint8)])
 
-    def _own(self, fd: int) -> None:
-        self._fd = fd
-        weakref.finalize(self, os.close, fd)
-
-    def _map(self) -> None:
-        size = os.fstat(self._fd).st_size
-        self.bytes: mmap.mmap | bytearray = mmap.mmap(self._fd, size) if size else bytearray()
+    def _map(self, fd: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._state, size = (fd, dtype, shape), os.fstat(fd).st_size
+        self.bytes: mmap.mmap | bytearray = mmap.mmap(fd, size) if size else bytearray()
+        self.array: NDArray[Any] = np.frombuffer(self.bytes, dtype).reshape(shape)
 
     def __getstate__(self) -> Any:
-        return reduction.DupFd(self._fd)
+        fd, *form = self._state
+        return reduction.DupFd(fd), form
 
     def __setstate__(self, state: Any) -> None:
-        self._own(state.detach())
-        self._map()
+        fd, form = state[0].detach(), state[1]
+        weakref.finalize(self, os.close, fd)
+        self._map(fd, *form)
 
 
 class SharedBytes:
@@ -99,8 +98,8 @@ class SharedBytes:
                 lengths.append(len(piece))
                 yield piece
 
-        self._memory = SharedMemory.of(counted())
-        self._ends = SharedNumbers(np.cumsum(lengths) if ends is None else np.append(0, ends))
+        self._memory = SharedArray(np.uint8, (-1,), counted())
+        self._ends = SharedArray.of(np.cumsum(lengths) if ends is None else np.append(0, ends))
 
     def checksum(self) -> int:
         return zlib.crc32(self._ends.array.data, zlib.crc32(self._memory.bytes))
@@ -111,23 +110,6 @@ class SharedBytes:
     def __getitem__(self, place: int) -> bytes:
         start, end = self._ends.array[place : place + 2].tolist()
         return bytes(self._memory.bytes[start:end])
-
-
-class SharedNumbers:
-    """An array; handing it to a worker process hands over the memory itself."""
-
-    def __init__(self, numbers: NDArray[Any]) -> None:
-        self._memory = SharedMemory.of([np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)])
-        self._form = numbers.dtype, numbers.shape
-        self.array: NDArray[Any] = np.frombuffer(self._memory.bytes, numbers.dtype).reshape(numbers.shape)
-
-    def __getstate__(self) -> Any:
-        return self._memory, self._form
-
-    def __setstate__(self, state: Any) -> None:
-        self._memory, self._form = state
-        dtype, shape = self._form
-        self.array = np.frombuffer(self._memory.bytes, dtype).reshape(shape)
 
 
 def _anonymous_file() -> int:

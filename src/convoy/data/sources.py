@@ -6,18 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from convoy.data.decode import BadImage, finish_picture, in_channels, open_picture
-from convoy.data.processes import SharedNumbers
+from convoy.data.processes import SharedArray
 from convoy.errors import ConvoyError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Progress = Callable[[str, int, int], None]  # called with the name of long work, the number done, and the total
 
@@ -29,15 +26,13 @@ class Source(ABC):
     labels: NDArray[np.int64]
     mend = "mend or remove it"
     is_packed = False
-    # Pixels of all pictures, uint8 [N, H, W, C], if they were copied to the device that trains.
-    resident: "Tensor | None" = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getstate__(self) -> dict[str, Any]:
         """For a worker process, which needs the number of samples, but not a copy of their labels."""
-        return self.__dict__ | {"labels": range(len(self)), "resident": None}
+        return self.__dict__ | {"labels": range(len(self))}
 
     @abstractmethod
     def name(self, sample: int) -> str:
@@ -83,11 +78,11 @@ class PixelSource(Source):
         assert pixels.ndim == 4 and pixels.dtype == np.uint8 and len(pixels) == len(labels)
         self.pixels, self.labels, self.bad = pixels, labels, bad or {}
         self._name = name
-        self._shared: SharedNumbers | None = None
+        self._shared: SharedArray | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         if self._shared is None:
-            self._shared = SharedNumbers(self.pixels)
+            self._shared = SharedArray.of(self.pixels)
             self.pixels = self._shared.array
         return super().__getstate__() | {"pixels": None}
 
@@ -149,7 +144,7 @@ class EncodedSource(Source):
 class _Subset(EncodedSource):
     def __init__(self, source: EncodedSource, samples: NDArray[np.int64]) -> None:
         self.source, self.mend, self.is_packed = source, source.mend, source.is_packed
-        self._samples = SharedNumbers(samples)
+        self._samples = SharedArray.of(samples)
         self.labels = source.labels[samples]
 
     def read(self, sample: int) -> bytes:

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, left_out, suffixes
-from convoy.data.files import Opened, check_range, numbered_classes, reading, shards, shown
+from convoy.data.files import Opened, reading, shards, shown
 from convoy.data.folder import MAX_PICTURE_BYTES
-from convoy.data.processes import SharedBytes, SharedNumbers
+from convoy.data.processes import SharedArray, SharedBytes
 from convoy.data.sources import NUM_SIZES, EncodedSource, Progress, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
@@ -41,7 +41,7 @@ class TarSource(EncodedSource):
     ) -> None:
         self._files = [str(file) for file in files]
         self._names = names
-        self._places = SharedNumbers(places)
+        self._places = SharedArray.of(places)
         self.labels = labels
         self._open: dict[int, _Descriptor] = {}
 
@@ -96,13 +96,11 @@ def open_tars(path: Path, config: DataConfig, progress: Progress | None = None) 
     leftovers = Counter[str]()
     sources = [_open_split(files, progress, leftovers) for files in shards(path, ".tar", config) if files]
     names = (path.parent if path.is_file() else path) / CLASS_NAMES
+    classes: list[str] = []
     if names.is_file():
         with reading(names):
             lines = names.read_text(encoding="utf-8", errors="replace").splitlines()
         classes = [printable(line.strip()) for line in lines if line.strip()]
-    else:
-        classes = numbered_classes(path, sources)
-    check_range(path, sources, classes)
     name = path.stem if path.is_file() else path.resolve().name
     return Opened(name, classes, *sources, notes=tuple(left_out(leftovers)))
 

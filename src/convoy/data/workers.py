@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from convoy.comm.memory import lack_of_memory
 from convoy.comm.position import current
 from convoy.data.batch import Batch, BatchMaker, Filled
-from convoy.data.processes import SharedMemory, follow_parent, forkserver
+from convoy.data.processes import SharedArray, follow_parent, forkserver
 from convoy.errors import ConvoyError, MachineError
 
 _LEAST_PIECE, _LARGEST_PIECE = 16, 128
@@ -58,18 +58,17 @@ class Buffers:
         ahead: int,
         largest: int,
         shape: tuple[int, ...],
-        dtype: DTypeLike = np.uint8,
         *,
         pin_memory: bool = False,
-        memory: SharedMemory | None = None,
+        memory: SharedArray | None = None,
     ) -> None:
         num = ahead + _IN_USE + (_ON_THEIR_WAY if pin_memory else 0)
-        self._options = ahead, largest, shape, dtype
-        self._shape, self._dtype = (largest, *shape), np.dtype(dtype)
-        self._rows = int(np.prod(self._shape)) * self._dtype.itemsize
+        self._options = ahead, largest, shape
+        self._shape = (largest, *shape)
+        self._rows = int(np.prod(self._shape))
         self._labels = -(-self._rows // 8) * 8
         self._begin, self._size = 8 * num * largest, self._labels + 8 * largest
-        self._memory = memory or SharedMemory(self._begin + num * self._size)
+        self._memory = memory or SharedArray(np.uint8, (self._begin + num * self._size,))
         # [buffers, samples]: the samples that a buffer is to get, then those that it got
         self.samples = np.frombuffer(self._memory.bytes, np.int64, num * largest).reshape(num, largest)
         self.free = deque(range(num))
@@ -83,15 +82,14 @@ class Buffers:
     def _bytes(self, slot: int) -> NDArray[np.uint8]:
         return np.frombuffer(memoryview(self._memory.bytes), np.uint8, self._size, self._begin + slot * self._size)
 
-    def _parts(self, content: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        rows = content[: self._rows].view(self._dtype).reshape(self._shape)
-        return rows, content[self._labels :].view(np.int64)
+    def _parts(self, content: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        return content[: self._rows].reshape(self._shape), content[self._labels :].view(np.int64)
 
-    def __getitem__(self, slot: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    def __getitem__(self, slot: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Rows [samples, ...] and labels [samples] of a buffer."""
         return self._parts(self._bytes(slot))
 
-    def hand_out(self, slot: int, copied: bool) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    def hand_out(self, slot: int, copied: bool) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """The same, free again once nothing refers to either, or at once where a copy is handed out."""
         content, free = self._bytes(slot), self.free
         if copied:
@@ -173,7 +171,7 @@ class Workers:
         self._taken, self._tasks = self._context.Pipe(duplex=False)
         self._processes: dict[connection.Connection, BaseProcess] = {}
         # The piece that each process makes: number of the batch, first and last place; all 0 where it has none.
-        self._held = SharedMemory(most * 3 * 8)
+        self._held = SharedArray(np.int64, (most, 3))
         # One poll object for all waits: those of multiprocessing set up a selector each time.
         self._poll, self._speakers = select.poll(), dict[int, tuple[connection.Connection, BaseProcess]]()
         self._asked, self._waits, self._since = 0, 0.0, time.perf_counter()
@@ -269,7 +267,7 @@ class Workers:
     def _late(self) -> str:
         """A sentence on who holds the batch up, and with which samples."""
         sentences = []
-        for process, (number, start, end) in zip(self._processes.values(), _pieces(self._held), strict=False):
+        for process, (number, start, end) in zip(self._processes.values(), self._held.array.tolist(), strict=False):
             state = _STATES.get(_state(process.pid), "")
             if end or state:
                 samples = self._pending[number - self._first if end else 0].request.samples[start : end or None]
@@ -292,7 +290,8 @@ class Workers:
         images, labels = self._buffers.hand_out(slot, copied=not self._buffers.free)
         if len(places) < len(samples):  # an evaluation, some of whose pictures cannot be read
             images, samples = images[places], samples[places]
-        batch = self._maker.batch(images, Filled(samples, bad), request.epoch, labels)
+        filled = Filled(samples, bad)
+        batch = self._maker.batch(torch.from_numpy(images), filled, request.epoch, labels)
         return batch.pin_memory() if self._copies_pinned else batch
 
     def _adapt(self, waited: float) -> None:
@@ -328,20 +327,16 @@ def _state(process: int | None) -> str:
         return ""
 
 
-def _pieces(held: SharedMemory) -> NDArray[np.int64]:
-    return np.frombuffer(held.bytes, np.int64).reshape(-1, 3)
-
-
 def _work(
     maker: BatchMaker,
     buffers: Buffers,
     tasks: connection.Connection,
     results: connection.Connection,
-    held: SharedMemory,
+    held: SharedArray,
     place: int,
 ) -> None:
     follow_parent()
-    piece = _pieces(held)[place]
+    piece = held.array[place]
     torch.set_num_threads(1)
     with suppress(AttributeError, OSError):  # a worker that wakes up does not take the core from a thread that computes
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -134,9 +134,9 @@ def _read_until(source: EncodedSource, ends: float, sample: int) -> tuple[bool, 
 def _cpu(maker: BatchMaker, samples: NDArray[np.int64], most_s: float) -> float:
     """Seconds of the processor that a picture takes, but for the first ones, for which all that is needed is loaded."""
     if maker.vectorised:
-        maker.training(samples, 0)
+        maker.make(samples, 0)
         before = time.thread_time()
-        maker.training(samples, 0)
+        maker.make(samples, 0)
         return (time.thread_time() - before) / len(samples)
     times = list[float]()
     images = np.empty((1, *maker.shape), np.uint8)

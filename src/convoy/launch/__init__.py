@@ -1,7 +1,6 @@
 """Starts the processes of a run, one for each device, or finds this process's place among those that others started."""
 
-from convoy.failure import Failure
 from convoy.launch.local import start
 from convoy.launch.rank import RankPlace, as_rank, ended, find_place
 
-__all__ = ["Failure", "RankPlace", "as_rank", "ended", "find_place", "start"]
+__all__ = ["RankPlace", "as_rank", "ended", "find_place", "start"]

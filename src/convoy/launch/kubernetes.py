@@ -2,13 +2,13 @@
 
 A pod has one container with torch's elastic launcher, volumes, limits, and no rights beyond its work: it is
 "restricted" in the sense of Kubernetes' Pod Security Standards. Nothing here talks to a cluster, and no value of a user
-becomes anything but a value: secrets are refused, and names and amounts are checked before they are written.
+becomes anything but a value. Secrets are refused; whether names and amounts are such as Kubernetes takes, its own
+`kubectl apply --dry-run=server` says.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -30,58 +30,16 @@ _NODE = "node"  # of the container and of the replicated job, as in Kubeflow's r
 _JOBSET_LABEL, _JOB_LABEL = "jobset.sigs.k8s.io/jobset-name", "batch.kubernetes.io/job-name"
 
 # Variables that the launchers set.
-_RESERVED = ("PET_", "TORCHELASTIC_", "CONVOY_LAUNCH", "CONVOY_STORE", "KUBERNETES_")
-_SET = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "HOME"}
+_RESERVED = re.compile(
+    r"(PET_|TORCHELASTIC_|CONVOY_LAUNCH|CONVOY_STORE|KUBERNETES_).*|HOME|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_)?RANK"
+    r"|(LOCAL_)?WORLD_SIZE"
+)
 _SECRET_NAME = re.compile(r"TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|(?:KEYS?|_PWD|_PAT|_AUTH)$")
 _SECRET_VALUE = re.compile(
     r"://[^/@\s]*:[^/@\s]+@"  # https://user:password@host
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
     r"|\b(?:hf_[A-Za-z0-9]{20,}|gh[opsu]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|AKIA[0-9A-Z]{16}|xox[abp]-[\w-]{20,})"
 )
-
-# What Kubernetes takes, by the kind of a name: a pattern, the longest, and the sentence for all else.
-_FORMS = {
-    "label": (  # RFC 1035, of jobs and services
-        r"[a-z]([-a-z0-9]*[a-z0-9])?",
-        63,
-        "is no name for Kubernetes: use small letters, digits and '-', beginning with a letter and ending with a "
-        "letter or a digit",
-    ),
-    "subdomain": (  # RFC 1123, of claims and secrets
-        r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*",
-        253,
-        "is no name for Kubernetes: use small letters, digits, '-' and '.', beginning and ending with a letter or a "
-        "digit",
-    ),
-    "variable": (
-        r"[A-Za-z_][A-Za-z0-9_]*",
-        10_000,
-        "is no name of a variable: use letters, digits and '_', beginning with no digit",
-    ),
-    "secret key": (r"[-._a-zA-Z0-9]+", 253, "is no key of a Secret: use letters, digits, '-', '_' and '.'"),
-    "image": (
-        r"(?:[a-zA-Z0-9](?:[-a-zA-Z0-9.]*[a-zA-Z0-9])?(?::[0-9]+)?/)?"  # registry
-        r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*"  # path
-        r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@sha256:[0-9a-f]{64})?",  # tag, digest
-        500,
-        "is no image: write it like registry.example/team/convoy:1.0",
-    ),
-    "resource": (
-        r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?",
-        10_000,
-        "is no resource: write it like nvidia.com/gpu, or none for CPUs",
-    ),
-    "amount": (
-        r"(?!0+(?:\.0+)?\D*$)[0-9]+(?:\.[0-9]+)?(?:m|k|M|G|T|Ki|Mi|Gi|Ti)?",
-        100,
-        "is no amount: write CPUs like 8 or 500m, and memory like 32Gi",
-    ),
-}
-_UNITS = {"": Decimal(1), "m": Decimal("0.001")} | {
-    f"{unit}{binary}": Decimal(1024 if binary else 1000) ** power
-    for binary in ("", "i")
-    for power, unit in enumerate("KMGT" if binary else "kMGT", 1)
-}
 
 
 class SecretVariable(NamedTuple):
@@ -94,8 +52,8 @@ class SecretVariable(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One training: what to run, on what, with which volumes. Making it checks it; the ConvoyError names the option
-    that is wrong."""
+    """One training: what to run, on what, with which volumes. Making it refuses what no cluster would: the ConvoyError
+    names the option."""
 
     name: str  # of the job, and of its run
     image: str  # with Convoy in it
@@ -117,75 +75,26 @@ class Training:
     user: int = 1000  # user and group of the processes; not 0, which is root
 
     def __post_init__(self) -> None:
-        for option, text, form in (
-            ("--name", self.name, "label"),
-            ("--image", self.image, "image"),
-            ("--run-claim", self.run_claim, "subdomain"),
-            ("--data-claim", self.data_claim, "subdomain"),
-            ("--namespace", self.namespace, "label"),
-            ("--accelerator", self.accelerator, "resource"),
-            ("--cpu", self.cpu, "amount"),
-            ("--memory", self.memory, "amount"),
-            ("--shared-memory", self.shared_memory, "amount"),
-            *(("--env", name, "variable") for name in self.environment),
-            *(("--env-from-secret", secret.name, "variable") for secret in self.secrets),
-            *(("--env-from-secret", secret.secret, "subdomain") for secret in self.secrets),
-            *(("--env-from-secret", secret.key, "secret key") for secret in self.secrets),
-        ):
-            pattern, most, problem = _FORMS[form]
-            if text is not None and not (re.fullmatch(pattern, text) and len(text) <= most):
-                raise ConvoyError(f"{option} {text!r} {problem}")
-        longest = 63 - len(f"-node-0-{self.num_nodes - 1}")  # of host names, which end so
-        if len(self.name) > longest:
-            raise ConvoyError(f"--name {self.name!r} has {len(self.name)} characters: use at most {longest}")
         if self.least_nodes is not None and not 1 <= self.least_nodes <= self.num_nodes:
             raise ConvoyError(f"--min-nodes {self.least_nodes} must be between 1 and --nodes {self.num_nodes}")
-        if _value(self.shared_memory) > _value(self.memory):
-            raise ConvoyError(
-                f"--shared-memory {self.shared_memory} is part of --memory {self.memory}, and cannot be more: raise "
-                "--memory"
-            )
-        names = [*self.environment, *(secret.name for secret in self.secrets)]
-        for name in names:
-            if name in _SET or name.startswith(_RESERVED):
+        for name in (*self.environment, *(secret.name for secret in self.secrets)):
+            if _RESERVED.fullmatch(name):
                 raise ConvoyError(f"--env {name} is set by the launcher: leave it away")
-            if names.count(name) > 1:
-                raise ConvoyError(f"the variable {name} is given twice: leave one away")
         for name, value in self.environment.items():
             if _SECRET_NAME.search(name.upper()) or _SECRET_VALUE.search(value):
                 raise ConvoyError(
                     f"--env {name} looks like a secret, and a manifest is no place for one: put it into a Kubernetes "
                     f"Secret and give --env-from-secret {name}=SECRET/KEY"
                 )
-            _check_text(f"--env {name}", value)
-        check_arguments(self.arguments)
-
-
-def _value(amount: str) -> Decimal:
-    """The value of an amount of CPUs or bytes: `500m` is a half, `2Gi` is 2 · 1024³."""
-    number = amount.rstrip("mkMGTKi")
-    return Decimal(number) * _UNITS[amount[len(number) :]]
-
-
-def check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse arguments of `convoy train` that a manifest cannot hold, and secrets, without repeating them."""
-    for number, argument in enumerate(arguments, 1):
-        _check_text("an argument after --", argument)
-        if _SECRET_VALUE.search(argument):
-            raise ConvoyError(
-                f"argument {number} after -- looks like it holds a password or a token, and a manifest is no place "
-                "for one: mount the data as a claim, or give the secret by --env-from-secret"
-            )
-
-
-def _check_text(what: str, text: str) -> None:
-    """Refuse text that YAML or a process cannot hold."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ConvoyError(f"{what} is not text in UTF-8 ({text!a}): rename it") from None
-    if "\0" in text:
-        raise ConvoyError(f"{what} has a zero byte in it: leave it away")
+        for number, argument in enumerate(self.arguments, 1):
+            if _SECRET_VALUE.search(argument):
+                raise ConvoyError(
+                    f"argument {number} after -- looks like it holds a password or a token, and a manifest is no place "
+                    "for one: mount the data as a claim, or give the secret by --env-from-secret"
+                )
+        for text in (*self.environment.values(), *self.arguments):
+            if not text.isascii() and text != text.encode("utf-8", "replace").decode():
+                raise ConvoyError(f"{text!a} is not text in UTF-8, which a manifest is: rename it")
 
 
 def complete(

@@ -1,30 +1,33 @@
-"""Starts one process for each device of this machine, through torch's elastic launcher."""
+"""Starts one process for each device of this machine, hands signals on to them, ends them together, and starts them
+again where one has failed.
 
-import contextlib
-import logging
+torch's elastic launcher would do the same for one host, but knows a failure only by an exit status, keeps the numbers
+of its processes to itself and sends SIGTERM by itself: what the ranks would have to work around took more than this.
+"""
+
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 from convoy import interfaces
-from convoy.failure import Failure, cause, end_of, read_failures
+from convoy.failure import AGENTS, Failure, cause, end_of, word_in
 from convoy.late import waiting_for
-from convoy.launch.rank import FOLDER, HANDED_ON, PARENT, outlives, private_folder
-from convoy.launch.torchrun import BACKEND, register
+from convoy.launch.rank import FOLDER, GRACE_S, HANDED_ON, has_ended, is_ready, outlives, private_folder
 
-# By the signal that comes, the one for the ranks, which take SIGTERM as the end: torch's launcher sends it when another
-# rank has failed.
+# By the signal that comes, the one for the ranks: SIGTERM to one of them alone ends it.
 FORWARDED = {signal.Signals[name]: number for number, name in HANDED_ON.items()}
+_POLL_S = 0.05
 
-SHUTDOWN_S = 5  # seconds that torch's launcher leaves the ranks to end by themselves before it kills them
+Rank = subprocess.Popen[bytes]
 
 
 def start(
@@ -42,150 +45,109 @@ def start(
     often as `max_restarts` says. When this process ends, whatever ends it, so do the ranks. The exit status is that of
     rank 0, 2 for a mistake of the user, 1 for any other failure.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    register()
-    for name in ("", ".agent.server.api"):  # the second has a level of its own
-        logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
-    with private_folder() as folder:
-        started = _Started(folder)
-        starting = partial(_tell_of_start, started, num_devices)
-        with _environment(folder), _forwarding(started), _beside(started.watch), _beside(starting):
-            config = LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
-                nproc_per_node=num_devices,
-                run_id=uuid.uuid4().hex,
-                rdzv_backend=BACKEND,
-                rdzv_configs={"file": folder / "store"},
-                max_restarts=max_restarts,
-                monitor_interval=0.1,
-                logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-                signals_to_handle="SIGQUIT",
-            )
-            silent: list[Failure] = []
-            status = 0
-            try:
-                elastic_launch(config, sys.executable)("-m", "convoy", *arguments)
-            except ChildFailedError as error:
-                for rank, failed in error.failures.items():
-                    if not folder.exists() and (failed.exitcode > 0 or failed.exitcode == -signal.SIGTERM):
-                        status = max(status, failed.exitcode, 1)  # it has said why, or was ended with a rank that has
-                        continue
-                    sentence = "; ".join(filter(None, (f"it {end_of(failed.exitcode)}", advice())))
-                    silent.append(Failure(rank, "killed", sentence, "", time.time()))
-            except SignalException as error:
-                silent.append(Failure(0, "interrupted", f"{error.sigval.name}: stopped at once", "", time.time()))
-        started.look()
-        attempt = folder / f"attempt-{started.attempt}"
-        failure = cause([*read_failures(attempt), *silent])
-        if failure is not None:
-            print(failure.text(verbose), file=sys.stderr, flush=True)
-            on_failure(failure)
-            return failure.status
-        place = attempt / "status"
-        return int(place.read_text()) if place.exists() else status
-
-
-class _Started:
-    """The ranks of the newest attempt, by the files in which each leaves its process number. Numbers are kept once
-    read, as a file in the temporary directory may be removed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.attempt, self.pids = folder, 0, dict[int, int]()
-
-    def look(self) -> None:
-        newest = max((int(path.name.partition("-")[2]) for path in self.folder.glob("attempt-*")), default=0)
-        if newest > self.attempt:
-            self.attempt, self.pids = newest, {}
-        for place in self.folder.glob(f"attempt-{self.attempt}/pid-*"):
-            with contextlib.suppress(OSError, ValueError):  # a file that is being written
-                self.pids[int(place.name.partition("-")[2])] = int(place.read_text())
-
-    def watch(self, done: threading.Event) -> None:
-        """Keep looking, and kill the ranks that still run some time after one has failed, as a stopped one does; torch
-        would wait longer."""
-        since: dict[int, float] = {}
-        while not done.wait(0.1):
-            self.look()
-            if not any(self.folder.glob(f"attempt-{self.attempt}/failure-*.json")):
-                continue
-            if time.monotonic() - since.setdefault(self.attempt, time.monotonic()) > SHUTDOWN_S:
-                since[self.attempt] = float("inf")
-                for pid in list(self.pids.values()):
-                    with contextlib.suppress(OSError):
-                        os.kill(pid, signal.SIGKILL)
+    job = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_MAX_RESTARTS": str(max_restarts)}
+    restart = 0
+    with _signals() as signals:
+        while True:
+            with private_folder() as folder:
+                variables = job | {"TORCHELASTIC_RESTART_COUNT": str(restart)}
+                with _ranks(["-m", "convoy", *arguments], num_devices, folder, variables) as ranks:
+                    failure = _watched(ranks, folder, signals)
+            if failure is None:
+                return max(rank.returncode for rank in ranks)
+            if failure.final or signals or restart == max_restarts:
+                break
+            restart += 1
+            again = f"all ranks start again (restart {restart} of {max_restarts})"
+            print(f"{failure.reason}; {again}", file=sys.stderr, flush=True)
+    if failure.kind == "killed" and (advised := advice()):
+        failure = replace(failure, sentence=f"{failure.sentence}; {advised}")
+    print(failure.text(verbose), file=sys.stderr, flush=True)
+    on_failure(failure)
+    return failure.status
 
 
 @contextmanager
-def _environment(folder: Path) -> Iterator[None]:
-    old_environment = dict(os.environ)
-    os.environ |= {FOLDER: str(folder), PARENT: str(os.getpid())}
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
+def _ranks(arguments: Sequence[str], number: int, folder: Path, variables: dict[str, str]) -> Iterator[list[Rank]]:
+    """The processes of all ranks, which have the variables of torchrun's and end with this context."""
+    environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | dict(os.environ) | variables
+    environment |= {FOLDER: str(folder), AGENTS: str(os.getpid()), interfaces.STORE: str(folder / "store")}
+    environment |= {"GROUP_RANK": "0", "WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+    environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun around this
     loopback = interfaces.loopback()
     if loopback is not None:
-        for name in interfaces.VARIABLES:  # no other host reaches them there
-            os.environ.setdefault(name, loopback)
+        environment = dict.fromkeys(interfaces.VARIABLES, loopback) | environment  # no other host reaches them there
+    ranks: list[Rank] = []
+    # These wait for a rank until it can take them (`convoy.launch.rank.as_rank`).
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
     try:
-        yield
+        try:
+            for rank in range(number):
+                place = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "TORCHELASTIC_ERROR_FILE": str(_word(folder, rank)),
+                }
+                command = [sys.executable, *arguments]
+                ranks.append(subprocess.Popen(command, env=environment | place, start_new_session=True))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        yield ranks
     finally:
-        os.environ.clear()
-        os.environ.update(old_environment)
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def _watched(ranks: Sequence[Rank], folder: Path, signals: Sequence[signal.Signals]) -> Failure | None:
+    """Wait until all ranks have ended, or one has failed and the others have had time to notice it; the cause."""
+    num_handed_on, until = 0, float("inf")
+    with ExitStack() as message:
+        message.enter_context(waiting_for(f"starting {len(ranks)} processes"))
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
+            time.sleep(_POLL_S)
+            if all(is_ready(folder, rank) for rank in range(len(ranks))):
+                message.close()  # they speak for themselves
+            if signal.SIGQUIT in signals:
+                return Failure(0, "interrupted", "SIGQUIT: stopped at once", "", time.time())
+            for number in signals[num_handed_on:]:
+                num_handed_on += 1
+                for process in ranks:
+                    process.send_signal(FORWARDED[number])
+            if until == float("inf") and _failures(ranks, folder):
+                until = time.monotonic() + GRACE_S
+        return cause(_failures(ranks, folder))
+
+
+def _word(folder: Path, rank: int) -> Path:
+    """The file in which a rank leaves why it failed."""
+    return folder / f"failure-{rank}.json"
+
+
+def _failures(ranks: Sequence[Rank], folder: Path) -> list[Failure]:
+    """Those that ranks have left, and those of ranks that ended without a word."""
+    failures = []
+    for rank, process in enumerate(ranks):
+        status, word = process.poll(), word_in(_word(folder, rank))
+        if word is None and status and not has_ended(folder, rank) and (status < 0 or folder.exists()):
+            word = Failure(rank, "killed", f"it {end_of(status)}", "", time.time())
+        failures += [] if word is None else [word]  # without the folder a rank says by itself why it ended
+    return failures
 
 
 @contextmanager
-def _beside(watch: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run a function in a thread of its own until this context ends and sets the event."""
-    done = threading.Event()
-    thread = threading.Thread(target=watch, args=(done,), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-def _tell_of_start(started: _Started, num_devices: int, done: threading.Event) -> None:
-    """Tell a terminal that ranks are starting, which takes seconds, until they speak for themselves."""
-    with waiting_for(f"starting {num_devices} processes"):
-        while not done.wait(0.05) and len(started.pids) < num_devices and not started.attempt:
-            pass
-
-
-@contextmanager
-def _forwarding(started: _Started) -> Iterator[None]:
-    """Hand signals on to the ranks: to those that are not there yet as soon as they are."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    done = threading.Event()
-
-    def hand_on(number: int, name: str) -> None:
-        told: set[tuple[int, int]] = set()
-        while not done.wait(0.02):  # also to those of the next attempt, where one of these has just failed
-            started.look()
-            for rank, pid in list(started.pids.items()):  # a copy, as another thread fills it
-                if (started.attempt, rank) not in told:
-                    told.add((started.attempt, rank))
-                    with contextlib.suppress(OSError):
-                        os.kill(pid, number)
-            if not told and not started.folder.exists():
-                stop = f"kill -KILL {os.getpid()} stops it without saving"
-                print(f"{name}: nobody can be told, as {started.folder} is gone: {stop}", file=sys.stderr, flush=True)
-                return
+def _signals() -> Iterator[list[signal.Signals]]:
+    """The signals that come from now on."""
+    signals: list[signal.Signals] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        came = signal.Signals(number)
-        threading.Thread(target=hand_on, args=(FORWARDED[came], came.name), daemon=True).start()
+        signals.append(signal.Signals(number))
 
-    old_handlers = {number: signal.signal(number, note) for number in FORWARDED if not outlives(number)}
+    main = threading.current_thread() is threading.main_thread()
+    numbers = [number for number in (*FORWARDED, signal.SIGQUIT) if main and not outlives(number)]
+    handlers = {number: signal.signal(number, note) for number in numbers}
     try:
-        yield
+        yield signals
     finally:
-        done.set()
-        for number, handler in old_handlers.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

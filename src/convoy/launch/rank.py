@@ -4,7 +4,6 @@ reports why it failed, in a folder where the process that started it looks."""
 import contextlib
 import ctypes
 import fcntl
-import logging
 import os
 import select
 import shutil
@@ -14,22 +13,20 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from convoy.errors import ConvoyError
-from convoy.failure import Failure, cause, failure_of, leave_word, read_failures, silent_ends
+from convoy.failure import AGENTS, Failure, failure_of, leave_word
 from convoy.launch.slurm import number_of, slurm_variables
 from convoy.resources import check_threads
 
-# Variables of ranks that `convoy.launch.start` has started: its folder, and its process number.
-FOLDER, PARENT = "CONVOY_LAUNCH", "CONVOY_LAUNCHER"
-# To a rank: the run as a whole is to stop, where SIGTERM says that another rank has failed. SIGUSR1 may have a handler
-# of NCCL's or of a profiler; the first real-time signal is nobody's. macOS has none.
+FOLDER = "CONVOY_LAUNCH"  # variable of ranks that `convoy.launch.start` has started: the folder that they share
+# To a rank: the run as a whole is to stop, where SIGTERM ends this rank alone. SIGUSR1 may have a handler of NCCL's or
+# of a profiler; the first real-time signal is nobody's. macOS has none.
 STOP = getattr(signal, "SIGRTMIN", signal.SIGUSR1)
 # The signals that ask a rank to stop, and their names where the starting process received them.
 HANDED_ON: Mapping[int, str] = {
@@ -52,10 +49,9 @@ class RankPlace:
     rank: int
     num_ranks: int
     source: str  # its launcher, for sentences: `--devices`, `torchrun` or `Slurm`
-    # where ranks of this attempt leave word for `convoy.launch.start`; None where it did not start them
-    folder: str | None = None
+    # where ranks leave word for `convoy.launch.start`; None where it did not start them
+    folder: Path | None = None
     job: str = ""  # its name, the same when ranks are started again; empty where nobody restarts them
-    restarts: int = 0  # so far
     max_restarts: int = 0
 
     def check(self, devices: int | None) -> None:
@@ -80,13 +76,8 @@ def find_place(environment: MutableMapping[str, str] = os.environ) -> RankPlace 
     rank, num_ranks = (number_of(environment, name) for name in ("RANK", "WORLD_SIZE"))
     if not rank < num_ranks:
         raise ConvoyError(f"RANK={rank} must be below WORLD_SIZE={num_ranks}: start the ranks with torchrun")
-    restarts, max_restarts = (
-        int(environment.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS")
-    )
-    folder = str(Path(launch) / f"attempt-{restarts}") if launch else None
-    return RankPlace(
-        rank, num_ranks, "--devices" if launch else source, folder, job(environment), restarts, max_restarts
-    )
+    max_restarts, folder = int(environment.get("TORCHELASTIC_MAX_RESTARTS", 0)), Path(launch) if launch else None
+    return RankPlace(rank, num_ranks, "--devices" if launch else source, folder, job(environment), max_restarts)
 
 
 def job(environment: Mapping[str, str] = os.environ) -> str:
@@ -145,12 +136,11 @@ GRACE_S = 2.0  # seconds after a rank's failure in which the other ranks may not
 _POLL_S = 0.25
 _PR_SET_PDEATHSIG = 1
 _ENDED_FIRST = "100"  # counts as a tenth of the memory more than the process has
-_TERMINATED = 128 + signal.SIGTERM  # the status of a rank that SIGTERM ended, as a shell has it
 
 
-def follow(parent: int, folder: Path, rank: int, stop: Callable[[str], None]) -> None:
-    """End with the starting process, however that ended; soon after any rank has failed; and soon after a signal to
-    stop, whose handler must wait while the main thread is in a collective."""
+def follow(parent: int, stop: Callable[[str], None]) -> None:
+    """End with the starting process, however that ended, and soon after a signal to stop, whose handler must wait while
+    the main thread is in a collective."""
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
@@ -160,20 +150,14 @@ def follow(parent: int, folder: Path, rank: int, stop: Callable[[str], None]) ->
     os.register_at_fork(after_in_child=_forget)  # signals of a loader's workers are not for this process
 
     def watch() -> None:
-        since, stopped, terminated = None, 0, False
-        while since is None or time.monotonic() - since < GRACE_S:
+        stopped: list[int] = []
+        while not stopped:
             ready, _, _ = select.select([signals], [], [], _POLL_S)
-            heard = os.read(signals, 64) if ready else b""
-            stopped = next((number for number in heard if number in HANDED_ON), stopped)
-            terminated = terminated or signal.SIGTERM in heard
+            stopped = [number for number in (os.read(signals, 64) if ready else b"") if number in HANDED_ON]
             if os.getppid() != parent:
                 os._exit(1)
-            if since is None and (stopped or terminated or any(folder.glob("failure-*.json"))):
-                since = time.monotonic()
-        if stopped:
-            stop(HANDED_ON[stopped])
-        leave(folder, rank)
-        os._exit(status_of(folder, _TERMINATED if terminated else 1))
+        time.sleep(GRACE_S)
+        stop(HANDED_ON[stopped[0]])
 
     threading.Thread(target=watch, daemon=True, name="convoy-follow").start()
 
@@ -184,17 +168,14 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def leave(folder: Path, rank: int) -> None:
-    """Note that this rank's end is not the cause of the other ranks' ends."""
-    with contextlib.suppress(OSError):
-        (folder / f"ended-{rank}").touch()
+def is_ready(folder: Path, rank: int) -> bool:
+    """Whether a rank has come so far that it takes signals."""
+    return (folder / f"ready-{rank}").exists()
 
 
-def status_of(folder: Path, status: int) -> int:
-    """The exit status of a rank: 0 where starting again would not help."""
-    if not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-        return status
-    return 0 if any(failure.final for failure in read_failures(folder)) else status
+def has_ended(folder: Path, rank: int) -> bool:
+    """Whether a rank has ended in good order, so that its status is that of its run."""
+    return (folder / f"ended-{rank}").exists()
 
 
 def _forget() -> None:
@@ -209,15 +190,11 @@ Hang = Callable[[str], None]  # ends this rank, from any thread, with a sentence
 def as_rank(place: RankPlace, saves: bool = False) -> Iterator[Hang]:
     """Run as the rank at a place. An exception that leaves this context is reported and ends the process. A rank that
     `convoy.launch.start` or torchrun started leaves its failure for the starting process to print; any other prints it
-    itself. Warnings of ranks other than 0 bear their number. The function that is yielded ends the rank where its main
+    itself. The function that is yielded ends the rank where its main
     thread cannot; `saves` says whether a rank that is asked to stop may be expected to save something."""
-    if place.num_ranks > 1 and place.rank > 0:
-        _prefix_warnings(place.rank)
-    folder = Path(place.folder) if place.folder else None
-    ending = threading.Event()
+    folder = place.folder
 
     def stop(name: str) -> None:
-        ending.set()
         sentence = f"{name}: stopped at once{', without saving' if saves else ''}"
         _fail(Failure(place.rank, "interrupted", sentence, "", time.time()), folder)
 
@@ -225,72 +202,44 @@ def as_rank(place: RankPlace, saves: bool = False) -> Iterator[Hang]:
         _fail(Failure(place.rank, "hung", sentence, "", time.time()), folder)
 
     try:
-        try:
-            if folder is not None:
-                _prepare(place, folder, ending, stop)
-            yield hang
-        except _StoppedEarly as stopped:
-            stop(str(stopped))
-        except (Exception, KeyboardInterrupt) as error:
-            ending.set()
-            if place.num_ranks == 1:
-                raise
-            _fail(failure_of(place.rank, error), folder)
-    except _Terminated:
-        _end(_TERMINATED)
-    finally:
-        ending.set()
+        if folder is not None:
+            _prepare(place.rank, folder, stop)
+        yield hang
+    except _StoppedEarly as stopped:
+        stop(str(stopped))
+    except (Exception, KeyboardInterrupt) as error:
+        if place.num_ranks == 1:
+            raise
+        _fail(failure_of(place.rank, error), folder)
 
 
-def _prepare(place: RankPlace, folder: Path, ending: threading.Event, stop: Callable[[str], None]) -> None:
+def _prepare(rank: int, folder: Path, stop: Callable[[str], None]) -> None:
     """Take the signals of a rank that `convoy.launch.start` started, and say that it is there."""
 
-    def terminate(number: int, frame: Any) -> None:
-        leave(folder, place.rank)
-        if ending.is_set():
-            _end(_TERMINATED)
-        ending.set()
-        raise _Terminated("another rank failed")
-
     def unraisable(lost: "sys.UnraisableHookArgs", show: Callable[..., None] = sys.unraisablehook) -> None:
-        if not isinstance(lost.exc_value, _Terminated | _StoppedEarly):  # lost in a finalizer; `follow` ends this rank
+        if not isinstance(lost.exc_value, _StoppedEarly):  # lost in a finalizer; `follow` ends this rank
             show(lost)
 
-    folder.mkdir(exist_ok=True)
     with contextlib.suppress(OSError):  # for lack of memory a rank is to be killed, not the process that can report it
         Path("/proc/self/oom_score_adj").write_text(_ENDED_FIRST)
     check_threads()
-    follow(int(os.environ[PARENT]), folder, place.rank, stop)
+    follow(int(os.environ[AGENTS]), stop)
     sys.unraisablehook = unraisable
     for number in HANDED_ON:
         if not outlives(number):
             signal.signal(number, _stop_early)
-    signal.signal(signal.SIGTERM, terminate)
-    (folder / f"pid-{place.rank}").write_text(str(os.getpid()))
-    if place.restarts and place.rank == 0:
-        _say_why(place, folder)
+    (folder / f"ready-{rank}").touch()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
 
 
 def ended(place: RankPlace, status: int) -> int:
-    """The status of this process after a run that ended in good order; the run's status goes to the starting process.
-    Every rank calls it, after rank 0 has written everything: torch's launcher takes everything but 0 as a failure. Each
-    of torchrun's agents judges the ranks of its own host alone, while srun takes the highest status."""
-    if place.folder is None:
-        return 0 if place.source == "Slurm" and place.rank > 0 else status
-    folder = Path(place.folder)
-    leave(folder, place.rank)
-    if place.rank == 0:
-        try:
-            temporary = folder / "status.tmp"
-            temporary.write_text(str(status))
-            temporary.replace(folder / "status")
-        except OSError:  # no room for it: the starting process sees this status
-            return status
-    return 0
-
-
-class _Terminated(BaseException):
-    """Another rank failed, so this one has to go."""
+    """The status of this process after a run that ended in good order. Every rank calls it, after rank 0 has written
+    everything. Each of torchrun's agents judges the ranks of its own host alone; srun and Convoy's own launcher take
+    the highest status."""
+    if place.folder is not None:
+        with contextlib.suppress(OSError):
+            (place.folder / f"ended-{place.rank}").touch()
+    return 0 if place.rank > 0 and (place.folder is not None or place.source == "Slurm") else status
 
 
 class _StoppedEarly(BaseException):
@@ -305,28 +254,15 @@ def _fail(failure: Failure, folder: Path | None) -> None:
     """Report a failure and end, whatever becomes of the report."""
     verbose = "-v" in sys.argv or "--verbose" in sys.argv
     try:
-        if folder is not None:
-            failure.write(folder)
-        elif not leave_word(failure, verbose):
-            _print(failure.text(verbose))
+        is_said = leave_word(failure, verbose)
     except OSError:  # no room for it
-        _print(failure.text(verbose))
-    if failure.kind == "lost":  # the rank that was lost is the cause, and is to be noticed first
+        is_said = False
+    if not is_said:
+        with contextlib.suppress(OSError, ValueError):
+            print(failure.text(verbose), file=sys.stderr, flush=True)
+    if failure.kind == "lost" and folder is None:  # the rank that was lost is the cause, and is to be noticed first
         time.sleep(GRACE_S)
-    _end(failure.status if folder is None else status_of(folder, failure.status))
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
-
-
-def _say_why(place: RankPlace, folder: Path) -> None:
-    last_attempt = folder.with_name(f"attempt-{place.restarts - 1}")
-    why = cause([*read_failures(last_attempt), *silent_ends(last_attempt)])
-    sentence = why.reason if why is not None else "a rank failed"
-    number = f"restart {place.restarts} of {place.max_restarts}"
-    print(f"{sentence}; all ranks start again ({number})", file=sys.stderr, flush=True)
+    _end(failure.status)
 
 
 def _end(status: int) -> None:
@@ -335,17 +271,3 @@ def _end(status: int) -> None:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
-
-
-def _prefix_warnings(rank: int) -> None:
-    show = warnings.formatwarning
-
-    def formatted(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-    ) -> str:
-        return f"rank {rank}: {show(message, category, filename, lineno, line)}"
-
-    warnings.formatwarning = formatted
-    handler: logging.StreamHandler[TextIO] = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
-    logging.getLogger().addHandler(handler)

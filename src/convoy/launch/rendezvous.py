@@ -65,18 +65,15 @@ def make(params: RendezvousParameters) -> RendezvousHandler:
 
 
 class OneHost(StaticTCPRendezvous):
-    """One host, with nobody to meet: torch's agent keeps its store to itself, and the ranks have a file. The file is
-    `file` of the configuration, in a folder of this user's alone, or one that ends with this process. The port is for
-    scripts that join by themselves, as torch would have them."""
+    """One host, with nobody to meet: torch's agent keeps its store to itself, and the ranks have a file, in a folder of
+    this user's alone that ends with this process. The port is for scripts that join by themselves, as torch would have
+    them."""
 
     def __init__(self, params: RendezvousParameters) -> None:
         super().__init__("127.0.0.1", get_free_port(), 0, 1, params.run_id, timeout=0)
-        self._backend_name, file = params.backend, params.get("file")
-        if file is None:
-            stack = ExitStack()
-            file = stack.enter_context(private_folder()) / "store"
-            atexit.register(stack.close)
-        os.environ[interfaces.STORE] = str(file)
+        self._backend_name, stack = params.backend, ExitStack()
+        os.environ[interfaces.STORE] = str(stack.enter_context(private_folder()) / "store")
+        atexit.register(stack.close)
 
     def next_rendezvous(self) -> RendezvousInfo:
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(self.master_addr, self.master_port))

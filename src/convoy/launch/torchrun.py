@@ -29,14 +29,6 @@ def entry_point() -> Callable[[Any], Any]:
     return _make
 
 
-def register() -> None:
-    """Do by hand what the entry point does in an installed package."""
-    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-
-    with contextlib.suppress(ValueError):  # it is registered
-        rendezvous_handler_registry.register(BACKEND, _make)
-
-
 def _make(params: Any) -> Any:
     from convoy.launch.rendezvous import make  # which needs what torch is importing while it asks for entry points
 

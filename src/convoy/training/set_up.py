@@ -13,7 +13,7 @@ from convoy import models
 from convoy.comm.backend import own
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet, num_workers, open_data
-from convoy.data.loader import bring_to, first_workers
+from convoy.data.loader import first_workers
 from convoy.data.sources import Progress
 from convoy.engine import Probe
 from convoy.engine.coupling import microbatch_sizes
@@ -82,8 +82,6 @@ def set_up(
         data = open_data(recipe.data, first)
         check_ranks(data, ranks)
     sharing = num_on(device, ranks)
-    if device.type == "cuda":  # before passes are tried, which are to fit beside
-        notes += bring_to(device, data, recipe.data, torch.cuda.get_device_properties(device).total_memory / sharing)
     quantities = resolve(recipe, len(data.train))
     notes += left_out_of_epochs(recipe.batch, len(data.train))
     model, build_notes = build_for(recipe, data, plan, ranks)
