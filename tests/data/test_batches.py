@@ -1,5 +1,6 @@
 """Batches are a function of seed, epoch and sample, whatever process makes them."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from convoy.data import AugmentConfig, DataConfig, open_data
-from convoy.data.batch import BatchMaker
+from convoy.data.batch import Batch, BatchMaker
 from convoy.data.sources import PixelSource, Source
 from convoy.data.transforms import Geometry
 from convoy.errors import ConvoyError
@@ -119,6 +120,16 @@ def test_three_epochs_are_the_same_for_any_number_of_workers_and_after_a_resume(
         draw = lambda seed, purpose, epoch, samples, num: random.random((len(samples), num))  # noqa: E731
         monkeypatch.setattr(f"convoy.data.{module}.uniforms", draw)
     assert not same(trained(section, 5, 2), plain[5:7])
+
+
+def test_threads_beside_a_gpu_make_the_same_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(tmp_path)
+    section = config(tmp_path, workers=None, augment={"crop": "pad", "flip": True})
+    plain, evaluation, threads = trained(section), evaluated(section), set[int]()
+    monkeypatch.setattr(Batch, "pin_memory", lambda batch: threads.add(threading.get_ident()) or batch)
+    assert same(trained(section, pin_memory=True), plain) and same(evaluated(section, pin_memory=True), evaluation)
+    assert threads and threading.get_ident() not in threads
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("convoy-pictures")]
 
 
 def write_rows(root: Path) -> None:
