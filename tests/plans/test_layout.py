@@ -5,7 +5,6 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from torch import nn
 
 from convoy.plans.layout import (
     Indices,
@@ -22,16 +21,9 @@ from convoy.plans.layout import (
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import SCHEDULES, Schedule, actions, in_flight, taken_back
-from convoy.plans.traffic import (
-    Traffic,
-    all_reduce_elements,
-    cut_traffic,
-    gradient_traffic,
-    step_elements,
-    transfer_traffic,
-)
+from convoy.plans.traffic import Traffic, all_reduce_elements, cut_traffic, step_elements
 from convoy.plans.transfer import transfer
-from plans.made_graph import chain, in_stages, placed, small_net
+from plans.made_graph import in_stages, small_net
 
 SHAPE = (4, 6, 5)
 
@@ -130,34 +122,18 @@ def test_a_copied_tensor_is_divided_in_one_step() -> None:
     assert [step.kind for step in transfer(Layout.of(copied=[0]), samples, Mesh(("a",), (2,)), SHAPE)] == ["slice"]
 
 
-def test_rows_send_their_halo_and_a_value_goes_once() -> None:
-    """Whole networks send what is counted: `tests/engine/test_traffic.py`."""
-    two = chain((8, 4, 9, 9), a=nn.Conv2d(4, 6, 3, padding=1), b=nn.Conv2d(6, 6, 3, padding=1))
-    row = 8 * 6 * 9 * 4
-    halo = [one.ranks for one in transfer_traffic(placed(two, "height=3")) if one.call == "b"]
-    assert halo == [(Traffic(row, row), Traffic(2 * row, 2 * row), Traffic(row, row))]
-    half = [8 * number // 2 * 4 for number in (8 * 16 * 16, 12 * 8 * 8, 20, 10)]
-    sent = [one.ranks[0] for one in transfer_traffic(placed(small_net(), "filter=2"))]
-    assert (sum(one.forward for one in sent), sum(one.backward for one in sent)) == (sum(half), sum(half[:3]))
-
-
 def test_stages_send_what_they_have_of_a_value_at_a_cut() -> None:
-    """8 samples of 12 channels of 8 × 8 numbers, in the layout in which they are made."""
+    """8 samples of 12 channels of 8 × 8 numbers, in the layout in which they are made. What whole networks send:
+    `tests/engine/test_traffic.py`."""
     whole, half, back, half_back = Traffic(24_576), Traffic(12_288), Traffic(0, 24_576), Traffic(0, 12_288)
     for text, ranks in (
         ("stage=2", (whole, back)),
-        ("stage=2,sample=2", (half, half, half_back, half_back)),
         ("sample=2,stage=2", (half, half_back, half, half_back)),
         ("stage=2,replicate=2", (whole, whole, back, back)),
     ):
         sizes = Plan.parse(text)
         (crossed,) = cut_traffic(*in_stages(small_net(), Plan(sizes.mesh, sizes.layers, ("classifier",))))
         assert (crossed.crossing.source, crossed.crossing.target, crossed.ranks) == (0, 1, ranks), text
-    graph = chain((8, 4, 9, 9), training=False, a=nn.Conv2d(4, 6, 3, padding=1), b=nn.Conv2d(6, 6, 3))
-    placement = placed(graph, "sample=2,filter=2")  # evaluation sends no gradients
-    assert sum(each.backward for sent in transfer_traffic(placement) for each in sent.ranks) == 0
-    assert gradient_traffic(placement) == {}
-    assert [one.ranks for one in cut_traffic(*in_stages(graph, "stage=2"))] == [(Traffic(8 * 6 * 81 * 4), Traffic())]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from convoy.plans.layout import balanced, consecutive
 from convoy.plans.mesh import Mesh
-from convoy.plans.windows import Need, Transposed, Window, halo_split, output_split
+from convoy.plans.windows import Transposed, Window, halo_split, output_split
 
 Function = Callable[[Tensor], Tensor]
 Parts = tuple[range, ...]
@@ -123,12 +123,6 @@ def test_transposed_convolutions_of_parts_make_the_whole() -> None:
 
 
 def test_halos_are_the_rows_that_parts_need() -> None:
-    for window, part, need in (
-        (Window(8, 3, 1, 1, 1, 1), range(3, 3), Need(range(0), 0, 0)),
-        (Window(2, 1, 1, 1, 3, 4), range(2), Need(range(0), 2, 0)),  # nothing but padding
-        (Window(7, 2, 3), range(1, 2), Need(range(3, 5), 0, 0)),  # a row is dropped at the bottom
-    ):
-        assert window.needed(part) == need
     output = output_split(12, Mesh(("a", "b", "c"), (2, 3, 2)), (0, 2))
     halo = halo_split(Window(12, 3, 1, 1, 1, 1), output)
     assert output.parts == (range(3), range(3, 6), range(6, 9), range(9, 12))

@@ -27,7 +27,7 @@ from convoy.planner.cost.store import ProfileStore
 from convoy.planner.planner import Planned, make_plan
 from convoy.planner.profiling import autocast
 from convoy.planner.text import document, explanation_text
-from convoy.planner.verdict import explained
+from convoy.planner.verdict import Explained
 from convoy.planner.workload import MakeOptimizer, Workload, momentum, workload_of
 from convoy.plans.plan import Plan
 from convoy.progress import ConsoleReporter
@@ -42,11 +42,11 @@ class FoundPlan(Plan):
 
     def explain(self) -> str:
         """Why this plan: verdict, where the time goes, what would change it, and every layer, as text."""
-        return explanation_text(explained(self._planned()))
+        return explanation_text(Explained(self._planned()))
 
     def to_document(self) -> dict[str, Any]:
         """The explanation as JSON has it."""
-        return document(explained(self._planned()))
+        return document(Explained(self._planned()))
 
     @property
     def seconds(self) -> float:

@@ -19,7 +19,7 @@ from convoy.report import axes as ax
 from convoy.report import pages
 from convoy.report.network_drawing import NetworkDrawing, shown_height
 from convoy.report.pages import Tile, data_uri
-from convoy.report.timeline_drawing import KINDS, PARTS, draw_timeline, kinds_in, num_left_out
+from convoy.report.timeline_drawing import KINDS, PARTS, timeline_drawing
 from convoy.units import per_second, rough_percent, seconds, shape, size
 
 _VERDICTS = {
@@ -66,17 +66,14 @@ def _content(explained: Explained, command: str) -> dict[str, Any]:
         "bar_legend": [(key, word) for key, word in _BAR_WORDS.items() if any(key in bar["keys"] for bar in bars)],
         "parts": explained.parts,
         "changes": explained.changes,
-        "network": drawing.svg(),
+        "network": drawing,
         "canvas": shown_height(drawing.tops),
         "network_legend": [
             *([("stage", "1", "the stage")] if stages else []),
             *((name, one.letter, f"{name}: {one.effect}") for name, one in STRATEGIES.items() if name in used),
         ],
         "stages": stages,
-        "omitted": drawing.grid.omitted,
-        "timeline": draw_timeline(scored.timeline, mesh),
-        "kinds": kinds_in(scored.timeline),
-        "left_out": num_left_out(scored.timeline),
+        "timeline": timeline_drawing(scored.timeline, mesh),
         "layers": explained.layers,
         "total": total,
         "words": {"colors": PARTS, "ranks": some_ranks, "takes": listed, "strategy": mesh.beside_stages},
@@ -134,9 +131,9 @@ def _bars(planned: Planned, chosen: Scored) -> list[dict[str, Any]]:
             {
                 "name": "one device" if one is planned.serial else str(one.plan),
                 "chosen": one is chosen,
-                "keys": {PARTS[part.name] for part in parts},
+                "keys": {PARTS[part.part] for part in parts},
                 "parts": [
-                    (PARTS[part.name], 100 * part.seconds / longest, f"{part.name}: {seconds(part.seconds)}")
+                    (PARTS[part.part], 100 * part.seconds / longest, f"{part.part}: {seconds(part.seconds)}")
                     for part in parts
                 ],
                 "time": seconds(one.seconds),
