@@ -1,6 +1,6 @@
 """Predicted beside measured: two timelines of an update side by side, by its parts and by groups of its layers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field, replace
 from typing import Annotated, Any, Literal
 
@@ -109,16 +109,11 @@ class Comparison:
 _OLDER = {"optimiser": "optimizer"}
 
 
-def _beside(before: Summary | None, after: Summary | None, seconds_of: Callable[[Summary], float | None]) -> Both:
-    """The same of what was predicted, and of what was measured."""
-    return Both(*(None if summary is None else seconds_of(summary) for summary in (before, after)))
-
-
 def parts_beside(before: Summary | None, after: Summary | None) -> dict[str, Both]:
     """The parts of an update, predicted and measured."""
-    staged = any(summary is not None and "stages" in summary.parts for summary in (before, after))
-    names = [part for part in PARTS if staged or part != "stages"]
-    return {part: _beside(before, after, lambda summary, part=part: summary.parts.get(part)) for part in names}
+    parts = [summary.parts if summary is not None else {} for summary in (before, after)]
+    names = [part for part in PARTS if part != "stages" or any(part in one for one in parts)]
+    return {name: Both(*(one.get(name) for one in parts)) for name in names}
 
 
 def of_all_stages(summaries: Sequence[Summary]) -> Summary | None:
@@ -141,35 +136,43 @@ def groups_beside(
     for layer, group in layer_groups(placement).items():
         members.setdefault(group, []).append(layer)
 
-    def total(summary: Summary, layers: Sequence[str]) -> LayerSeconds:
-        return sum((summary.layers.get(name, LayerSeconds()) for name in layers), LayerSeconds())
-
-    groups = [
-        Group(
-            name or "the network itself",
-            _beside(before, after, lambda summary, layers=layers: total(summary, layers).computes),
-            _beside(before, after, lambda summary, layers=layers: total(summary, layers).waits),
-            tuple(sorted({run_by[layer] + 1 for layer in layers if layer in run_by})),
+    groups = []
+    for name, layers in members.items():
+        totals = [None if summary is None else _total(summary, layers) for summary in (before, after)]
+        groups.append(
+            Group(
+                name or "the network itself",
+                Both(*(None if total is None else total.computes for total in totals)),
+                Both(*(None if total is None else total.waits for total in totals)),
+                tuple(sorted({run_by[layer] + 1 for layer in layers if layer in run_by})),
+            )
         )
-        for name, layers in members.items()
-    ]
     if not run_by or any(map(any, gradient_traffic(placement).values())):
-        waits = _beside(before, after, lambda summary: summary.gradients)
-        groups.append(Group(GRADIENTS, _beside(before, after, lambda summary: 0.0), waits))
+        waits = Both(None if before is None else before.gradients, after.gradients)
+        groups.append(Group(GRADIENTS, Both(None if before is None else 0.0, 0.0), waits))
     return tuple(groups)
+
+
+def _total(summary: Summary, layers: Sequence[str]) -> LayerSeconds:
+    return sum((summary.layers.get(name, LayerSeconds()) for name in layers), LayerSeconds())
 
 
 def stages_beside(before: Sequence[Summary], after: Sequence[Summary]) -> tuple[Group, ...]:
     """What a rank of each stage computes, and waits for the others; none where nobody has seen them."""
+    computes, waits = ([_spent(one, parts) for one in (before, after)] for parts in (_COMPUTING, ("stages",)))
     return tuple(
         Group(
-            f"stage {number}",
-            _beside(*pair, lambda summary: sum(summary.parts.get(part, 0.0) for part in _COMPUTING)),
-            _beside(*pair, lambda summary: summary.parts.get("stages", 0.0)),
-            (number,),
+            f"stage {number + 1}",
+            Both(*(one[number] if one else None for one in computes)),
+            Both(*(one[number] if one else None for one in waits)),
+            (number + 1,),
         )
-        for number, pair in enumerate(zip(before or [None] * len(after), after, strict=True), 1)
+        for number in range(len(after))
     )
+
+
+def _spent(summaries: Sequence[Summary], parts: Sequence[str]) -> list[float]:
+    return [sum(summary.parts.get(part, 0.0) for part in parts) for summary in summaries]
 
 
 _COMPUTING = ("forward", "backward", "packing")
@@ -218,9 +221,9 @@ def shown(number: float | None) -> str:
 def comparison_text(comparison: Comparison) -> str:
     """The whole update, its parts and its layers, as aligned tables; no more than sentences where there is little."""
     lines = list(filter(None, [headline(comparison)]))
-    measured = ("measured",)
-    if comparison.update.predicted_s is not None:
-        measured = ("predicted", "measured")
+    measured: tuple[str, ...] = (
+        ("predicted", "measured") if comparison.update.predicted_s is not None else ("measured",)
+    )
 
     def cells(*pairs: Both) -> list[str]:
         numbers = [number for pair in pairs for number in (pair.predicted_s, pair.measured_s)[-len(measured) :]]
@@ -234,9 +237,9 @@ def comparison_text(comparison: Comparison) -> str:
         why = apart(total, comparison.update.measured_s)
         lines.append(f"measured: each part the median of {updates}; they add up to {seconds(total)}{why}")
     if comparison.watched and comparison.groups:
-        names = ("computes", "waits")
-        if len(measured) == 2:
-            names = ("computes: predicted", "measured", "waits: predicted", "measured")
+        names = ["computes", "waits"]
+        if len(measured) > 1:
+            names = ["computes: predicted", "measured", "waits: predicted", "measured"]
         rows = [(one.title, *cells(one.computes, one.waits)) for one in comparison.groups]
         lines += ["", *table(("layer", *names), rows, names)]
     return "\n".join([*lines, *comparison.notes])

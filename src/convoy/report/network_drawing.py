@@ -206,10 +206,10 @@ class NetworkDrawing:
             layers = [unseen.pop(name) for name in names if name in unseen]
             computes_s = sum(computes[call.name] for call in box.calls) + sum(layer.copies_s for layer in layers)
             boxes.append(self._box(box, layers, computes_s))
-        most = max((box["spent"] for box in boxes), default=0.0) or 1.0
-        for box in boxes:
-            full, waits = (_WIDTH * box[name] / most for name in ("spent", "waits"))
-            box["bar"], box["waiting"] = f"{full - waits:.1f}", f"{waits:.1f}" if waits >= 0.5 else ""
+        most = max((drawn["spent"] for drawn in boxes), default=0.0) or 1.0
+        for drawn in boxes:
+            full, waits = (_WIDTH * drawn[name] / most for name in ("spent", "waits"))
+            drawn["bar"], drawn["waiting"] = f"{full - waits:.1f}", f"{waits:.1f}" if waits >= 0.5 else ""
         return boxes
 
     def _box(self, box: LayerBox, layers: Sequence[Layer], computes_s: float) -> dict[str, Any]:
