@@ -8,7 +8,7 @@ from torch import nn
 
 from convoy.errors import ConvoyError
 from convoy.hardware.catalog import device_named, devices, link_named, machine, read_devices
-from convoy.hardware.exchange import Scheme, Site, inside_link, ring, site_of, step
+from convoy.hardware.exchange import Scheme, Site, inside_link, ring, several, site_of
 from convoy.hardware.speed import Software, times
 from convoy.hardware.work import KINDS, work_of
 
@@ -71,7 +71,8 @@ def test_the_work_of_one_image_is_that_of_its_layers_by_hand_and_takes_its_arith
 
 def test_more_devices_and_slower_links_take_longer_in_every_scheme() -> None:
     def seconds(scheme: Scheme, count: int = 8, link: str = "pcie3", batch: int = 32) -> float:
-        return step(WORK, batch, P100, "fp32", OURS, count, Site(4, link, "10gbit"), scheme).seconds
+        how = batch, P100, "fp32", OURS
+        return several(times(WORK, *how), WORK, *how, count, Site(4, link, "10gbit"), scheme).seconds
 
     for kind in ("ring", "tree", "host", "server-gpu", "servers", "keras", "replicated"):
         scheme = Scheme(kind, overlap=False)

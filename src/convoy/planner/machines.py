@@ -27,8 +27,8 @@ from convoy.hardware.exchange import (
     inside_link,
     is_through_host,
     network_link,
+    several,
     site_of,
-    step,
 )
 from convoy.hardware.speed import OURS, Software, coefficients_of, times
 from convoy.hardware.work import KIND_OF, Item, Work, work_of_graph
@@ -183,6 +183,21 @@ class Prediction:
     def price(self, images: float, hour: float) -> float:
         """The price of so many images, where an hour of one device costs so much."""
         return 24 * self.days(images) * len(self.machine.devices) * hour
+
+    def row(self, images: float, hour: float | None) -> dict[str, str]:
+        """The cells of a table by their headings; `images` are those of the whole training, `hour` the price of one of
+        a device, if it is known."""
+        least, most = self.best / self.within, self.best * self.within
+        return {
+            "machine": self.machine.label,
+            "precision": self.precision,
+            "images/s": f"{self.best:,.0f}",
+            "90 % range": f"{least:,.0f} to {most:,.0f}",
+            "speed-up": f"{self.speedup:.2f}",
+            "efficiency": f"{self.efficiency:.0%}",
+            "days": f"{self.days(images):.3g}",
+            **({"price": f"{self.price(images, hour):,.2f}"} if hour is not None else {}),
+        }
 
     def document(self) -> dict[str, Any]:
         return {
@@ -379,10 +394,11 @@ class _DataParallel:
         return tuple(end - before for before, end in zip((0, *ends), ends, strict=False))
 
     def _of(self, device: Device, images: float, count: int, site: Site) -> Step:
-        return step(self.work, images, device, units(device, self.precision), self.software, count, site, Scheme())
+        how = images, device, units(device, self.precision), self.software
+        return several(times(self.work, *how), self.work, *how, count, site, Scheme())
 
 
-def _costs(workload: Workload, parallel: "_DataParallel", done: Step) -> Costs:
+def _costs(workload: Workload, parallel: _DataParallel, done: Step) -> Costs:
     """What a step costs, with the times of the first device and how many times as long the others compute. As much of
     the messages shows as in published tables."""
     machine, software, first = parallel.machine, parallel.software, parallel.machine.devices[0]
@@ -403,7 +419,7 @@ def _costs(workload: Workload, parallel: "_DataParallel", done: Step) -> Costs:
 
 def _planned(
     workload: Workload,
-    parallel: "_DataParallel",
+    parallel: _DataParallel,
     done: Step,
     fixes: Sequence[str],
     plans: Sequence[Plan],
@@ -418,7 +434,9 @@ def _planned(
     elif count == 1:
         predictions = [serial]
     else:
-        on = _meshes(machine)
+        on = [Mesh(("gpu",), (count,))]  # all devices as one axis, and also as hosts of devices where there are several
+        if machine.hosts > 1 and machine.per_host > 1:
+            on.append(Mesh(("node", "gpu"), (machine.hosts, machine.per_host)))
         # on more devices cuts take long to search; one pass goes through stages one after the other, which saves memory
         cut = count <= STAGED and len(workload.counts) > 1
         fast = workload if cut else replace(workload, counts=())
@@ -458,15 +476,6 @@ def _repeated(workload: Workload, plan: Plan) -> int:
     same = [set(strategies) == {"replicate"} for strategies in over]
     axes = zip(plan.mesh.names, plan.mesh.sizes, same, strict=False)
     return math.prod(size for name, size, repeats in axes if repeats and name != STAGE)
-
-
-def _meshes(machine: Machine) -> list[Mesh]:
-    """All devices as one axis, and also as hosts of devices where there are several."""
-    count = len(machine.devices)
-    meshes = [Mesh(("gpu",), (count,))]
-    if machine.hosts > 1 and machine.per_host > 1:
-        meshes.append(Mesh(("node", "gpu"), (machine.hosts, machine.per_host)))
-    return meshes
 
 
 def _curve(parallel: _DataParallel, batch: int) -> tuple[tuple[int, float], ...]:

@@ -202,9 +202,6 @@ def _gives(placement: Placement, placed: PlacedCall) -> str:
     """The layout of a call's first output, its dimensions by their names: `channels over filter`."""
     if not placed.call.outputs:
         return ""
-    layout, mesh = placed.placed.outputs[placed.call.outputs[0]], placement.mesh
-    count = len(placement.graph.shape(placed.call.outputs[0]))
-    names = {dim: "samples" if dim == 0 else _DIMS.get((count, dim), f"dim {dim}") for dim, _ in layout.splits}
-    words = [f"{names[dim]} over {axis_names(mesh, split.axes)}" for dim, split in layout.splits]
-    words += [f"partial over {mesh.names[axis]}" for axis in sorted(layout.partial)]
-    return ", ".join(words) or "whole"
+    layout, count = placed.placed.outputs[placed.call.outputs[0]], len(placement.graph.shape(placed.call.outputs[0]))
+    names = {0: "samples"} | {dim: name for (number, dim), name in _DIMS.items() if number == count}
+    return layout.describe(placement.mesh, names)

@@ -175,9 +175,7 @@ def machines_page(
         facts=[f"batch {first.batch}", what],
         status="predicted, not measured",
         status_kind="warn",
-        rows=[(one, one.price(images, prices[number]) if prices else 0) for number, one in enumerate(predictions)],
-        images=images,
-        prices=bool(prices),
+        rows=[(one, one.row(images, prices[number] if prices else None)) for number, one in enumerate(predictions)],
         picture=Markup(_picture(predictions)),
         command=command,
     )
