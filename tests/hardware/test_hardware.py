@@ -10,14 +10,16 @@ from convoy.errors import ConvoyError
 from convoy.hardware.catalog import device_named, devices, link_named, machine, read_devices
 from convoy.hardware.exchange import Scheme, Site, inside_link, ring, several, site_of
 from convoy.hardware.speed import Software, times
-from convoy.hardware.work import KINDS, work_of
+from convoy.hardware.work import KINDS
+from convoy.planner.machines import work_of
+from plans.made_graph import graph_of
 
 NET = nn.Sequential(
     nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 64, 10)
 )
 P100, V100 = (device_named(name) for name in ("p100-pcie", "v100-sxm2"))
 OURS = Software()
-WORK = work_of(NET, (3, 16, 16))
+WORK = work_of(graph_of(NET, 2, 3, 16, 16))
 
 
 def test_machines_are_devices_on_hosts_with_a_link_and_what_is_none_is_told_what_is() -> None:
@@ -62,9 +64,10 @@ def test_the_work_of_one_image_is_that_of_its_layers_by_hand_and_takes_its_arith
     assert (WORK.read[0], WORK.written[0]) == (3 * 16 * 16, 8 * 16 * 16)
     assert (WORK.window[0], WORK.depth[0], WORK.width[0], WORK.first[0]) == (9, 3, 8, 1)
     assert (WORK.parameters, WORK.tensors) == (sum(p.numel() for p in NET.parameters()), 6)
-    grouped = work_of(nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.ConvTranspose2d(8, 4, 2, 2)), (8, 10, 10))
+    net = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.ConvTranspose2d(8, 4, 2, 2))
+    grouped = work_of(graph_of(net, 2, 8, 10, 10))
     assert (list(grouped.groups), list(grouped.macs)) == ([8, 1], [8 * 8 * 8 * 9, 8 * 8 * 8 * 4 * 4])
-    result = times(work_of(nn.Conv2d(1024, 1024, 3, padding=1), (1024, 64, 64)), 8, V100, "fp32", OURS, {})
+    result = times(work_of(graph_of(nn.Conv2d(1024, 1024, 3, padding=1), 2, 1024, 64, 64)), 8, V100, "fp32", OURS, {})
     least = 2 * 8 * 64 * 64 * 1024 * 1024 * 9 / 15.7e12
     assert least < result.forward[0] < 1.2 * least
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from convoy.errors import ConvoyError, TooLargeError
+from convoy.graph.graph import Graph
 from convoy.hardware.catalog import Device, Machine, machine, read_devices
 from convoy.hardware.exchange import (
     Scheme,
@@ -31,15 +32,16 @@ from convoy.hardware.exchange import (
     site_of,
 )
 from convoy.hardware.speed import OURS, Software, coefficients_of, times
-from convoy.hardware.work import KIND_OF, Item, Work, work_of_graph
+from convoy.hardware.work import KIND_OF, Item, Work
+from convoy.ops import place
 from convoy.planner.cost.costs import Costs, LayerTimes, Times
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links, Ranks
-from convoy.planner.cost.local_op import VIEWS, BatchNorm, LocalOp
+from convoy.planner.cost.local_op import VIEWS, BatchNorm, LocalOp, local_op
 from convoy.planner.planner import Planned, propose, score
 from convoy.planner.workload import Workload, workload_of
 from convoy.plans.mesh import STAGE, Mesh
-from convoy.plans.place import COMPUTE
+from convoy.plans.place import COMPUTE, Batch
 from convoy.plans.plan import Plan
 from convoy.units import size
 
@@ -71,18 +73,32 @@ def _bandwidth(device: Device) -> float:
     return 0.75e9 * device.gbytes_per_s
 
 
+def work_of(graph: Graph) -> Work:
+    """The work of a network on one device."""
+    plan, images = Plan(Mesh((), ())), graph.shape(graph.inputs[0])[0]
+    placement = place(graph, plan, Batch(plan.mesh, (), (range(images),)), ())
+    items = [_item(local_op(placed, placement, 0)) for placed in placement.calls if placed.call.op not in VIEWS]
+    elements = [math.prod(value.shape) for value in graph.parameters()]
+    kept, image = sum(item.written for item in items) / images, math.prod(graph.shape(graph.inputs[0])) / images
+    return Work.of(items, float(sum(elements)), len(elements), kept, image, images)
+
+
 def _item(one: LocalOp) -> Item:
-    weights = sum(operand.numel for operand in one.inputs if operand.role == "parameter")
-    read = sum(operand.numel for operand in one.inputs if operand.role == "activation")
-    written = sum(operand.numel for operand in one.outputs)
+    weights, read = (
+        float(sum(operand.numel for operand in one.inputs if operand.role == role))
+        for role in ("parameter", "activation")
+    )
+    written = float(sum(operand.numel for operand in one.outputs))
     kind = KIND_OF.get(one.op, "pool" if "pool" in one.op else "pointwise")
     if kind not in ("conv", "linear"):
         return Item(kind, 0.0, read, written, weights)
     shape, groups, stride = one.inputs[1].shape, one.option("groups") or 1, one.option("stride")
     assert isinstance(groups, int)
+    # filters of a transposed convolution lie the other way round
+    outer, inner = (shape[1], shape[0] // groups) if one.option("transposed") else (shape[0] // groups, shape[1])
     strided = isinstance(stride, tuple) and any(isinstance(step, int) and step > 1 for step in stride)
-    sizes = float(math.prod(shape[2:])), shape[1], shape[0] / groups, groups
-    return Item(kind, one.flops.forward / 2, read, written, weights, *sizes, strided, not one.inputs[0].gradient)
+    sizes = math.prod(shape[2:]), inner, outer, groups, strided, not one.inputs[0].gradient
+    return Item(kind, one.flops.forward / 2, read, written, weights, *sizes)
 
 
 def _links_of(site: Site, share: float) -> Callable[[Ranks], Link]:
@@ -311,7 +327,7 @@ def predict(
         )
     if precision == "bf16" and (lacking := [one.name for one in machine.devices if not has_bf16(one)]):
         raise ConvoyError(f"{lacking[0]} does not compute in bf16: choose fp32 or fp16")
-    parallel = _DataParallel(work_of_graph(workload.graph), machine, precision, software)
+    parallel = _DataParallel(work_of(workload.graph), machine, precision, software)
     shares = parallel.shares(batch)
     done = parallel.step(shares)
     rate = batch / done.seconds
