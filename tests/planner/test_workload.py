@@ -18,7 +18,6 @@ from convoy.planner.comparison import (
     Comparison,
     comparison_text,
     groups_beside,
-    headline,
     parts_beside,
 )
 from convoy.planner.cost.calibrated import Calibrated
@@ -134,5 +133,4 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
         assert words in text
     assert "each part the median of 2 other updates; they add up to 7.00 ms" in text and one.error == pytest.approx(0.2)
     measured = replace(one, update=Both(None, 10e-3), parts=parts_beside(None, after), groups=())
-    assert headline(measured) == "an update took 10.0 ms, the median of 9"
     assert "predicted" not in comparison_text(measured)

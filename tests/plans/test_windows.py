@@ -1,5 +1,4 @@
-"""The rows that parts of an output need: local work on them gives the whole work's output and gradients. Pools:
-`tests/ops/test_parts.py`."""
+"""The rows that parts of an output need: local work on them gives the whole work's output and gradients."""
 
 import itertools
 import random
@@ -30,10 +29,10 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def joined(window: Window, parts: tuple[range, ...], rows: Tensor, local: Function) -> Tensor:
+def joined(window: Window, parts: tuple[range, ...], rows: Tensor, local: Function, pad: float = 0.0) -> Tensor:
     """Every part from the rows that it needs, one after another."""
     needs = [window.needed(part) for part in parts if part]
-    padded = [F.pad(rows[..., one.rows.start : one.rows.stop], (one.before, one.after)) for one in needs]
+    padded = [F.pad(rows[..., one.rows.start : one.rows.stop], (one.before, one.after), value=pad) for one in needs]
     pieces = list(map(local, padded))
     assert [piece.shape[-1] for piece in pieces] == [len(part) for part in parts if part], (window, parts)
     return torch.cat(pieces, -1)
@@ -77,6 +76,18 @@ def test_convolutions_of_parts_make_the_whole() -> None:
     window, weight, rows = Window(8, 3, 1, 1, 1, 1), draw(1, 1, 3), draw(1, 1, 8)
     pieces = [F.conv1d(rows[..., part.start : part.stop], weight, padding=1) for part in balanced(8, 2)]
     assert not torch.allclose(torch.cat(pieces, -1), F.conv1d(rows, weight, padding=1))
+
+
+def test_pools_of_parts_make_the_whole_and_averages_are_divided_by_their_counts() -> None:
+    for k, s, p, n, ceil in some(range(1, 6), (1, 2, 3), (0, 1, 2), range(5, 12), (False, True), number=200):
+        window, rows = Window(n, k, s, 1, p, p, bool(ceil)), draw(1, 1, n)
+        if p <= k // 2:
+            parts = balanced(window.output_size, 3)
+            pooled = joined(window, parts, rows, lambda x, k=k, s=s: F.max_pool1d(x, k, s), -torch.inf)
+            assert torch.equal(pooled, F.max_pool1d(rows, k, s, p, 1, ceil)), window
+            sums = joined(window, parts, rows, lambda x, k=k, s=s: F.avg_pool1d(x, k, s) * k)
+            counts = torch.tensor([count for part in parts for count in window.counts(part, False)])
+            torch.testing.assert_close(sums / counts, F.avg_pool1d(rows, k, s, p, ceil, False), msg=str(window))
 
 
 def test_transposed_convolutions_of_parts_make_the_whole() -> None:
