@@ -143,7 +143,7 @@ def _layers(answer: Explained) -> list[str]:
         "next best",
         "would cost",
     )
-    shown = [layer for layer in answer.layers if layer.strategy or layer.computes_s + layer.exposed_s >= least_s]
+    with_row = [layer for layer in answer.layers if layer.strategy or layer.computes_s + layer.exposed_s >= least_s]
     rows = [
         (
             *([str(layer.stage)] * staged),
@@ -157,11 +157,17 @@ def _layers(answer: Explained) -> list[str]:
             ",".join(mesh.beside_stages(layer.next_best.strategy)) if layer.next_best is not None else "-",
             extra(layer.next_best.extra_s) if layer.next_best is not None else "-",
         )
-        for layer in shown
+        for layer in with_row
     ]
-    if small := [layer for layer in answer.layers if layer not in shown]:
-        computes_s, waits_s = sum(layer.computes_s for layer in small), sum(layer.exposed_s for layer in small)
-        name, sent = f"{len(small)} other{'s' * (len(small) > 1)}", sum(layer.sent_bytes for layer in small)
+    if small_layers := [layer for layer in answer.layers if layer not in with_row]:
+        computes_s, waits_s = (
+            sum(layer.computes_s for layer in small_layers),
+            sum(layer.exposed_s for layer in small_layers),
+        )
+        name, sent = (
+            f"{len(small_layers)} other{'s' * (len(small_layers) > 1)}",
+            sum(layer.sent_bytes for layer in small_layers),
+        )
         rows.append((*([""] * staged), name, "", "", "", seconds(computes_s), seconds(waits_s), size(sent), "", ""))
     return table(headers, rows, ("computes", "waits", "sends", "would cost"))
 

@@ -65,15 +65,15 @@ def explain(
     the network was captured, `staged` gives every rank its part of the network, and `notes` are lines about layers."""
     graph, mesh, calls = placement.graph, placement.mesh, placement.calls
     crossings = cut_traffic(placement, staged) if staged is not None else []
-    uncounted = {value.name for value in graph.parameters()}  # each counts where it is first used
-    rows, output, sent = [], list[list[str]](), [0, 0, 0]
+    parameters = {value.name for value in graph.parameters()}  # each counts where it is first used
+    rows, output, totals = [], list[list[str]](), [0, 0, 0]
     for stage in range(staged.number if staged is not None else 1):
         part = placement if staged is None else staged.part(placement, stage)
-        of_part, of_output, totals = _rows(part, mesh.ranks_of(stage), crossings, uncounted)
+        of_part, of_output, totals_of_part = _rows(part, mesh.ranks_of(stage), crossings, parameters)
         label = [str(stage + 1)] if staged is not None else []
         rows += [[*label, *row] for row in of_part]
         output = [[*label, *row] for row in of_output] or output
-        sent = [max(pair) for pair in zip(sent, totals, strict=True)]
+        totals = [max(pair) for pair in zip(totals, totals_of_part, strict=True)]
     lines = [f"plan {plan}" if plan is not None else f"mesh {mesh}"]
     lines += [setting_text(graph.training, list(map(len, placement.batch.parts)), mesh.num_devices, capture), ""]
     lines += [*_table(_HEADERS if staged is None else ("stage", *_HEADERS), [*rows, *output], _NUMBERS), ""]
@@ -88,25 +88,25 @@ def explain(
     lines += notes
     for note in dict.fromkeys(placed.placed.note for placed in calls if placed.placed.note):
         lines.append(f"{note}: {listed([placed.call.layer for placed in calls if placed.placed.note == note])}")
-    if plan is not None and any(size > 1 for size in mesh.beside_stages(mesh.sizes)):
+    if plan is not None and any(ranks > 1 for ranks in mesh.beside_stages(mesh.sizes)):
         layers = [placed.call.layer for placed in calls if placed.call.op in COMPUTE]
         if unmatched := [layer for layer in layers if plan.pattern(layer) is None]:
             lines.append(f"replicated, as no pattern matches them: {listed(unmatched)}")
     of_what = ("in the forward pass", "in the backward pass", "for gradients of parameters")
-    totals_text = ", ".join(f"{size(number)} {words}" for number, words in zip(sent, of_what, strict=True) if number)
+    totals_text = ", ".join(f"{size(number)} {words}" for number, words in zip(totals, of_what, strict=True) if number)
     lines.append(f"a rank sends {totals_text or 'nothing'}")
     return "\n".join([*lines, _held(placement, memory, staged)]) + "\n"
 
 
 def _rows(
-    part: Placement, ranks: Sequence[int], crossings: Sequence[Crossed], uncounted: set[str]
+    part: Placement, ranks: Sequence[int], crossings: Sequence[Crossed], parameters: set[str]
 ) -> tuple[list[list[str]], list[list[str]], tuple[int, int, int]]:
     """The rows of a network or a stage: of every call that a plan divides, has parameters, is sent something or runs
     whole for want of a rule; of its output, if anything is sent for it. And bytes that a rank sends forward, backward
-    and for gradients."""
+    and for gradients. Of the `parameters` those are taken out that have been counted."""
     messages, gradients, mesh = transfer_traffic(part), gradient_traffic(part), part.mesh
 
-    def sent(call: str) -> tuple[str, Traffic]:
+    def messages_of(call: str) -> tuple[str, Traffic]:
         of_call = [message for message in messages if message.call == call]
         steps = [message.step for message in of_call if any(traffic != Traffic() for traffic in message.ranks)]
         return "; ".join(f"{step.kind} over {axis_names(mesh, step.axes)}" for step in steps), _most(of_call, ranks)
@@ -114,16 +114,16 @@ def _rows(
     rows = []
     for placed in part.calls:
         call = placed.call
-        steps, traffic = sent(call.name)
-        names = [name for name in call.inputs if name in uncounted]
-        uncounted.difference_update(names)
+        steps, traffic = messages_of(call.name)
+        names = [name for name in call.inputs if name in parameters]
+        parameters.difference_update(names)
         if steps or names or placed.placed.note or call.op in COMPUTE:
             strategy = ",".join(mesh.beside_stages(placed.strategy)) if call.op in COMPUTE else ""
-            added = max(sum(gradients[name][rank] for name in names if name in gradients) for rank in ranks)
-            held = max(sum(_bytes(part, name, rank) for name in names) for rank in ranks)
+            gradient_bytes = max(sum(gradients[name][rank] for name in names if name in gradients) for rank in ranks)
+            parameter_bytes = max(sum(_bytes(part, name, rank) for name in names) for rank in ranks)
             words = call.layer, call.op, strategy, _gives(part, placed), steps
-            rows.append([*words, *map(size, (traffic.forward, traffic.backward, added, held))])
-    steps, traffic = sent("")
+            rows.append([*words, *map(size, (traffic.forward, traffic.backward, gradient_bytes, parameter_bytes))])
+    steps, traffic = messages_of("")
     output = [["", "output", "", "", steps, size(traffic.forward), size(traffic.backward), "", ""]] if steps else []
     most = _most([*messages, *crossings], ranks)
     return rows, output, (most.forward, most.backward, max(sum(one[r] for one in gradients.values()) for r in ranks))
@@ -136,8 +136,8 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: Sequenc
 def _stages(placement: Placement, staged: StagedGraph, memory: Sequence[Memory]) -> list[str]:
     rows = []
     for number, row in enumerate(rows_of_stages(placement, staged), 1):
-        held = max((memory[rank] for rank in row.ranks), key=lambda one: one.total)
-        numbers = row.received_bytes.forward, row.received_bytes.backward, held.parameters, held.activations
+        most = max((memory[rank] for rank in row.ranks), key=lambda one: one.total)
+        numbers = row.received_bytes.forward, row.received_bytes.backward, most.parameters, most.activations
         rows.append([str(number), row.begins, some_ranks(row.ranks), listed(row.takes), *map(size, numbers)])
     return _table(_STAGE_HEADERS, rows, _STAGE_NUMBERS)
 

@@ -35,37 +35,33 @@ _VERDICTS = {
 }
 
 
-def plan_page(explained: Explained, command: str = "") -> str:
+def plan_page(answer: Explained, command: str = "") -> str:
     """The page as HTML; `command` is the one that found the plan."""
     styles = ("report.css", "bars.css", "plan.css")
-    return pages.render("plan.html.jinja", styles, ("copy.js", "plan.js"), **_content(explained, command))
+    return pages.render("plan.html.jinja", styles, ("copy.js", "plan.js"), **_content(answer, command))
 
 
-def _content(explained: Explained, command: str) -> dict[str, Any]:
-    planned, scored = explained.planned, explained.scored
+def _content(answer: Explained, command: str) -> dict[str, Any]:
+    planned, scored = answer.planned, answer.scored
     workload, total = planned.workload, scored.seconds or 1.0
-    raw = to_json(document(explained), indent=1).encode()
+    raw = to_json(document(answer), indent=1).encode()
     bars = _bars(planned, scored)
-    mesh, drawing = scored.placement.mesh, NetworkDrawing(explained)
-    used = {strategy for layer in explained.layers for strategy in mesh.beside_stages(layer.strategy)}
-    stages = list(enumerate(explained.stages, 1))
+    mesh, drawing = scored.placement.mesh, NetworkDrawing(answer)
+    used = {strategy for layer in answer.layers for strategy in mesh.beside_stages(layer.strategy)}
+    stages = list(enumerate(answer.stages, 1))
     return {
+        "answer": answer,
         "name": "plan",
         "title": workload.name,
         "subject": units.plural(planned.devices, "device"),
         "several": planned.devices > 1,
-        "facts": _facts(explained),
-        "verdict": explained.verdict,
-        "status": _VERDICTS[explained.verdict.kind],
-        "status_kind": "good" if explained.verdict.kind == "compute" else "warn",
-        "calm": explained.verdict.kind == "compute",
-        "plan": str(scored.plan),
+        "facts": _facts(answer),
+        "status": _VERDICTS[answer.verdict.kind],
+        "status_kind": "good" if answer.verdict.kind == "compute" else "warn",
         "axes": ", ".join(mesh.beside_stages(mesh.names)),
-        "tiles": _tiles(explained),
+        "tiles": _tiles(answer),
         "bars": bars,
         "bar_legend": [(key, word) for key, word in _BAR_WORDS.items() if any(key in bar["keys"] for bar in bars)],
-        "parts": explained.parts,
-        "changes": explained.changes,
         "network": drawing,
         "canvas": shown_height(drawing.tops),
         "network_legend": [
@@ -74,19 +70,17 @@ def _content(explained: Explained, command: str) -> dict[str, Any]:
         ],
         "stages": stages,
         "timeline": timeline_drawing(scored.timeline, mesh),
-        "layers": explained.layers,
         "total": total,
         "words": {"colors": PARTS, "ranks": some_ranks, "takes": listed, "strategy": mesh.beside_stages},
         "yaml": scored.plan.to_yaml().rstrip(),
         "command": command,
-        "notes": list(explained.notes),
         "download": data_uri(raw, "application/json"),
         "size": units.prefixed(len(raw), "B"),
     }
 
 
-def _facts(explained: Explained) -> list[str]:
-    workload, scored = explained.planned.workload, explained.scored
+def _facts(answer: Explained) -> list[str]:
+    workload, scored = answer.planned.workload, answer.scored
     schedule = scored.staging.schedule if scored.staging is not None else ""
     facts = {
         f"{units.count(workload.batch)} samples an update": True,
@@ -100,20 +94,18 @@ def _facts(explained: Explained) -> list[str]:
     return [fact for fact, holds in facts.items() if holds]
 
 
-def _tiles(explained: Explained) -> list[Tile]:
-    planned, scored = explained.planned, explained.scored
+def _tiles(answer: Explained) -> list[Tile]:
+    planned, scored = answer.planned, answer.scored
     memory = scored.memory
     tiles = [
         Tile("An update", seconds(scored.seconds), "predicted", True),
-        Tile("Samples a second", per_second(explained.samples_per_second), "all devices together"),
+        Tile("Samples a second", per_second(answer.samples_per_second), "all devices together"),
     ]
     if planned.devices > 1:
-        note = f"{rough_percent(explained.efficiency)} efficiency; {seconds(planned.serial.seconds)} on one device"
-        tiles.append(Tile("Speed-up", f"{explained.speedup:.2f} ×", note))
-    if explained.stages:
-        tiles.append(
-            Tile("Bubble", rough_percent(scored.bubble), f"{len(explained.stages)} stages wait for each other")
-        )
+        note = f"{rough_percent(answer.efficiency)} efficiency; {seconds(planned.serial.seconds)} on one device"
+        tiles.append(Tile("Speed-up", f"{answer.speedup:.2f} ×", note))
+    if answer.stages:
+        tiles.append(Tile("Bubble", rough_percent(scored.bubble), f"{len(answer.stages)} stages wait for each other"))
     held = f"{size(memory.parameters)} of parameters, {size(memory.activations)} of activations"
     tiles.append(Tile("Memory of a rank", size(memory.total), held))
     return tiles
