@@ -265,8 +265,8 @@ def _kind(answer: Explained, parts: Mapping[str, Part]) -> tuple[Bottleneck, Lay
     if most == "stages" or max(computes) - sum(computes) / len(computes) > losses["compute"] / 2:
         return "stages", None
     alone = {layer.layer: layer.work_s for layer in layers_of(planned, planned.serial)}
-    beyond_share = lambda layer: layer.work_s - alone.get(layer.layer, 0.0) / planned.devices  # noqa: E731
-    slower = max(layers, key=beyond_share, default=None)
+    beyond_share = {layer.layer: layer.work_s - alone.get(layer.layer, 0.0) / planned.devices for layer in layers}
+    slower = max(layers, key=lambda layer: beyond_share[layer.layer], default=None)
     if slower is not None and set(scored.placement.mesh.beside_stages(slower.strategy)) == {"replicate"}:
         return "repeated", slower
     if _too_slow(planned.devices, answer.parts):
