@@ -16,7 +16,7 @@ from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import AXIS_STRATEGIES, Strategy, is_choosing
 from convoy.plans.explain import StageRow, rows_of_stages
 from convoy.plans.layout import WHOLE
-from convoy.plans.mesh import Mesh
+from convoy.plans.mesh import Mesh, ranks_of
 from convoy.plans.place import Placement
 from convoy.plans.traffic import cut_traffic, gradient_traffic, transfer_traffic
 
@@ -141,7 +141,7 @@ def busiest_ranks(scored: Scored) -> tuple[int, ...]:
     """For each stage the rank that computes longest; of a network in one piece, that of all."""
     mesh, timeline = scored.placement.mesh, scored.timeline
     number = scored.staging.number if scored.staging is not None else 1
-    return tuple(timeline.busiest_of(mesh.ranks_of(stage)) for stage in range(number))
+    return tuple(timeline.busiest_of(ranks_of(mesh, stage)) for stage in range(number))
 
 
 def local_shape(placement: Placement, name: str, rank: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from convoy.plans.fit import axis_names
+from convoy.plans.mesh import ranks_of
 from convoy.plans.place import COMPUTE, Memory, PlacedCall, Placement
 from convoy.plans.plan import Plan
 from convoy.plans.stages import StagedGraph
@@ -36,7 +37,7 @@ def rows_of_stages(placement: Placement, staged: StagedGraph) -> tuple[StageRow,
             for rank, traffic in enumerate(crossed.ranks):
                 place = mesh.beside_stages(mesh.coordinates(rank))
                 forward[place] = forward.get(place, 0) + traffic.forward
-        ranks = mesh.ranks_of(stage)
+        ranks = ranks_of(mesh, stage)
         received = Traffic(max(forward.values(), default=0), _most(arriving, ranks).backward)
         rows.append(StageRow(layer, ranks, takes, received))
     return tuple(rows)
@@ -69,7 +70,7 @@ def explain(
     rows, output, totals = [], list[list[str]](), [0, 0, 0]
     for stage in range(staged.number if staged is not None else 1):
         part = placement if staged is None else staged.part(placement, stage)
-        of_part, of_output, totals_of_part = _rows(part, mesh.ranks_of(stage), crossings, parameters)
+        of_part, of_output, totals_of_part = _rows(part, ranks_of(mesh, stage), crossings, parameters)
         label = [str(stage + 1)] if staged is not None else []
         rows += [[*label, *row] for row in of_part]
         output = [[*label, *row] for row in of_output] or output

@@ -66,10 +66,6 @@ class Mesh:
         """The stage that a rank runs; 0 where there are none."""
         return self.coordinates(rank)[self.stage_axis] if self.stage_axis is not None else 0
 
-    def ranks_of(self, stage: int) -> tuple[int, ...]:
-        """The ranks that run a stage; all of them where there are none."""
-        return tuple(rank for rank in range(self.num_devices) if self.stage_of(rank) == stage)
-
     def rank(self, coordinates: Sequence[int]) -> int:
         """The rank at these coordinates."""
         return self.index(coordinates, tuple(self.axes))
@@ -100,3 +96,8 @@ class Mesh:
 
     def __str__(self) -> str:
         return " × ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True)) or "one device"
+
+
+def ranks_of(mesh: Mesh, stage: int) -> tuple[int, ...]:
+    """The ranks that run a stage; all of them where there are none."""
+    return tuple(rank for rank in range(mesh.num_devices) if mesh.stage_of(rank) == stage)
