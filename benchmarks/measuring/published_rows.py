@@ -68,11 +68,9 @@ def work(name: str) -> Work:
     """The work of a network of the tables, or of one that Convoy brings along."""
     with torch.device("meta"):
         if name in BUILT:
-            build, size = BUILT[name]
-            network = build()
+            network, size = BUILT[name][0](), BUILT[name][1]
         else:
-            shape = models.describe(name).input_shape
-            network, size = models.create(name), shape[1] if shape is not None else 224
+            network, size = models.create(name), (models.describe(name).input_shape or (3, 224, 224))[1]
     return work_of(capture(network, [torch.empty(2, 3, size, size, device="meta")], training=True))
 
 
