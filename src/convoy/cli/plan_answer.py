@@ -161,7 +161,7 @@ def _show(request: PlanRequest, planned: Planned, first: Sequence[str], assumed:
     answer, command = Explained(planned), command_of(request.arguments)
     origin = "# " + command.replace("\n", " ") + "\n"
     origin += f"# predicted: {1e3 * answer.scored.seconds:.4g} ms an update, "
-    origin += f"{answer.speedup:.3g} times as fast as one device\n"
+    origin += f"{planned.speedup:.3g} times as fast as one device\n"
     origin += "".join(f"# {note}\n" for note in assumed)
     files = {
         "out": lambda: origin + answer.scored.plan.to_yaml(),

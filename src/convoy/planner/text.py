@@ -9,7 +9,7 @@ from convoy.planner.cost.prediction import RankMemory, Scored
 from convoy.planner.layers import Layer
 from convoy.planner.planner import Planned, passes_of
 from convoy.planner.verdict import Explained
-from convoy.plans.explain import listed, some_ranks
+from convoy.plans.explain import stage_cells
 from convoy.plans.place import COMPUTE
 from convoy.plans.timeline import Span, Stream, Timeline
 from convoy.units import extra, per_second, plural, rough_percent, seconds, shape, shorten, size, table
@@ -71,7 +71,7 @@ def _figures(answer: Explained) -> Iterator[str]:
     rows = {"update": f"{seconds(scored.seconds)}, {per_second(answer.samples_per_second)} samples/s{race}"}
     if planned.devices > 1:
         alone = f"{seconds(planned.serial.seconds)} on one device"
-        rows["speed-up"] = f"{answer.speedup:.2f} × ({alone}), efficiency {rough_percent(answer.efficiency)}"
+        rows["speed-up"] = f"{planned.speedup:.2f} × ({alone}), efficiency {rough_percent(answer.efficiency)}"
     if answer.stages:
         rows["bubble"] = f"{rough_percent(scored.bubble)} of the devices' time, waiting for other stages"
     held = ", ".join(f"{name} {size(getattr(memory, name))}" for name in _HELD if getattr(memory, name))
@@ -112,10 +112,7 @@ def _stages(answer: Explained) -> list[str]:
     headers = ("stage", "begins at", "ranks", "takes the output of", "computes", "waits", "share", "sends", "memory")
     rows = [
         (
-            str(number),
-            stage.begins or "-",
-            some_ranks(stage.ranks),
-            listed(stage.takes) or "-",
+            *stage_cells(number, stage),
             seconds(stage.computes_s),
             seconds(stage.waits_s),
             rough_percent(stage.waits_s / (answer.scored.seconds or 1.0)),
@@ -187,7 +184,7 @@ def document(answer: Explained) -> dict[str, Any]:
         "pace": planned.costs.slowdowns,
         "update_s": scored.seconds,
         "samples_per_s": answer.samples_per_second,
-        "speedup": answer.speedup,
+        "speedup": planned.speedup,
         "efficiency": answer.efficiency,
         "serial_s": planned.serial.seconds,
         "memory": _memory(scored.memory),

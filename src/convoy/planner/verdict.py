@@ -102,12 +102,8 @@ class Explained:
         return _verdict(self)
 
     @property
-    def speedup(self) -> float:
-        return self.planned.serial.seconds / self.scored.seconds if self.scored.seconds else 1.0
-
-    @property
     def efficiency(self) -> float:
-        return self.speedup / self.planned.devices
+        return self.planned.speedup / self.planned.devices
 
     @property
     def samples_per_second(self) -> float:
@@ -122,7 +118,7 @@ class Explained:
         again = what_is_recomputed(self.scored.placement, None if staging is None else staging.staged, passes)
         sentences += [] if again is None else [again]
         if self.efficiency > _TOO_GOOD:
-            sentences.append(f"{self.speedup:.1f} × on {planned.devices} devices is more than can be: {_AGAIN}")
+            sentences.append(f"{planned.speedup:.1f} × on {planned.devices} devices is more than can be: {_AGAIN}")
         if _too_slow(planned.devices, self.parts):
             sentences.append(
                 f"each device computes {_ratio(self.parts, 1 / planned.devices)} times as long as one that does all "

@@ -139,8 +139,13 @@ def _stages(placement: Placement, staged: StagedGraph, memory: Sequence[Memory])
     for number, row in enumerate(rows_of_stages(placement, staged), 1):
         most = max((memory[rank] for rank in row.ranks), key=lambda one: one.total)
         numbers = row.received_bytes.forward, row.received_bytes.backward, most.parameters, most.activations
-        rows.append([str(number), row.begins, some_ranks(row.ranks), listed(row.takes), *map(size, numbers)])
+        rows.append([*stage_cells(number, row), *map(size, numbers)])
     return _table(_STAGE_HEADERS, rows, _STAGE_NUMBERS)
+
+
+def stage_cells(number: int, row: StageRow) -> list[str]:
+    """The first columns of a table of stages."""
+    return [str(number), row.begins or "-", some_ranks(row.ranks), listed(row.takes) or "-"]
 
 
 def _held(placement: Placement, memory: Sequence[Memory], staged: StagedGraph | None) -> str:

@@ -1,6 +1,7 @@
 """The planner's pages: why a plan is the fastest, and what machines that are not at hand would do (`--on`)."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from markupsafe import Markup
@@ -103,7 +104,7 @@ def _tiles(answer: Explained) -> list[Tile]:
     ]
     if planned.devices > 1:
         note = f"{rough_percent(answer.efficiency)} efficiency; {seconds(planned.serial.seconds)} on one device"
-        tiles.append(Tile("Speed-up", f"{answer.speedup:.2f} ×", note))
+        tiles.append(Tile("Speed-up", f"{planned.speedup:.2f} ×", note))
     if answer.stages:
         tiles.append(Tile("Bubble", rough_percent(scored.bubble), f"{len(answer.stages)} stages wait for each other"))
     held = f"{size(memory.parameters)} of parameters, {size(memory.activations)} of activations"
@@ -173,14 +174,6 @@ def machines_page(
     )
 
 
-def _bends(one: Prediction) -> int | None:
-    """The number of devices from which on twice as many are less than 1.7 times as fast; None where none is."""
-    for (count, rate), (_, more) in zip(one.curve, one.curve[1:], strict=False):
-        if more < 1.7 * rate:
-            return count
-    return None
-
-
 def _picture(predictions: Sequence[Prediction]) -> str:
     with ax.house_style():
         figure = ax.new_figure()
@@ -193,8 +186,10 @@ def _picture(predictions: Sequence[Prediction]) -> str:
                 counts, [r / one.within for r in rates], [r * one.within for r in rates], color=color, alpha=0.18, lw=0
             )
             axes.plot(counts, rates, color=color, label=one.machine.label, marker="o", markersize=3.4)
-            if (bend := _bends(one)) is not None:
-                axes.plot([bend], [dict(one.curve)[bend]], color=color, marker="D", markersize=7, fillstyle="none")
+            # from here on twice as many devices are less than 1.7 times as fast
+            bend = next((at for at, (_, more) in pairwise(one.curve) if more < 1.7 * at[1]), None)
+            if bend is not None:
+                axes.plot(*([number] for number in bend), color=color, marker="D", markersize=7, fillstyle="none")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
