@@ -32,7 +32,7 @@ from measuring.published_fit import (
 )
 from measuring.published_rows import KEYS, OURS, Row, family, read, work
 
-from convoy.hardware.exchange import step
+from convoy.hardware.exchange import several
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "benchmarks" / "published"
@@ -126,13 +126,13 @@ def predict(row: Row, given: Given, seen: Mapping[tuple[str, str], set[str]]) ->
     distance += ", one device" if row.count == 1 else ", several devices"
     if row.refused:
         return Predicted(row, None, None, distance)
+    one = single(row, given["one device"])
     if row.count == 1 and row.scheme.kind == "none":
-        rate = row.images / single(row, given["one device"]).total
-        return Predicted(row, rate, 1.0, distance)
+        return Predicted(row, row.images / one.total, 1.0, distance)
     asked = (work(row.network), row.images, row.device, row.precision, row.software)
-    seconds = step(*asked, row.count, row.site, row.scheme, given).seconds
+    seconds = several(one, *asked, row.count, row.site, row.scheme, given).seconds
     pipeline = row.scheme.kind == "pipeline"
-    faster = 1.0 if row.count == 1 and not pipeline else speedup(row, single(row, given["one device"]), given)
+    faster = 1.0 if row.count == 1 and not pipeline else speedup(row, one, given)
     return Predicted(row, row.images * (1 if pipeline else row.count) / seconds, faster, distance)
 
 

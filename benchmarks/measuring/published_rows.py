@@ -21,7 +21,9 @@ from convoy import models
 from convoy.hardware.catalog import Device, device_named
 from convoy.hardware.exchange import Scheme, Site
 from convoy.hardware.speed import Software, memory_of
-from convoy.hardware.work import Work, work_of
+from convoy.hardware.work import Work
+from convoy.ops import capture
+from convoy.planner.machines import work_of
 from measuring.networks import BUILT
 
 KEYS = ("source", "model", "dataset", "gpu", "interconnect", "n_gpus", "batch_per_gpu", "scheme")
@@ -66,12 +68,10 @@ def work(name: str) -> Work:
     """The work of a network of the tables, or of one that Convoy brings along."""
     with torch.device("meta"):
         if name in BUILT:
-            build, size = BUILT[name]
-            network = build()
+            network, size = BUILT[name][0](), BUILT[name][1]
         else:
-            shape = models.describe(name).input_shape
-            network, size = models.create(name), shape[1] if shape is not None else 224
-    return work_of(network, (3, size, size))
+            network, size = models.create(name), (models.describe(name).input_shape or (3, 224, 224))[1]
+    return work_of(capture(network, [torch.empty(2, 3, size, size, device="meta")], training=True))
 
 
 def lines(path: Path) -> Iterator[Columns]:

@@ -35,33 +35,19 @@ def test_alexnet_on_eight_p100_is_what_krizhevsky_found() -> None:
     assert kinds["conv"] == {"sample"} and kinds["linear"] & {"filter", "channel"} and "sample" not in kinds["linear"]
     control = on("8xp100-pcie:nvswitch5", "alexnet", 1024)
     assert prediction.gain > 1.02 and control.gain < prediction.gain and control.images_per_s > prediction.images_per_s
-    # GPUs without peers wait for the memory of their host
-    assert on("8xrtx-3090", "alexnet", 1024).held_back_by == "host memory"
-    assert on("8xp100-pcie:pcie3-x1", "alexnet", 1024).held_back_by == "pcie3"
     equal, unequal = on("2xtitan-x", "alexnet", 128), on("2xtitan-x+1xgtx-1080", "alexnet", 192)  # which share by speed
     assert unequal.images_per_s > equal.images_per_s and unequal.gain >= 1
 
 
-def test_resnet_is_by_samples_and_faster_on_more_devices_with_better_units() -> None:
+def test_resnet_is_by_samples_and_the_speed_up_is_beside_one_device_with_the_same_batch() -> None:
     prediction = on("4xv100-sxm2", "resnet18", 256)
     assert prediction.plan == Plan.by_samples(4) and prediction.gain == 1 and prediction.speedup > 3
-    rates = [rate for _, rate in prediction.curve]
-    assert rates == sorted(rates) and prediction.alone < prediction.best < 4.01 * prediction.alone
     assert prediction.best / prediction.within < prediction.best < prediction.best * prediction.within
-    half, full = (on("v100-sxm2", "resnet18", 512, precision, searching=False) for precision in ("fp16", "fp32"))
-    assert half.images_per_s > 1.3 * full.images_per_s
-    slow = on("2xv100-sxm2", "resnet18", 256, images_per_second=100, searching=False)  # a slow input
+    slow = on("2xv100-sxm2", "resnet18", 256, images_per_second=100)  # a slow input
     assert slow.images_per_s == pytest.approx(200) and slow.held_back_by == "input"
-    assert slow.alone == pytest.approx(slow.images_per_s / 2)  # whose input is as slow
-    assert not any("alone is faster" in note for note in slow.notes)
-
-
-def test_the_speed_up_is_beside_one_device_with_the_same_batch() -> None:
     one, two = (on(text, "resnet18", 64) for text in ("t4", "2xt4"))
     assert two.speedup == pytest.approx(two.best / one.best) and one.speedup == pytest.approx(1)
     assert [count for count, _ in two.curve] == [1, 2, 4] and dict(two.curve)[2] == pytest.approx(two.images_per_s)
-    small = on("8xt4", "resnet18", 8)
-    assert (small.speedup < 1) == any("one device alone is faster" in note for note in small.notes)
     slower = on("2xk40", "resnet18", 64, plans=[Plan.parse("filter=2")])  # activations travel in place of few gradients
     assert slower.plan == Plan.parse("filter=2") and slower.gain < 0.95
 
@@ -72,32 +58,19 @@ def test_a_network_that_no_device_has_room_for_is_cut_into_stages_or_refused_by_
         model = models.create("vgg11")
     cut = workload_of(model, torch.empty(1, 3, 224, 224), 64, batch_norm="microbatch", microbatch=8)
     assert predict(cut, machine("2xk20"), "fp32", memory_limit=2.2e9).plan.num_stages == 2
-    with pytest.raises(TooLargeError):  # the control: where only the whole batch at once can be computed
+    with pytest.raises(TooLargeError, match="more than the"):  # the control: only the whole batch at once
         predict(replace(cut, counts=()), machine("2xk20"), "fp32", memory_limit=2.2e9)
-    with pytest.raises(TooLargeError, match="more than the"):
-        on("k20", "resnet18", 65536)
     with pytest.raises(ConvoyError, match="too small for the 8 devices of 8x"):
         on("8xt4", "alexnet", 4)
     with pytest.raises(ConvoyError, match="k80 does not compute in bf16: choose fp32 or fp16"):
         on("2xk80", "resnet18", 64, "bf16")
 
 
-def test_hosts_that_repeat_what_others_do_are_told() -> None:
-    """Over 1 Gbit/s the second host is worth nothing: the fastest plan has it do what the first does."""
-    prediction, control = (on("2x(2xv100-sxm2)", "resnet18", 128, links=links) for links in ("1gbit", "100gbit"))
-    assert prediction.gain > 1.03 and "2 of the 4 devices would be as fast" in prediction.notes[0]
-    assert control.plan == Plan.by_samples(4) and not control.notes
-
-
 @pytest.mark.parametrize(("batch", "least", "most"), [(256, 4677 / 1.15, 4677 * 1.15), (8, 300, 473)])
 def test_an_h200_does_what_was_measured_on_it(batch: int, least: float, most: float) -> None:
     """4,677 images/s at 256; 300 in one run and 473 in another at 8."""
     prediction = on("1xh200", "resnet50", batch, "bf16", software=replace(OURS, channels_last=True))
-    assert (
-        least < prediction.best < most
-        and prediction.best / prediction.within < least
-        and most < prediction.best * prediction.within
-    )
+    assert prediction.best / prediction.within < least < prediction.best < most < prediction.best * prediction.within
     gains = {one.text: one.gain for one in prediction.changes}
     if batch == 256:
         by_default = "as convoy train by default, updates recorded as CUDA graphs with Convoy's batch norm"

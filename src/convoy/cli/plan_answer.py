@@ -23,7 +23,7 @@ from convoy.planner.cost.store import ProfileStore
 from convoy.planner.interface import race
 from convoy.planner.search.layers import Layers
 from convoy.planner.text import document, explanation_text, trace
-from convoy.planner.verdict import explained
+from convoy.planner.verdict import Explained
 from convoy.plans.fit import check_patterns
 from convoy.plans.place import COMPUTE, sample_axes
 from convoy.progress import ConsoleReporter
@@ -158,10 +158,10 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
 
 
 def _show(request: PlanRequest, planned: Planned, first: Sequence[str], assumed: Sequence[str]) -> None:
-    answer, command = explained(planned), command_of(request.arguments)
+    answer, command = Explained(planned), command_of(request.arguments)
     origin = "# " + command.replace("\n", " ") + "\n"
     origin += f"# predicted: {1e3 * answer.scored.seconds:.4g} ms an update, "
-    origin += f"{answer.speedup:.3g} times as fast as one device\n"
+    origin += f"{planned.speedup:.3g} times as fast as one device\n"
     origin += "".join(f"# {note}\n" for note in assumed)
     files = {
         "out": lambda: origin + answer.scored.plan.to_yaml(),

@@ -127,29 +127,9 @@ def _lines(
 ) -> Iterator[str]:
     """A table of the machines, and what is to be said of each. `images` are those of the whole training, `what` is that
     in words; `prices` are of an hour of one device of each machine, or empty."""
-    headings = [
-        "machine",
-        "precision",
-        "images/s",
-        "90 % range",
-        "speed-up",
-        "efficiency",
-        "days",
-        *(["price"] if prices else []),
-    ]
-    rows = []
-    for number, one in enumerate(predictions):
-        least, most = one.best / one.within, one.best * one.within
-        row = [
-            one.machine.label,
-            one.precision,
-            f"{one.best:,.0f}",
-            f"{least:,.0f} to {most:,.0f}",
-            f"{one.speedup:.2f}",
-        ]
-        row += [f"{one.efficiency:.0%}", f"{one.days(images):.3g}"]
-        rows.append([*row, f"{one.price(images, prices[number]):,.2f}"] if prices else row)
-    yield from table(headings, rows, headings[2:])
+    hours: Sequence[float | None] = prices or [None] * len(predictions)
+    rows = [one.row(images, hour) for one, hour in zip(predictions, hours, strict=True)]
+    yield from table([*rows[0]], [[*row.values()] for row in rows], [*rows[0]][2:])
     yield f"days{' and price, in the currency of --price,' if prices else ''} of {what}"
     for one in predictions:
         yield ""

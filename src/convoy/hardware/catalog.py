@@ -111,10 +111,6 @@ class Machine:
     def label(self) -> str:
         return self.text + (f" over {self.between}" if self.between else "")
 
-    @property
-    def slowest(self) -> Device:
-        return min(self.devices, key=lambda device: device.fp32)
-
 
 def _device(row: Mapping[str, Any]) -> Device:
     numbers = {name: float(row.get(name) or 0) for name in ("fp32", "tf32", "fp16")}

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from convoy.hardware.catalog import Device, Hop, Machine, link_named
-from convoy.hardware.speed import Coefficients, Factor, Software, Times, coefficients_of, times
+from convoy.hardware.speed import Coefficients, Factor, Software, Times, coefficients_of
 from convoy.hardware.work import KINDS, Work
 
 
@@ -78,23 +78,6 @@ class Step:
         return max(spent, key=lambda name: spent[name])
 
 
-def step(
-    work: Work,
-    images: float,
-    device: Device,
-    precision: str,
-    software: Software,
-    count: int,
-    site: Site,
-    scheme: Scheme,
-    coefficients: Mapping[str, Coefficients] | None = None,
-) -> Step:
-    """How long an update of `images` on each of `count` devices takes. The coefficients are by part, by default
-    those of the package."""
-    one = times(work, images, device, precision, software, coefficients["one device"] if coefficients else None)
-    return several(one, work, images, device, precision, software, count, site, scheme, coefficients)
-
-
 def several(
     one: Times,
     work: Work,
@@ -107,7 +90,8 @@ def several(
     scheme: Scheme,
     coefficients: Mapping[str, Coefficients] | None = None,
 ) -> Step:
-    """As `step`, where the times of one device are known."""
+    """How long an update of `images` on each of `count` devices takes, by the times of `one` of them. The coefficients
+    are by part, by default those of the package."""
     c = coefficients["several devices"] if coefficients else coefficients_of("several devices")
 
     def factor(name: str) -> float:

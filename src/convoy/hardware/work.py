@@ -1,18 +1,11 @@
 """What a network asks of a device: for each of its calls the arithmetic, the bytes, and the shapes that matter."""
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import nn
 
-from convoy.graph.graph import Call, Graph
-from convoy.ops import OPERATIONS, capture
-
-Shape = tuple[int, ...]
 Array = npt.NDArray[np.float64]
 
 # What calls are told apart by; views cost nothing and are none of them
@@ -37,31 +30,6 @@ class Item:
     groups: float = 1.0
     strided: bool = False  # windows are more than one pixel apart
     first: bool = False  # its input has no gradient
-
-
-def item_of(call: Call, graph: Graph, shape: Callable[[str], Shape]) -> Item | None:
-    """What a call does where its tensors have the shapes that `shape` gives; None where it does nothing."""
-    operation = OPERATIONS[call.op]
-    if operation.is_view:
-        return None
-    values = graph.values
-    weights = float(sum(math.prod(shape(name)) for name in call.inputs if values[name].origin == "parameter"))
-    inputs = [name for name in call.inputs if values[name].origin in ("call", "input")]
-    read, written = (float(sum(math.prod(shape(name)) for name in names)) for names in (inputs, call.outputs))
-    first = all(values[name].origin == "input" for name in inputs)
-    kind = KIND_OF.get(call.op, "pool" if "pool" in call.op else "pointwise")
-    if kind == "conv":
-        weight, output = shape(call.attributes["weight"]), shape(call.outputs[0])
-        groups, transposed = int(call.attributes["groups"]), bool(call.attributes["transposed"])
-        places = shape(call.attributes["input"]) if transposed else output
-        macs = places[0] * math.prod(places[2:]) * math.prod(weight)
-        outer, inner = (weight[1], weight[0] // groups) if transposed else (weight[0] // groups, weight[1])
-        strided = max(call.attributes["stride"]) > 1
-        return Item(kind, macs, read, written, weights, math.prod(weight[2:]), inner, outer, groups, strided, first)
-    if kind == "linear":
-        weight, output = shape(call.attributes["weight"]), shape(call.outputs[0])
-        return Item(kind, math.prod(output[:-1]) * math.prod(weight), read, written, weights, 1, weight[1], weight[0])
-    return Item(kind, 0.0, read, written, weights, first=first)
 
 
 @dataclass(frozen=True)
@@ -108,20 +76,3 @@ class Work:
             kept=kept,
             image=image,
         )
-
-
-def work_of_graph(graph: Graph) -> Work:
-    """The work of a captured network."""
-    images = graph.shape(graph.inputs[0])[0]
-    items = [item for call in graph.calls if (item := item_of(call, graph, graph.shape)) is not None]
-    parameters = list(graph.parameters())
-    kept = sum(item.written for item in items) / images
-    elements = float(sum(math.prod(value.shape) for value in parameters))
-    image = math.prod(graph.shape(graph.inputs[0])) / images
-    return Work.of(items, elements, len(parameters), kept, image, images)
-
-
-def work_of(network: nn.Module, image: Sequence[int]) -> Work:
-    """The work of a network on images of (channels, height, width); it may be on the meta device. A network that cannot
-    be captured is a CaptureError."""
-    return work_of_graph(capture(network, [torch.empty(2, *image, device="meta")], training=True))

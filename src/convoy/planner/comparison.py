@@ -1,6 +1,6 @@
 """Predicted beside measured: two timelines of an update side by side, by its parts and by groups of its layers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field, replace
 from typing import Annotated, Any, Literal
 
@@ -20,33 +20,20 @@ def layer_groups(placement: Placement, most: int = MOST) -> dict[str, str]:
     """The group of every layer, in the order of the network. Layers are together that are in the same module, of the
     deepest level at which there are at most `most`; layers without parameters belong to what comes before them. Where
     even the outermost modules are too many, they are not put together any further."""
-    graph = placement.graph
     has_parameters: dict[str, bool] = {}
     for placed in placement.calls:
-        is_parametric = any(graph.values[name].origin == "parameter" for name in placed.call.inputs)
+        is_parametric = any(placement.graph.values[name].origin == "parameter" for name in placed.call.inputs)
         has_parameters[placed.call.layer] = has_parameters.get(placed.call.layer, False) or is_parametric
-    deepest = max((layer.count(".") + 1 for layer in has_parameters), default=1)
-    for depth in range(deepest, 0, -1):
-        group_of = _at(depth, has_parameters)
+    group_of: dict[str, str] = {}
+    for depth in range(max((layer.count(".") + 1 for layer in has_parameters), default=1), 0, -1):
+        names = {layer: ".".join(layer.split(".")[:depth]) for layer in has_parameters}
+        heavy, last = {names[layer] for layer, is_heavy in has_parameters.items() if is_heavy}, ""
+        for layer, name in names.items():
+            last = name if name in heavy or not last else last
+            group_of[layer] = last
         if len(set(group_of.values())) <= most:
             break
-    return group_of if has_parameters else {}
-
-
-def _at(depth: int, has_parameters: dict[str, bool]) -> dict[str, str]:
-    heavy = {_cut(layer, depth) for layer, is_heavy in has_parameters.items() if is_heavy}
-    group_of: dict[str, str] = {}
-    last = ""
-    for layer in has_parameters:
-        group = _cut(layer, depth)
-        if group in heavy or not last:
-            last = group
-        group_of[layer] = last
     return group_of
-
-
-def _cut(layer: str, depth: int) -> str:
-    return ".".join(layer.split(".")[:depth])
 
 
 GRADIENTS = "gradients of all layers"
@@ -124,9 +111,9 @@ _OLDER = {"optimiser": "optimizer"}
 
 def parts_beside(before: Summary | None, after: Summary | None) -> dict[str, Both]:
     """The parts of an update, predicted and measured."""
-    one, other = (summary.parts if summary else {} for summary in (before, after))
-    names = [part for part in PARTS if part in one or part in other or part != "stages"]
-    return {part: Both(one.get(part), other.get(part)) for part in names}
+    parts = [summary.parts if summary is not None else {} for summary in (before, after)]
+    names = [part for part in PARTS if part != "stages" or any(part in one for one in parts)]
+    return {name: Both(*(one.get(name) for one in parts)) for name in names}
 
 
 def of_all_stages(summaries: Sequence[Summary]) -> Summary | None:
@@ -145,52 +132,50 @@ def groups_beside(
     run_by: dict[str, int] = {}
     for placed, stage in zip(placement.calls if stages else (), stages, strict=True):
         run_by.setdefault(placed.call.layer, stage)
-    exchanges = not run_by or any(map(any, gradient_traffic(placement).values()))
-    return tuple(_groups(layer_groups(placement), run_by, before, after, exchanges))
+    members: dict[str, list[str]] = {}
+    for layer, group in layer_groups(placement).items():
+        members.setdefault(group, []).append(layer)
+
+    groups = []
+    for name, layers in members.items():
+        totals = [None if summary is None else _total(summary, layers) for summary in (before, after)]
+        groups.append(
+            Group(
+                name or "the network itself",
+                Both(*(None if total is None else total.computes for total in totals)),
+                Both(*(None if total is None else total.waits for total in totals)),
+                tuple(sorted({run_by[layer] + 1 for layer in layers if layer in run_by})),
+            )
+        )
+    if not run_by or any(map(any, gradient_traffic(placement).values())):
+        waits = Both(None if before is None else before.gradients, after.gradients)
+        groups.append(Group(GRADIENTS, Both(None if before is None else 0.0, 0.0), waits))
+    return tuple(groups)
+
+
+def _total(summary: Summary, layers: Sequence[str]) -> LayerSeconds:
+    return sum((summary.layers.get(name, LayerSeconds()) for name in layers), LayerSeconds())
 
 
 def stages_beside(before: Sequence[Summary], after: Sequence[Summary]) -> tuple[Group, ...]:
     """What a rank of each stage computes, and waits for the others; none where nobody has seen them."""
-    predicted: Sequence[Summary | None] = before or [None] * len(after)
+    computes, waits = ([_spent(one, parts) for one in (before, after)] for parts in (_COMPUTING, ("stages",)))
     return tuple(
-        Group(f"stage {number}", _both(one, other, _COMPUTING), _both(one, other, ("stages",)), (number,))
-        for number, (one, other) in enumerate(zip(predicted, after, strict=True), 1)
+        Group(
+            f"stage {number + 1}",
+            Both(*(one[number] if one else None for one in computes)),
+            Both(*(one[number] if one else None for one in waits)),
+            (number + 1,),
+        )
+        for number in range(len(after))
     )
+
+
+def _spent(summaries: Sequence[Summary], parts: Sequence[str]) -> list[float]:
+    return [sum(summary.parts.get(part, 0.0) for part in parts) for summary in summaries]
 
 
 _COMPUTING = ("forward", "backward", "packing")
-
-
-def _both(before: Summary | None, after: Summary, parts: Sequence[str]) -> Both:
-    one, other = (
-        None if summary is None else sum(summary.parts.get(part, 0.0) for part in parts) for summary in (before, after)
-    )
-    return Both(one, other)
-
-
-def _groups(
-    of_layer: Mapping[str, str], run_by: Mapping[str, int], before: Summary | None, after: Summary, exchanges: bool
-) -> Iterator[Group]:
-    members: dict[str, list[str]] = {}
-    for layer, group in of_layer.items():
-        members.setdefault(group, []).append(layer)
-    for name, layers in members.items():
-        predicted, measured = _total(before, layers) if before is not None else None, _total(after, layers)
-        yield Group(
-            name or "the network itself",
-            Both(predicted.computes if predicted is not None else None, measured.computes),
-            Both(predicted.waits if predicted is not None else None, measured.waits),
-            tuple(sorted({run_by[layer] + 1 for layer in layers if layer in run_by})),
-        )
-    waits = Both(before.gradients if before is not None else None, after.gradients)
-    if exchanges:
-        yield Group(GRADIENTS, Both(None if before is None else 0.0, 0.0), waits)
-
-
-def _total(one: Summary, layers: Sequence[str]) -> LayerSeconds:
-    return sum((one.layers.get(name, LayerSeconds()) for name in layers), LayerSeconds())
-
-
 # The parts of an update for people
 WORDS = {
     "input": "input",
@@ -203,11 +188,6 @@ WORDS = {
     "optimizer": "optimizer",
 }
 _ALIKE = 0.02
-
-
-def comparison_text(comparison: Comparison) -> str:
-    """The whole update, its parts and its layers, as aligned tables; no more than sentences where there is little."""
-    return "\n".join(_lines(comparison))
 
 
 def headline(comparison: Comparison) -> str:
@@ -238,29 +218,28 @@ def shown(number: float | None) -> str:
     return "" if number is None else seconds(number)
 
 
-def _lines(comparison: Comparison) -> Iterator[str]:
-    first = headline(comparison)
-    if first:
-        yield first
+def comparison_text(comparison: Comparison) -> str:
+    """The whole update, its parts and its layers, as aligned tables; no more than sentences where there is little."""
+    lines = list(filter(None, [headline(comparison)]))
+    measured: tuple[str, ...] = (
+        ("predicted", "measured") if comparison.update.predicted_s is not None else ("measured",)
+    )
+
+    def cells(*pairs: Both) -> list[str]:
+        numbers = [number for pair in pairs for number in (pair.predicted_s, pair.measured_s)[-len(measured) :]]
+        return list(map(shown, numbers))
+
     if comparison.watched:
-        has_both = comparison.update.predicted_s is not None
-        names = ("predicted", "measured") if has_both else ("measured",)
-        rows = [(WORDS[name], *_cells(pair, has_both)) for name, pair in comparison.parts.items() if pair.longest]
-        yield from table(("time", *names), rows, names)
+        rows = [(WORDS[name], *cells(pair)) for name, pair in comparison.parts.items() if pair.longest]
+        lines += table(("time", *measured), rows, measured)
         total = sum(pair.measured_s or 0.0 for pair in comparison.parts.values())
         updates = "1 other update" if comparison.watched == 1 else f"{comparison.watched} other updates"
         why = apart(total, comparison.update.measured_s)
-        yield f"measured: each part the median of {updates}; they add up to {seconds(total)}{why}"
-        if comparison.groups:
-            yield ""
-            waits = ("waits: predicted", "measured") if has_both else ("waits",)
-            computes = ("computes: predicted", "measured") if has_both else ("computes",)
-            groups = [
-                (one.title, *_cells(one.computes, has_both), *_cells(one.waits, has_both)) for one in comparison.groups
-            ]
-            yield from table(("layer", *computes, *waits), groups, (*computes, *waits))
-    yield from comparison.notes
-
-
-def _cells(pair: Both, has_both: bool) -> tuple[str, ...]:
-    return (shown(pair.predicted_s), shown(pair.measured_s)) if has_both else (shown(pair.measured_s),)
+        lines.append(f"measured: each part the median of {updates}; they add up to {seconds(total)}{why}")
+    if comparison.watched and comparison.groups:
+        names = ["computes", "waits"]
+        if len(measured) > 1:
+            names = ["computes: predicted", "measured", "waits: predicted", "measured"]
+        rows = [(one.title, *cells(one.computes, one.waits)) for one in comparison.groups]
+        lines += ["", *table(("layer", *names), rows, names)]
+    return "\n".join([*lines, *comparison.notes])

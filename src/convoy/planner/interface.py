@@ -27,7 +27,7 @@ from convoy.planner.cost.store import ProfileStore
 from convoy.planner.planner import Planned, make_plan
 from convoy.planner.profiling import autocast
 from convoy.planner.text import document, explanation_text
-from convoy.planner.verdict import explained
+from convoy.planner.verdict import Explained
 from convoy.planner.workload import MakeOptimizer, Workload, momentum, workload_of
 from convoy.plans.plan import Plan
 from convoy.progress import ConsoleReporter
@@ -42,11 +42,11 @@ class FoundPlan(Plan):
 
     def explain(self) -> str:
         """Why this plan: verdict, where the time goes, what would change it, and every layer, as text."""
-        return explanation_text(explained(self._planned()))
+        return explanation_text(Explained(self._planned()))
 
     def to_document(self) -> dict[str, Any]:
         """The explanation as JSON has it."""
-        return document(explained(self._planned()))
+        return document(Explained(self._planned()))
 
     @property
     def seconds(self) -> float:
@@ -205,8 +205,8 @@ def race(model: nn.Module, recompute: Recompute, planned: Planned, racer: Scored
     inputs = tuple(batch[local_samples(net, samples)] for batch in examples)
     optimizer = workload.optimizer(list(net.parameters()))
 
-    def go() -> None:
-        forward_backward(net, inputs, inputs[0], lambda outputs, _: _mean_square(outputs))
+    def loss(outputs: object, _: object) -> Tensor:
+        return torch.stack([output.float().square().mean() for output in leaves(outputs, Tensor)]).sum()
 
     def measure() -> float:
         ranks.barrier()
@@ -215,8 +215,8 @@ def race(model: nn.Module, recompute: Recompute, planned: Planned, racer: Scored
         with autocast(workload):
             with accumulate(net):
                 for _ in range(1, 1 if in_stages else racer.passes):
-                    go()
-            go()
+                    forward_backward(net, inputs, inputs[0], loss)
+            forward_backward(net, inputs, inputs[0], loss)
         optimizer.step()
         if workload.device.type == "cuda":
             torch.cuda.synchronize(workload.device)
@@ -229,7 +229,3 @@ def _example(workload: Workload, name: str, samples: int) -> Tensor:
     shape, dtype = workload.graph.shape(name)[1:], workload.graph.values[name].dtype
     batch = torch.rand(samples, *shape, device=workload.device).to(dtype)
     return batch.contiguous(memory_format=torch.channels_last) if workload.channels_last and len(shape) == 3 else batch
-
-
-def _mean_square(outputs: object) -> Tensor:
-    return torch.stack([output.float().square().mean() for output in leaves(outputs, Tensor)]).sum()

@@ -6,13 +6,11 @@ many times as fast as data parallelism, so that what both predictions have in co
 """
 
 import contextlib
-import json
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch
 from torch import nn
 
 from convoy.errors import ConvoyError, TooLargeError
+from convoy.graph.graph import Graph
 from convoy.hardware.catalog import Device, Machine, machine, read_devices
 from convoy.hardware.exchange import (
     Scheme,
@@ -29,78 +28,84 @@ from convoy.hardware.exchange import (
     inside_link,
     is_through_host,
     network_link,
+    several,
     site_of,
-    step,
 )
 from convoy.hardware.speed import OURS, Software, coefficients_of, times
-from convoy.hardware.work import KIND_OF, Item, Work, work_of_graph
-from convoy.planner.cost.costs import Costs, Times
+from convoy.hardware.work import KIND_OF, Item, Work
+from convoy.ops import place
+from convoy.planner.cost.costs import Costs, LayerTimes, Times
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links, Ranks
-from convoy.planner.cost.local_op import VIEWS, BatchNorm, LocalOp
+from convoy.planner.cost.local_op import VIEWS, BatchNorm, LocalOp, local_op
 from convoy.planner.planner import Planned, propose, score
 from convoy.planner.workload import Workload, workload_of
 from convoy.plans.mesh import STAGE, Mesh
-from convoy.plans.place import COMPUTE
+from convoy.plans.place import COMPUTE, Batch
 from convoy.plans.plan import Plan
 from convoy.units import size
 
 _SIZES = (0, *(1 << power for power in range(10, 31, 2)))
 
 
-@dataclass(frozen=True)
-class CatalogedTimes:
-    """Seconds of operations on a device of the catalog: a `LayerTimes`."""
+def _times_of(device: Device, precision: str, software: Software) -> LayerTimes:
+    """Seconds of operations on a device of the catalog."""
 
-    device: Device
-    precision: str
-    software: Software = OURS
-    _known: dict[Item, Times] = field(default_factory=dict, compare=False, repr=False)
+    @cache
+    def of_item(item: Item, needs_gradient: bool) -> Times:
+        one = times(Work.of([item], 0, 0, 0, 0, 1), 1, device, precision, software)
+        forward, backward = float(one.forward[0]), float(one.backward[0])
+        return Times(forward, backward, one.host, 2 * one.host) if needs_gradient else Times(forward, 0.0, one.host)
 
-    def __call__(self, local_op: LocalOp, /) -> Times:
+    def of_op(local_op: LocalOp, /) -> Times:
         if local_op.is_empty or local_op.op in VIEWS:
             return Times()
         if local_op.op in ("redistribute", "copy"):
-            moved, rate = local_op.bytes, 0.75e9 * self.device.gbytes_per_s
-            launch = self.device.launch_us * 1e-6
-            return Times(*(size / rate + launch if size else 0.0 for size in moved))
-        item = _item(local_op)
-        if item not in self._known:
-            predicted = times(Work.of([item], 0, 0, 0, 0, 1), 1, self.device, self.precision, self.software)
-            needs = any(operand.gradient for operand in local_op.inputs)
-            numbers = float(predicted.forward[0]), float(predicted.backward[0]), predicted.host, 2 * predicted.host
-            self._known[item] = Times(*numbers) if needs else Times(numbers[0], 0.0, predicted.host)
-        return self._known[item]
+            rate, launch = _bandwidth(device), device.launch_us * 1e-6
+            return Times(*(num_bytes / rate + launch if num_bytes else 0.0 for num_bytes in local_op.bytes))
+        return of_item(_item(local_op), any(operand.gradient for operand in local_op.inputs))
+
+    return of_op
+
+
+def _bandwidth(device: Device) -> float:
+    """Bytes a second of a device's memory, as programs reach them."""
+    return 0.75e9 * device.gbytes_per_s
+
+
+def work_of(graph: Graph) -> Work:
+    """The work of a network on one device."""
+    plan, images = Plan(Mesh((), ())), graph.shape(graph.inputs[0])[0]
+    placement = place(graph, plan, Batch(plan.mesh, (), (range(images),)), ())
+    items = [_item(local_op(placed, placement, 0)) for placed in placement.calls if placed.call.op not in VIEWS]
+    elements = [math.prod(value.shape) for value in graph.parameters()]
+    kept, image = sum(item.written for item in items) / images, math.prod(graph.shape(graph.inputs[0])) / images
+    return Work.of(items, float(sum(elements)), len(elements), kept, image, images)
 
 
 def _item(one: LocalOp) -> Item:
-    weights = sum(operand.numel for operand in one.inputs if operand.role == "parameter")
-    read = sum(operand.numel for operand in one.inputs if operand.role == "activation")
-    written = sum(operand.numel for operand in one.outputs)
+    weights, read = (
+        float(sum(operand.numel for operand in one.inputs if operand.role == role))
+        for role in ("parameter", "activation")
+    )
+    written = float(sum(operand.numel for operand in one.outputs))
     kind = KIND_OF.get(one.op, "pool" if "pool" in one.op else "pointwise")
     if kind not in ("conv", "linear"):
         return Item(kind, 0.0, read, written, weights)
-    shape, groups = one.inputs[1].shape, one.option("groups") or 1
+    shape, groups, stride = one.inputs[1].shape, one.option("groups") or 1, one.option("stride")
     assert isinstance(groups, int)
-    window = float(math.prod(shape[2:]))
-    stride = one.option("stride")
+    # filters of a transposed convolution lie the other way round
+    outer, inner = (shape[1], shape[0] // groups) if one.option("transposed") else (shape[0] // groups, shape[1])
     strided = isinstance(stride, tuple) and any(isinstance(step, int) and step > 1 for step in stride)
-    first = not one.inputs[0].gradient
-    return Item(
-        kind, one.flops.forward / 2, read, written, weights, window, shape[1], shape[0] / groups, groups, strided, first
-    )
+    sizes = math.prod(shape[2:]), inner, outer, groups, strided, not one.inputs[0].gradient
+    return Item(kind, one.flops.forward / 2, read, written, weights, *sizes)
 
 
-@dataclass(frozen=True)
-class CatalogedLinks:
-    """Links of a machine, for any of its ranks."""
+def _links_of(site: Site, share: float) -> Callable[[Ranks], Link]:
+    """Links between any ranks: a ring inside each host, and one between the hosts, whose network other groups use at
+    the same time. `share` is the part of a message's time that it takes from the computation beside it."""
 
-    site: Site
-    share: float = 0.1  # of a message's time, what it takes from the computation beside it
-
-    def __call__(self, ranks: Ranks, /) -> Link:
-        """A ring inside each host, and one between the hosts, whose network other groups use at the same time."""
-        site = self.site
+    def link(ranks: Ranks, /) -> Link:
         hosts = len({rank // site.per_host for rank in ranks})
         local = -(-len(ranks) // hosts)
         inside = inside_link(site, site.per_host, fitted)
@@ -116,25 +121,10 @@ class CatalogedLinks:
             Curve(tuple((size, latency + whole * size) for size in _SIZES)),
             Curve(tuple((size, start + size / hop) for size in _SIZES)),
             overlap=True,
-            cpu_share=self.share,
+            cpu_share=share,
         )
 
-
-def costs_of(
-    machine: Machine, precision: str, software: Software, share: float, slowdowns: Sequence[float] = ()
-) -> Costs:
-    """What a step costs on a machine of the catalog, with the times of its first device. `share` is the part of the
-    time of messages that they take from the computation beside them; `slowdowns` are how many times as long as the
-    first each device computes."""
-    device = machine.devices[0]
-    rate = 0.75e9 * device.gbytes_per_s
-    return Costs(
-        CatalogedTimes(device, precision, software),
-        Links(otherwise=CatalogedLinks(site_of(machine), share)),
-        Update(per_byte=5 / rate, per_tensor=device.launch_us * 1e-6),
-        on_cpu=False,
-        slowdowns=tuple(slowdowns) if len(set(slowdowns)) > 1 else (),
-    )
+    return link
 
 
 # What a network may be trained in, and the type of autocast
@@ -209,6 +199,21 @@ class Prediction:
     def price(self, images: float, hour: float) -> float:
         """The price of so many images, where an hour of one device costs so much."""
         return 24 * self.days(images) * len(self.machine.devices) * hour
+
+    def row(self, images: float, hour: float | None) -> dict[str, str]:
+        """The cells of a table by their headings; `images` are those of the whole training, `hour` the price of one of
+        a device, if it is known."""
+        least, most = self.best / self.within, self.best * self.within
+        return {
+            "machine": self.machine.label,
+            "precision": self.precision,
+            "images/s": f"{self.best:,.0f}",
+            "90 % range": f"{least:,.0f} to {most:,.0f}",
+            "speed-up": f"{self.speedup:.2f}",
+            "efficiency": f"{self.efficiency:.0%}",
+            "days": f"{self.days(images):.3g}",
+            **({"price": f"{self.price(images, hour):,.2f}"} if hour is not None else {}),
+        }
 
     def document(self) -> dict[str, Any]:
         return {
@@ -307,13 +312,12 @@ def predict(
     memory_limit: float | None = None,
     images_per_second: float | None = None,
     software: Software = OURS,
-    searching: bool = True,
 ) -> Prediction:
     """The prediction for a network on a machine.
 
     The workload has the batch of an update and the types of the precision: `fp32`, `tf32`, `bf16` or `fp16`. The memory
-    of a device, in bytes, is by default the catalog's; its input gives `images_per_second`. Plans other than data
-    parallelism are looked for only with `searching`. A TooLargeError says by how much no plan fits into the memory.
+    of a device, in bytes, is by default the catalog's; its input gives `images_per_second`. A TooLargeError says by how
+    much no plan fits into the memory.
     """
     count, batch = len(machine.devices), workload.batch
     if batch < count:
@@ -323,7 +327,7 @@ def predict(
         )
     if precision == "bf16" and (lacking := [one.name for one in machine.devices if not has_bf16(one)]):
         raise ConvoyError(f"{lacking[0]} does not compute in bf16: choose fp32 or fp16")
-    parallel = _DataParallel(work_of_graph(workload.graph), machine, precision, software)
+    parallel = _DataParallel(work_of(workload.graph), machine, precision, software)
     shares = parallel.shares(batch)
     done = parallel.step(shares)
     rate = batch / done.seconds
@@ -335,15 +339,9 @@ def predict(
         workload = replace(workload, shares=shares)
     notes = []
     planned, gain = None, 1.0
-    if searching and 1 <= count <= SEARCHED:
-        # the timeline lets as much of the messages show as published tables do
-        share = min(0.6, max(0.05, done.exposed / done.exchange)) if done.exchange else 0.1
-        seconds_of = {device: parallel.alone(device, batch / count) for device in set(machine.devices)}
-        slowdowns = [seconds_of[device] / seconds_of[machine.devices[0]] for device in machine.devices]
-        costs = costs_of(machine, units(machine.devices[0], precision), software, share, slowdowns)
-        costs = replace(costs, batch_norm=workload.batch_norm, microbatch=workload.microbatch)
-        planned, gain = _planned(workload, machine, costs, fixes, plans, room)
-    elif count > SEARCHED:
+    if count <= SEARCHED:
+        planned, gain = _planned(workload, parallel, done, fixes, plans, room)
+    else:
         notes.append(f"plans other than data parallelism are looked for on up to {SEARCHED} devices")
     if planned is not None:
         notes += planned.notes
@@ -412,14 +410,39 @@ class _DataParallel:
         return tuple(end - before for before, end in zip((0, *ends), ends, strict=False))
 
     def _of(self, device: Device, images: float, count: int, site: Site) -> Step:
-        return step(self.work, images, device, units(device, self.precision), self.software, count, site, Scheme())
+        how = images, device, units(device, self.precision), self.software
+        return several(times(self.work, *how), self.work, *how, count, site, Scheme())
+
+
+def _costs(workload: Workload, parallel: _DataParallel, done: Step) -> Costs:
+    """What a step costs, with the times of the first device and how many times as long the others compute. As much of
+    the messages shows as in published tables."""
+    machine, software, first = parallel.machine, parallel.software, parallel.machine.devices[0]
+    share = min(0.6, max(0.05, done.exposed / done.exchange)) if done.exchange else 0.1
+    images = workload.batch / len(machine.devices)
+    seconds_of = {device: parallel.alone(device, images) for device in set(machine.devices)}
+    slowdowns = tuple(seconds_of[device] / seconds_of[first] for device in machine.devices)
+    return Costs(
+        _times_of(first, units(first, parallel.precision), software),
+        Links(otherwise=_links_of(site_of(machine), share)),
+        Update(per_byte=5 / _bandwidth(first), per_tensor=first.launch_us * 1e-6),
+        batch_norm=workload.batch_norm,
+        microbatch=workload.microbatch,
+        on_cpu=False,
+        slowdowns=slowdowns if len(set(slowdowns)) > 1 else (),
+    )
 
 
 def _planned(
-    workload: Workload, machine: Machine, costs: Costs, fixes: Sequence[str], plans: Sequence[Plan], room: float
+    workload: Workload,
+    parallel: _DataParallel,
+    done: Step,
+    fixes: Sequence[str],
+    plans: Sequence[Plan],
+    room: float,
 ) -> tuple[Planned, float]:
     """The plans that are predicted to be fastest, and how much faster than data parallelism the first is."""
-    count = len(machine.devices)
+    machine, count, costs = parallel.machine, len(parallel.machine.devices), _costs(workload, parallel, done)
     serial = score(workload, Plan(Mesh((), ())), replace(costs, slowdowns=()))
     if plans:
         as_run = replace(workload, schedules=(workload.default_schedule,))
@@ -427,7 +450,9 @@ def _planned(
     elif count == 1:
         predictions = [serial]
     else:
-        on = _meshes(machine)
+        on = [Mesh(("gpu",), (count,))]  # all devices as one axis, and also as hosts of devices where there are several
+        if machine.hosts > 1 and machine.per_host > 1:
+            on.append(Mesh(("node", "gpu"), (machine.hosts, machine.per_host)))
         # on more devices cuts take long to search; one pass goes through stages one after the other, which saves memory
         cut = count <= STAGED and len(workload.counts) > 1
         fast = workload if cut else replace(workload, counts=())
@@ -469,30 +494,18 @@ def _repeated(workload: Workload, plan: Plan) -> int:
     return math.prod(size for name, size, repeats in axes if repeats and name != STAGE)
 
 
-def _meshes(machine: Machine) -> list[Mesh]:
-    """All devices as one axis, and also as hosts of devices where there are several."""
-    count = len(machine.devices)
-    meshes = [Mesh(("gpu",), (count,))]
-    if machine.hosts > 1 and machine.per_host > 1:
-        meshes.append(Mesh(("node", "gpu"), (machine.hosts, machine.per_host)))
-    return meshes
-
-
 def _curve(parallel: _DataParallel, batch: int) -> tuple[tuple[int, float], ...]:
     """Images a second of data parallelism on 1, 2, 4, … of the devices, each with as many images; of equal ones also on
     twice as many, in the same host or in twice the hosts."""
-    machine = parallel.machine
-    count, per_host = len(machine.devices), machine.per_host
-    numbers = {1 << power for power in range(count.bit_length())} | {count}
-    devices = machine.devices
-    if len(set(devices)) == 1:
-        numbers, devices = numbers | {2 * count}, devices * 2
+    machine, count = parallel.machine, len(parallel.machine.devices)
+    numbers, devices = {1 << power for power in range(count.bit_length())} | {count}, machine.devices * 2
     points = []
-    for number in sorted(number for number in numbers if number <= per_host or number % per_host == 0):
-        inside = number if machine.hosts == 1 else min(number, per_host)
-        part = replace(parallel, machine=replace(machine, devices=devices[:number], per_host=inside))
-        images = max(number, batch * number // count)
-        points.append((number, images / part.step(part.shares(images)).seconds))
+    for number in sorted(numbers | ({2 * count} if len(set(devices)) == 1 else set())):
+        if number <= machine.per_host or number % machine.per_host == 0:
+            inside = number if machine.hosts == 1 else min(number, machine.per_host)
+            part = replace(parallel, machine=replace(machine, devices=devices[:number], per_host=inside))
+            images = max(number, batch * number // count)
+            points.append((number, images / part.step(part.shares(images)).seconds))
     return tuple(points)
 
 
@@ -518,17 +531,10 @@ def _changes(parallel: _DataParallel, shares: Sequence[int], done: Step) -> tupl
     return tuple(sorted(changes, key=lambda one: -one.gain))
 
 
-@cache
-def _ranges() -> dict[str, float]:
-    text = resources.files("convoy.hardware").joinpath("coefficients.json").read_text(encoding="utf-8")
-    ranges: dict[str, float] = json.loads(text).get("ranges", {})
-    return ranges
-
-
 def width(machine: Machine, software: Software) -> float:
     """The logarithm of the factor within which nine in ten predictions of like distance from the fit were."""
     fitted = coefficients_of("one device")
     novelty = "known" if all(f"device {device.name}" in fitted for device in machine.devices) else "unknown"
     several = "one device" if len(machine.devices) == 1 else "several devices"
-    ranges = _ranges()
+    ranges = coefficients_of("ranges")
     return ranges.get(f"{novelty} device, known framework, {several}", ranges.get("any", 0.5))

@@ -46,11 +46,6 @@ from convoy.plans.place import Batch, Placement, Situation
 from convoy.plans.plan import Plan, plan_text
 from convoy.units import plural, shorten
 
-
-def _place() -> tuple[object, ...]:
-    return platform.node(), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
-
-
 # Of all layers that can have them, one after the other, in the profilings that a search begins with
 _PROFILED = ("sample", "filter", "channel")
 
@@ -224,9 +219,11 @@ class Measurements:
             if fitting is not job:
                 number = plural(fitting.workload.samples, "sample")
                 self._note(f"{job.name} was profiled in passes of {number}, not {job.workload.samples}, for memory")
-            times = self._new if afresh else self._times
-            if not all(one in times[job.alone] for one in self._local_ops(fitting)):
+            if not self._is_known(fitting, self._new if afresh else self._times):
                 self._run(fitting, afresh)
+
+    def _is_known(self, job: Job, times: Mapping[bool, Mapping[LocalOp, Times]]) -> bool:
+        return all(one in times[job.alone] for one in self._local_ops(job))
 
     @property
     def _times(self) -> dict[bool, dict[LocalOp, Times]]:
@@ -344,11 +341,7 @@ class Measurements:
 
     def unknown(self, jobs: Sequence[Job]) -> list[Job]:
         """The jobs of which something was not measured, and the first two, which are measured afresh."""
-        return [
-            job
-            for place, job in enumerate(jobs)
-            if place < 2 or not all(one in self._times[job.alone] for one in self._local_ops(job))
-        ]
+        return [*jobs[:2], *(job for job in jobs[2:] if not self._is_known(job, self._times))]
 
     def expected_s(self, job: Job) -> float:
         """About the seconds that a pass will take, by what is known."""
@@ -371,7 +364,8 @@ class Measurements:
         store may know it from before."""
         if self._ranks.num == 1:
             return ()
-        name = "slowdown of " + hashlib.blake2b(repr(self._ranks.gather(_place())).encode(), digest_size=8).hexdigest()
+        place = platform.node(), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
+        name = "slowdown of " + hashlib.blake2b(repr(self._ranks.gather(place)).encode(), digest_size=8).hexdigest()
         rows = [row for row in self._by_rank if len(row) == self._ranks.num and min(row) > 0]
         seconds = [sum(of_rank) for of_rank in zip(*rows, strict=True)]
         if rows:

@@ -71,7 +71,7 @@ class Planned:
 
     @property
     def speedup(self) -> float:
-        return self.serial.seconds / self.best.seconds
+        return self.serial.seconds / self.best.seconds if self.best.seconds else 1.0
 
     def warning(self, seconds: float) -> str:
         """What to say first of a plan whose update takes so long, where one device is predicted to take less."""

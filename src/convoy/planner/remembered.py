@@ -27,6 +27,8 @@ from convoy.plans.place import Placement
 from convoy.plans.plan import Plan, plan_text
 from convoy.units import seconds
 
+_PARTS: dict[str, type[Any]] = {"update": Update, "loss": HostCost, "per_transfer": Times}  # of `Costs`
+_NUMBERS = ("per_parameter", "host_per_parameter", "on_cpu")
 _UNLIKE = 1.25  # A prediction that is so many times what a run took, or the other way round, contradicts it
 _LATE = 0.9  # from this part of a GPU's time on its host may have been late
 
@@ -37,16 +39,9 @@ def remember(store: ProfileStore, device: Device, devices: int, optimizer: str, 
         store.note(
             device,
             _name(devices, optimizer),
-            {
-                "links": costs.links.to_list(),
-                "update": asdict(costs.update),
-                "loss": asdict(costs.loss),
-                "per_transfer": asdict(costs.per_transfer),
-                "per_parameter": costs.per_parameter,
-                "host_per_parameter": costs.host_per_parameter,
-                "pace": list(costs.slowdowns),
-                "on_cpu": costs.on_cpu,
-            },
+            {"links": costs.links.to_list(), "pace": list(costs.slowdowns)}
+            | {name: asdict(getattr(costs, name)) for name in _PARTS}
+            | {name: getattr(costs, name) for name in _NUMBERS},
         )
 
 
@@ -110,17 +105,10 @@ def _name(devices: int, optimizer: str) -> str:
 
 def _costs(noted: Any) -> Costs:
     """The costs that `remember` wrote; a KeyError, TypeError or ValueError where they are none."""
-    return Costs(
-        times=Calibrated({}),
-        links=Links.from_list(noted["links"]),
-        update=Update(**noted["update"]),
-        loss=HostCost(**noted["loss"]),
-        on_cpu=bool(noted["on_cpu"]),
-        per_transfer=Times(**noted["per_transfer"]),
-        per_parameter=float(noted["per_parameter"]),
-        host_per_parameter=float(noted.get("host_per_parameter", 0.0)),
-        slowdowns=tuple(map(float, noted.get("pace", ()))),
-    )
+    parts = {name: kind(**noted[name]) for name, kind in _PARTS.items()}
+    numbers = {name: type(getattr(Costs, name))(noted[name]) for name in _NUMBERS if name in noted}
+    links = Links.from_list(noted["links"])
+    return Costs(Calibrated({}), links, slowdowns=tuple(map(float, noted.get("pace", ()))), **parts, **numbers)
 
 
 def measured_ops(

@@ -1,15 +1,15 @@
 """The explanation of a plan as text for a terminal and as JSON has it; predicted and measured updates as traces."""
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
-from convoy.planner.cost.prediction import Scored
-from convoy.planner.layers import Layer, Stage
+from convoy.planner.cost.prediction import RankMemory, Scored
+from convoy.planner.layers import Layer
 from convoy.planner.planner import Planned, passes_of
 from convoy.planner.verdict import Explained
-from convoy.plans.explain import listed, some_ranks
-from convoy.plans.mesh import Mesh
+from convoy.plans.explain import stage_cells
 from convoy.plans.place import COMPUTE
 from convoy.plans.timeline import Span, Stream, Timeline
 from convoy.units import extra, per_second, plural, rough_percent, seconds, shape, shorten, size, table
@@ -30,11 +30,11 @@ def explanation_text(answer: Explained, first: Sequence[str] = ()) -> str:
     plan = [
         f"plan {scored.plan}",
         f"with --shares {','.join(map(str, shares))}" if shares is not None else "",
-        _passes(planned, scored) if scored.staging is not None else "",
+        _passes(planned, scored),
         verdict.sentence,
         verdict.advice,
     ]
-    changes = [(change.text, f"{change.gain:.2f} ×", seconds(change.seconds)) for change in answer.changes]
+    changes = [(change.change, f"{change.gain:.2f} ×", seconds(change.update_s)) for change in answer.changes]
     sections: tuple[Iterable[str], ...] = (
         [*first, "; ".join(filter(None, (lead, planned.warning(scored.seconds))))],
         filter(None, plan),
@@ -50,102 +50,89 @@ def explanation_text(answer: Explained, first: Sequence[str] = ()) -> str:
 
 
 def _passes(planned: Planned, scored: Scored) -> str:
-    """How the batch goes through the stages, and whether `convoy train` does so where the plan is given."""
-    staging, plan = scored.staging, scored.plan
-    assert staging is not None
-    best = f"{plural(scored.passes, 'pass', 'passes')}, schedule {staging.schedule}"
-    usual = passes_of(planned.workload, plan) or 1
+    """How the batch goes through the stages, and whether `convoy train` does so where the plan is given; empty without
+    stages."""
+    if scored.staging is None:
+        return ""
+    best = f"{plural(scored.passes, 'pass', 'passes')}, schedule {scored.staging.schedule}"
+    usual = passes_of(planned.workload, scored.plan) or 1
     requested = f"{plural(usual, 'pass', 'passes')}, schedule {planned.workload.default_schedule}"
-    if best == requested:
-        return f"in {best}"
-    return f"in {best}, as convoy train runs it with --plan auto; given as a plan, it runs in {requested}"
+    other = f", as convoy train runs it with --plan auto; given as a plan, it runs in {requested}"
+    return f"in {best}{other if best != requested else ''}"
+
+
+_HELD = ("parameters", "gradients", "optimizer", "activations", "buffers", "messages", "workspace")
 
 
 def _figures(answer: Explained) -> Iterator[str]:
-    planned, scored = answer.planned, answer.scored
-    memory = scored.memory
-    held = [
-        (memory.parameters, "parameters"),
-        (memory.gradients, "gradients"),
-        (memory.optimizer, "optimizer"),
-        (memory.activations, "activations"),
-        (memory.buffers, "buffers"),
-        (memory.messages, "messages"),
-        (memory.workspace, "workspace"),
-    ]
+    planned, scored, memory = answer.planned, answer.scored, answer.scored.memory
     raced_s = planned.measured.get(scored.plan)
     race = f" ({seconds(raced_s)} in a race of plans)" if raced_s is not None else ""
-    rows = [("update", f"{seconds(scored.seconds)}, {per_second(answer.samples_per_second)} samples/s{race}")]
+    rows = {"update": f"{seconds(scored.seconds)}, {per_second(answer.samples_per_second)} samples/s{race}"}
     if planned.devices > 1:
         alone = f"{seconds(planned.serial.seconds)} on one device"
-        rows.append(("speed-up", f"{answer.speedup:.2f} × ({alone}), efficiency {rough_percent(answer.efficiency)}"))
+        rows["speed-up"] = f"{planned.speedup:.2f} × ({alone}), efficiency {rough_percent(answer.efficiency)}"
     if answer.stages:
-        rows.append(("bubble", f"{rough_percent(scored.bubble)} of the devices' time, waiting for other stages"))
-    parts = ", ".join(f"{name} {size(number)}" for number, name in held if number)
-    rows.append(("memory", f"{size(memory.total)} on the rank that needs most: {parts}"))
-    width = max(len(name) for name, _ in rows)
-    for name, text in rows:
-        yield f"{name.ljust(width)}  {text}"
+        rows["bubble"] = f"{rough_percent(scored.bubble)} of the devices' time, waiting for other stages"
+    held = ", ".join(f"{name} {size(getattr(memory, name))}" for name in _HELD if getattr(memory, name))
+    rows["memory"] = f"{size(memory.total)} on the rank that needs most: {held}"
+    width = max(map(len, rows))
+    return (f"{name.ljust(width)}  {text}" for name, text in rows.items())
 
 
-def _parts(answer: Explained) -> Iterator[str]:
-    total = answer.scored.seconds or 1.0
+def _parts(answer: Explained) -> list[str]:
+    total, several = answer.scored.seconds or 1.0, answer.planned.devices > 1
+    headers = ("time", "seconds", "of the update", *(["even share of one device's"] * several))
     rows = [
-        (part.name, seconds(part.seconds), rough_percent(part.seconds / total), seconds(part.ideal))
-        for part in answer.parts
+        (one.part, seconds(one.seconds), rough_percent(one.seconds / total), *([seconds(one.even_share_s)] * several))
+        for one in answer.parts
     ]
-    if answer.planned.devices == 1:
-        yield from table(("time", "seconds", "of the update"), [row[:3] for row in rows], ("seconds", "of the update"))
-        return
-    headers = ("time", "seconds", "of the update", "even share of one device's")
-    yield from table(headers, rows, headers[1:])
+    return table(headers, rows, headers[1:])
 
 
-def _candidates(answer: Explained) -> Iterator[str]:
-    planned = answer.planned
-    shown = list(planned.candidates)
-    rows = [_candidate(planned, one, one is answer.scored) for one in shown]
-    if not any(one.placement.mesh.num_devices == 1 for one in shown):
-        rows.append(_candidate(planned, planned.serial, False))
-    headers = ("", "update", "speed-up", "memory", *(["measured"] if planned.measured else []), "plan")
-    yield from table(headers, rows, headers[1:-1])
-
-
-def _candidate(planned: Planned, one: Scored, chosen: bool) -> tuple[str, ...]:
-    gain = f"{planned.serial.seconds / one.seconds:.2f} ×" if one.seconds else "-"
-    raced_s = planned.measured.get(one.plan)
-    measured = [seconds(raced_s) if raced_s is not None else "-"] if planned.measured else []
-    short = shorten(str(one.plan), _LONGEST)
-    return ("→" if chosen else " ", seconds(one.seconds), gain, size(one.memory.total), *measured, short)
-
-
-def _stages(answer: Explained) -> Iterator[str]:
-    headers = ("stage", "begins at", "ranks", "takes the output of", "computes", "waits", "share", "sends", "memory")
-    total = answer.scored.seconds or 1.0
+def _candidates(answer: Explained) -> list[str]:
+    planned, raced = answer.planned, answer.planned.measured
+    alone = [] if any(one.placement.mesh.num_devices == 1 for one in planned.candidates) else [planned.serial]
+    headers = ("", "update", "speed-up", "memory", *(["measured"] if raced else []), "plan")
     rows = [
         (
-            str(number),
-            stage.layer or "-",
-            some_ranks(stage.ranks),
-            listed(stage.takes) or "-",
-            seconds(stage.computes),
-            seconds(stage.waits),
-            rough_percent(stage.waits / total),
-            size(stage.sent),
+            "→" if one is answer.scored else " ",
+            seconds(one.seconds),
+            f"{planned.serial.seconds / one.seconds:.2f} ×" if one.seconds else "-",
+            size(one.memory.total),
+            *([seconds(raced[one.plan]) if one.plan in raced else "-"] if raced else []),
+            shorten(str(one.plan), _LONGEST),
+        )
+        for one in (*planned.candidates, *alone)
+    ]
+    return table(headers, rows, headers[1:-1])
+
+
+def _stages(answer: Explained) -> list[str]:
+    headers = ("stage", "begins at", "ranks", "takes the output of", "computes", "waits", "share", "sends", "memory")
+    rows = [
+        (
+            *stage_cells(number, stage),
+            seconds(stage.computes_s),
+            seconds(stage.waits_s),
+            rough_percent(stage.waits_s / (answer.scored.seconds or 1.0)),
+            size(stage.sent_bytes),
             size(stage.memory.total),
         )
         for number, stage in enumerate(answer.stages, 1)
     ]
-    yield from table(headers, rows, headers[4:])
+    return table(headers, rows, headers[4:])
 
 
-def _layers(answer: Explained) -> Iterator[str]:
-    mesh = answer.scored.placement.mesh
-    axes = ",".join(mesh.beside_stages(mesh.names))
-    headers: tuple[str, ...] = (
+def _layers(answer: Explained) -> list[str]:
+    mesh, least_s = answer.scored.placement.mesh, _WORTH_A_ROW * answer.scored.seconds
+    axes, staged = ",".join(mesh.beside_stages(mesh.names)), bool(answer.stages)
+    strategy = f"strategy ({axes})" if axes else "strategy"
+    headers = (
+        *(["stage"] * staged),
         "layer",
         "work",
-        f"strategy ({axes})" if axes else "strategy",
+        strategy,
         "gives",
         "computes",
         "waits",
@@ -153,132 +140,89 @@ def _layers(answer: Explained) -> Iterator[str]:
         "next best",
         "would cost",
     )
-    right = ("computes", "waits", "sends", "would cost")
-    rows, small = [], []
-    for layer in answer.layers:
-        if layer.strategy or layer.seconds >= _WORTH_A_ROW * answer.scored.seconds:
-            rows.append(_row(layer, mesh))
-        else:
-            small.append(layer)
-    if small:
-        rest = sum(layer.forward + layer.backward + layer.copies for layer in small)
-        waits = seconds(sum(layer.exposed for layer in small))
-        name = "1 other" if len(small) == 1 else f"{len(small)} others"
-        rows.append((name, "", "", "", seconds(rest), waits, size(sum(layer.sent for layer in small)), "", ""))
-    if answer.stages:
-        headers, stages = ("stage", *headers), {layer.name or "-": layer.stage for layer in answer.layers}
-        rows = [(_numbered(stages.get(row[0])), *row) for row in rows]
-    yield from table(headers, rows, right)
-
-
-def _row(layer: Layer, mesh: Mesh) -> tuple[str, ...]:
-    work = next((op for op in layer.ops if op in COMPUTE), layer.ops[0] if layer.ops else "")
-    other = layer.other
-    return (
-        layer.name or "-",
-        work,
-        ",".join(mesh.beside_stages(layer.strategy)) or "-",
-        shape(layer.gives),
-        seconds(layer.forward + layer.backward + layer.copies),
-        seconds(layer.exposed),
-        size(layer.sent),
-        ",".join(mesh.beside_stages(other.strategy)) if other is not None else "-",
-        extra(other.seconds) if other is not None else "-",
-    )
-
-
-def _numbered(stage: int | None) -> str:
-    return "" if stage is None else str(stage + 1)
+    with_row = [layer for layer in answer.layers if layer.strategy or layer.computes_s + layer.exposed_s >= least_s]
+    rows = [
+        (
+            *([str(layer.stage)] * staged),
+            layer.layer or "-",
+            next((op for op in layer.ops if op in COMPUTE), layer.ops[0] if layer.ops else ""),
+            ",".join(mesh.beside_stages(layer.strategy)) or "-",
+            shape(layer.gives),
+            seconds(layer.computes_s),
+            seconds(layer.exposed_s),
+            size(layer.sent_bytes),
+            ",".join(mesh.beside_stages(layer.next_best.strategy)) if layer.next_best is not None else "-",
+            extra(layer.next_best.extra_s) if layer.next_best is not None else "-",
+        )
+        for layer in with_row
+    ]
+    if small_layers := [layer for layer in answer.layers if layer not in with_row]:
+        computes_s, waits_s = (
+            sum(layer.computes_s for layer in small_layers),
+            sum(layer.exposed_s for layer in small_layers),
+        )
+        name, sent = (
+            f"{len(small_layers)} other{'s' * (len(small_layers) > 1)}",
+            sum(layer.sent_bytes for layer in small_layers),
+        )
+        rows.append((*([""] * staged), name, "", "", "", seconds(computes_s), seconds(waits_s), size(sent), "", ""))
+    return table(headers, rows, ("computes", "waits", "sends", "would cost"))
 
 
 def document(answer: Explained) -> dict[str, Any]:
     """Everything that the explanation says, in seconds and bytes; lists stand in the order of the network."""
     planned, scored = answer.planned, answer.scored
     workload, search = planned.workload, planned.search
-    return {
+    record = {
         "model": workload.name,
         "devices": planned.devices,
         "batch": workload.batch,
         "passes": scored.passes,
-        "sample": list(workload.sample),
+        "sample": workload.sample,
         "plan": _plan(scored),
         "shares": planned.shares(scored.plan),
-        "pace": list(planned.costs.slowdowns),
+        "pace": planned.costs.slowdowns,
         "update_s": scored.seconds,
         "samples_per_s": answer.samples_per_second,
-        "speedup": answer.speedup,
+        "speedup": planned.speedup,
         "efficiency": answer.efficiency,
         "serial_s": planned.serial.seconds,
-        "memory": _memory(scored),
-        "verdict": {
-            "kind": answer.verdict.kind,
-            "layer": answer.verdict.layer,
-            "sentence": answer.verdict.sentence,
-            "advice": answer.verdict.advice,
-        },
-        "time": [{"part": part.name, "seconds": part.seconds, "even_share_s": part.ideal} for part in answer.parts],
-        "changes": [
-            {"kind": change.kind, "change": change.text, "gain": change.gain, "update_s": change.seconds}
-            for change in answer.changes
-        ],
+        "memory": _memory(scored.memory),
+        "verdict": asdict(answer.verdict),
+        "time": [asdict(part) for part in answer.parts],
+        "changes": [asdict(change) for change in answer.changes],
         "candidates": [
             {
                 "plan": _plan(one),
                 "update_s": one.seconds,
                 "measured_s": planned.measured.get(one.plan),
                 "speedup": planned.serial.seconds / one.seconds if one.seconds else 1.0,
-                "memory": _memory(one),
+                "memory": _memory(one.memory),
             }
             for one in planned.candidates
         ],
         "schedule": scored.staging.schedule if scored.staging is not None else None,
         "bubble": scored.bubble,
-        "stages": [_stage_document(stage) for stage in answer.stages],
-        "layers": [_layer_document(layer) for layer in answer.layers],
+        "stages": [asdict(stage) | {"memory": _memory(stage.memory)} for stage in answer.stages],
+        "layers": [_layer(layer) for layer in answer.layers],
         "exact": search.exact if search is not None else None,
-        "notes": list(answer.notes),
+        "notes": answer.notes,
     }
+    as_json_has_it: dict[str, Any] = json.loads(json.dumps(record))
+    return as_json_has_it
 
 
 def _plan(scored: Scored) -> dict[str, Any]:
     return {"text": str(scored.plan), **scored.plan.to_dict()}
 
 
-def _memory(scored: Scored) -> dict[str, int]:
-    return {"total": scored.memory.total, **asdict(scored.memory)}
+def _layer(layer: Layer) -> dict[str, Any]:
+    record = asdict(layer)
+    return {key: value for key, value in record.items() if key != "stage" or value is not None}
 
 
-def _stage_document(stage: Stage) -> dict[str, Any]:
-    return {
-        "begins": stage.layer,
-        "ranks": list(stage.ranks),
-        "takes": list(stage.takes),
-        "received_bytes": {"forward": stage.received.forward, "backward": stage.received.backward},
-        "computes_s": stage.computes,
-        "waits_s": stage.waits,
-        "sent_bytes": stage.sent,
-        "memory": {"total": stage.memory.total, **asdict(stage.memory)},
-    }
-
-
-def _layer_document(layer: Layer) -> dict[str, Any]:
-    other = layer.other
-    return {
-        "layer": layer.name,
-        **({} if layer.stage is None else {"stage": layer.stage + 1}),
-        "ops": list(layer.ops),
-        "strategy": list(layer.strategy),
-        "takes": list(layer.takes),
-        "gives": list(layer.gives),
-        "forward_s": layer.forward,
-        "backward_s": layer.backward,
-        "copies_s": layer.copies,
-        "exposed_s": layer.exposed,
-        "messages_s": layer.messages,
-        "sent_bytes": layer.sent,
-        "parameter_bytes": layer.parameters,
-        "next_best": {"strategy": list(other.strategy), "extra_s": other.seconds} if other is not None else None,
-    }
+def _memory(memory: RankMemory) -> dict[str, int]:
+    return {"total": memory.total, **asdict(memory)}
 
 
 _THREADS = get_args(Stream)
@@ -303,26 +247,27 @@ def trace(**sources: Timeline) -> dict[str, Any]:
 
 
 def _of_source(source: str, number: int, count: int, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
-    streams = sorted({span.task.stream for span in spans}, key=lambda name: (*_place(name), name))
+    present = {(span.task.rank, span.task.stream) for span in spans}
+    streams = [stream for stream in _THREADS if any(stream == other for _, other in present)]
     threads = {stream: place for place, stream in enumerate(streams, 1)}
+
+    def named(what: str, rank: int, thread: int, **arguments: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": what, "pid": process_of(rank), "tid": thread, "ts": 0, "args": arguments}
 
     def process_of(rank: int) -> int:
         return 1 + rank * count + number  # viewers treat process 0 as the kernel's
 
-    for rank in sorted({span.task.rank for span in spans}):
-        process = process_of(rank)
-        yield _named("process_name", process, 0, name=f"{source} rank {rank}")
-        yield _named("process_sort_index", process, 0, sort_index=process)
-        for stream in sorted({span.task.stream for span in spans if span.task.rank == rank}, key=threads.__getitem__):
-            yield _named("thread_name", process, threads[stream], name=stream)
-            yield _named("thread_sort_index", process, threads[stream], sort_index=threads[stream])
+    for rank in sorted({rank for rank, _ in present}):
+        yield named("process_name", rank, 0, name=f"{source} rank {rank}")
+        yield named("process_sort_index", rank, 0, sort_index=process_of(rank))
+        for stream in streams:
+            if (rank, stream) in present:
+                yield named("thread_name", rank, threads[stream], name=stream)
+                yield named("thread_sort_index", rank, threads[stream], sort_index=threads[stream])
     for span in spans:
         task = span.task
         # in whole nanoseconds, as viewers count, so that events that follow each other do not overlap
         start, end = round(span.start * 1e9), round(span.end * 1e9)
-        arguments: dict[str, Any] = {"layer": task.layer, "kind": task.kind}
-        if task.num_bytes:
-            arguments["bytes"] = task.num_bytes
         event = {
             "ph": "X",
             "name": task.name or task.layer or task.kind,
@@ -331,16 +276,6 @@ def _of_source(source: str, number: int, count: int, spans: Sequence[Span]) -> I
             "tid": threads[task.stream],
             "ts": start / 1e3,
             "dur": (end - start) / 1e3,
-            "args": arguments,
+            "args": {"layer": task.layer, "kind": task.kind} | ({"bytes": task.num_bytes} if task.num_bytes else {}),
         }
-        if task.kind in _COLORS:
-            event["cname"] = _COLORS[task.kind]
-        yield event
-
-
-def _named(what: str, process: int, thread: int, **arguments: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": arguments}
-
-
-def _place(stream: str) -> tuple[int]:
-    return (_THREADS.index(stream) if stream in _THREADS else len(_THREADS),)
+        yield event | ({"cname": _COLORS[task.kind]} if task.kind in _COLORS else {})

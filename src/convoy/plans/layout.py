@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from types import MappingProxyType
 
 from convoy.plans.mesh import Axes, Mesh
 
@@ -172,11 +173,12 @@ class Layout:
         """All axes that divide some dimension."""
         return frozenset(axis for _, split in self.splits for axis in split.axes)
 
-    def describe(self, mesh: Mesh) -> str:
-        """For people: `split dim 1 over filter`, `whole`, …"""
-        names = [f"dim {dim} over {'·'.join(mesh.names[a] for a in split.axes)}" for dim, split in self.splits]
-        names += [f"partial over {mesh.names[axis]}" for axis in sorted(self.partial)]
-        return ", ".join(names) or "whole"
+    def describe(self, mesh: Mesh, dims: Mapping[int, str] = MappingProxyType({})) -> str:
+        """For people: `dim 1 over filter`, `partial over filter`, `whole`, …, dimensions by their names in `dims`."""
+        axes = {dim: "·".join(mesh.names[axis] for axis in split.axes) for dim, split in self.splits}
+        words = [f"{dims.get(dim, f'dim {dim}')} over {names}" for dim, names in axes.items()]
+        words += [f"partial over {mesh.names[axis]}" for axis in sorted(self.partial)]
+        return ", ".join(words) or "whole"
 
 
 WHOLE = Layout()

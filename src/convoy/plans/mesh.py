@@ -96,3 +96,8 @@ class Mesh:
 
     def __str__(self) -> str:
         return " × ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True)) or "one device"
+
+
+def ranks_of(mesh: Mesh, stage: int) -> tuple[int, ...]:
+    """The ranks that run a stage; all of them where there are none."""
+    return tuple(rank for rank in range(mesh.num_devices) if mesh.stage_of(rank) == stage)

@@ -1,18 +1,18 @@
-"""The network drawn layer by layer, in the colors of its strategies, as SVG for a page."""
+"""The network drawn layer by layer: where its boxes and lines stand, and what they say, for `plan.html.jinja`."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import prod
-
-from markupsafe import Markup
+from typing import Any
 
 from convoy.graph.graph import Call, Graph
 from convoy.ops import OPERATIONS
+from convoy.planner.cost.local_op import local_bytes
 from convoy.planner.layers import Layer, busiest_ranks, local_shape, stages_of_calls
 from convoy.planner.search.prices import is_choosing
 from convoy.planner.verdict import Explained
+from convoy.plans.mesh import Mesh
 from convoy.plans.strategies import STRATEGIES
 from convoy.units import extra, seconds, shape, size
 
@@ -138,31 +138,15 @@ _WHOLE, _SHOWN, _PADDING = 1300, 760, 12
 _BOLD, _LIGHT, _COST = 8.0, 7.2, 62  # width of a letter of a name, and of the seconds beside it
 
 
-@dataclass(frozen=True)
-class _Cost:
-    """The cost of a box in an update, and the layers that no box before it has."""
-
-    layers: list[Layer]
-    computes: float
-    waits: float
-    sends: int
-
-    @property
-    def spent(self) -> float:
-        return self.computes + self.waits
-
-
 class NetworkDrawing:
-    """A plan's network as an `<svg>` with a group for every box; its title says what the box costs."""
+    """A plan's network for `network.svg.jinja`: a group for every box, whose title says what the box costs."""
 
-    def __init__(self, explained: Explained) -> None:
-        self._found = explained
-        self._placement = explained.scored.placement
-        self._ranks = busiest_ranks(explained.scored)
-        self.grid = grid_of(self._placement.graph, stages_of_calls(explained.scored))
-        self._strategies = {
-            placed.call.name: placed.strategy for placed in self._placement.calls if is_choosing(placed.call)
-        }
+    def __init__(self, answer: Explained) -> None:
+        self._answer = answer
+        self._placement = placement = answer.scored.placement
+        self._ranks = busiest_ranks(answer.scored)
+        self.grid = grid_of(placement.graph, stages_of_calls(answer.scored))
+        self._strategies = {one.call.name: one.strategy for one in placement.calls if is_choosing(one.call)}
         heights: dict[int, int] = {}
         for box in self.grid.boxes:
             heights[box.depth] = max(heights.get(box.depth, 0), self._height(box))
@@ -172,39 +156,16 @@ class NetworkDrawing:
         boxed = {box.lane for box in self.grid.boxes}
         widths = [_WIDTH if lane in boxed else _SKIP for lane in range(self.grid.num_lanes)]
         lefts = [_MARGIN, *(_MARGIN + right for right in accumulate(width + _GAP for width in widths))]
-        self._width = lefts[-1]
         self._middles = [left + width / 2 for left, width in zip(lefts, widths, strict=False)]
-        self._costs = self._box_costs()
-        self._most = max((cost.spent for cost in self._costs), default=0.0) or 1.0
-
-    def svg(self) -> Markup:
-        head = Markup(
-            '<svg class="network" role="img" width="{0}" height="{1}" viewBox="0 0 {0} {1}" aria-label="The network">'
-        ).format(self._width, self.tops[-1] + _MARGIN)
-        edges, boxes = map(self._edge, self.grid.edges), map(self._box, self.grid.boxes, self._costs)
-        return head + Markup("").join([*edges, *boxes]) + Markup("</svg>")
+        self.width, self.height = lefts[-1], self.tops[-1] + _MARGIN
+        self.edges = list(map(self._edge, self.grid.edges))
+        self.boxes = self._boxes()
 
     def _height(self, box: LayerBox) -> int:
         return _TALL if any(call.name in self._strategies for call in box.calls) else _LOW
 
-    def _box_costs(self) -> list[_Cost]:
-        timeline = self._found.scored.timeline
-        computes: dict[str, float] = defaultdict(float)
-        for span in timeline.spans:  # ranks of several stages have no calls in common
-            if span.task.rank in self._ranks and span.task.kind in ("forward", "backward"):
-                computes[span.task.name] += span.end - span.start
-        layers = {layer.name: layer for layer in self._found.layers}
-        costs = []
-        for box in self.grid.boxes:
-            box_layers = [
-                layers.pop(name) for name in dict.fromkeys(call.layer for call in box.calls) if name in layers
-            ]
-            seconds = sum(computes[call.name] for call in box.calls) + sum(layer.copies for layer in box_layers)
-            waits, sends = sum(layer.exposed for layer in box_layers), sum(layer.sent for layer in box_layers)
-            costs.append(_Cost(box_layers, seconds, waits, sends))
-        return costs
-
-    def _edge(self, edge: Edge) -> Markup:
+    def _edge(self, edge: Edge) -> dict[str, Any]:
+        """A line from box to box, with what is sent over it where a cut is between them."""
         source, target = self.grid.boxes[edge.source], self.grid.boxes[edge.target]
         x, y = self._middles[source.lane], float(self.tops[source.depth] + self._height(source))
         to, via, end = self._middles[target.lane], self._middles[edge.lane], float(self.tops[target.depth])
@@ -220,100 +181,88 @@ class NetworkDrawing:
             path.append(f"V{start:g}C{x:g} {end - 8:g} {to:g} {start + 8:g} {to:g} {end:g}")
         else:
             path.append(f"V{end:g}")
-        if source.stage == target.stage:
-            return Markup('<path class="edge" d="{}"/>').format("".join(path))
-        sent, stages = size(self._crossing(source, target)), f"stage {source.stage + 1} to stage {target.stage + 1}"
-        return Markup(
-            '<g><title>{}: {} in a pass</title><path class="edge cut" d="{}"/>'
-            '<text class="crossing" x="{:g}" y="{:g}">{}</text></g>'
-        ).format(stages, sent, "".join(path), label[0] + 6, label[1], sent)
-
-    def _crossing(self, source: LayerBox, target: LayerBox) -> int:
-        """Bytes that a rank sends in a pass from one box to another in a later stage."""
         inputs = {name for call in target.calls for name in call.inputs}
-        crossing = dict.fromkeys(name for call in source.calls for name in call.outputs if name in inputs)
-        rank, values = self._ranks[source.stage], self._placement.graph.values
-        return sum(prod(local_shape(self._placement, name, rank)) * values[name].dtype.itemsize for name in crossing)
+        names = dict.fromkeys(name for call in source.calls for name in call.outputs if name in inputs)
+        sent = sum(local_bytes(self._placement, name, self._ranks[source.stage]) for name in names)  # in a pass
+        stages = f"stage {source.stage + 1} to stage {target.stage + 1}" if source.stage != target.stage else ""
+        return {
+            "path": "".join(path),
+            "stages": stages,
+            "sent": size(sent),
+            "x": f"{label[0] + 6:g}",
+            "y": f"{label[1]:g}",
+        }
 
-    def _box(self, box: LayerBox, cost: _Cost) -> Markup:
+    def _boxes(self) -> list[dict[str, Any]]:
+        """What a box costs is that of the layers that no box before it has."""
+        computes: dict[str, float] = defaultdict(float)
+        for span in self._answer.scored.timeline.spans:  # ranks of several stages have no calls in common
+            if span.task.rank in self._ranks and span.task.kind in ("forward", "backward"):
+                computes[span.task.name] += span.end - span.start
+        unseen = {layer.layer: layer for layer in self._answer.layers}
+        boxes = []
+        for box in self.grid.boxes:
+            names = dict.fromkeys(call.layer for call in box.calls)
+            layers = [unseen.pop(name) for name in names if name in unseen]
+            computes_s = sum(computes[call.name] for call in box.calls) + sum(layer.copies_s for layer in layers)
+            boxes.append(self._box(box, layers, computes_s))
+        most = max((drawn["spent"] for drawn in boxes), default=0.0) or 1.0
+        for drawn in boxes:
+            full, waits = (_WIDTH * drawn[name] / most for name in ("spent", "waits"))
+            drawn["bar"], drawn["waiting"] = f"{full - waits:.1f}", f"{waits:.1f}" if waits >= 0.5 else ""
+        return boxes
+
+    def _box(self, box: LayerBox, layers: Sequence[Layer], computes_s: float) -> dict[str, Any]:
+        placement, staged = self._placement, len(self._ranks) > 1
         main = next((call for call in box.calls if call.name in self._strategies), box.calls[0])
         strategy = self._strategies.get(main.name, ())
-        strategies = self._placement.mesh.beside_stages(strategy)
-        name, height = main.layer or main.name or main.op, self._height(box)
-        gives, rank = box.calls[-1].outputs, self._ranks[box.stage]
-        shown = shape(local_shape(self._placement, gives[0], rank)) if gives else ""
-        tall = height == _TALL
-        parts = [
-            Markup(
-                '<g class="box {}" tabindex="0" data-spent="{:.3g}" transform="translate({:g} {:g})">'
-                '<title>{}</title><rect class="body" width="{}" height="{}" rx="5"/>'
-            ).format(
-                strategies[0] if strategies else "stage" if strategy else "follows",
-                cost.spent,
-                self._middles[box.lane] - _WIDTH / 2,
-                self.tops[box.depth],
-                "\n".join([name, *self._facts(box, cost, strategy, shown)]),
-                _WIDTH,
-                height,
-            )
-        ]
-        left, chips = 10, [(kind, STRATEGIES[kind].letter) for kind in strategies]
-        if len(self._ranks) > 1:
-            chips.insert(0, ("stage", str(box.stage + 1)))
-        top = 6 if tall else (height - _BAR - _CHIP) / 2
-        for number, (kind, letter) in enumerate(chips):
-            at = 6 + number * (_CHIP + 3)
-            parts.append(
-                Markup(
-                    '<rect class="chip {0}" x="{1}" y="{5:g}" width="{2}" height="{2}" rx="3"/>'
-                    '<text class="letter" x="{3}" y="{6:g}">{4}</text>'
-                ).format(kind, at, _CHIP, at + _CHIP / 2, letter, top, top + 14.5)
-            )
-            left = at + _CHIP + 8
-        room = int((_WIDTH - left - 8) / _BOLD) if tall else int((_WIDTH - left - _COST) / _LIGHT)
-        text = name_in(name, "" if strategy else _verb(main), room)
-        parts.append(Markup('<text class="name" x="{}" y="{}">{}</text>').format(left, 20 if tall else 18, text))
-        if tall:
-            parts.append(Markup('<text class="shape" x="10" y="39">{}</text>').format(shown))
-        if cost.spent > 0:
-            full, waits = _WIDTH * cost.spent / self._most, _WIDTH * cost.waits / self._most
-            parts.append(
-                Markup(
-                    '<text class="cost" x="{}" y="{}">{}</text><rect class="bar" y="{}" width="{:.1f}" height="{}"/>'
-                ).format(_WIDTH - 9, 39 if tall else 18, seconds(cost.spent), height - _BAR, full - waits, _BAR)
-            )
-            if waits >= 0.5:
-                parts.append(
-                    Markup('<rect class="bar waits" x="{:.1f}" y="{}" width="{:.1f}" height="{}"/>').format(
-                        full - waits, height - _BAR, waits, _BAR
-                    )
-                )
-        return Markup("").join(parts) + Markup("</g>")
-
-    def _facts(self, box: LayerBox, cost: _Cost, strategy: tuple[str, ...], shown: str) -> Iterator[str]:
-        mesh, staged = self._placement.mesh, self._found.scored.staging
-        if staged is not None:
-            yield f"stage: {box.stage + 1} of {staged.number}"
-        if mesh.beside_stages(strategy):
-            axes = zip(mesh.beside_stages(strategy), mesh.beside_stages(mesh.names), strict=True)
-            yield f"strategy: {', '.join(each if each == axis else f'{each} on {axis}' for each, axis in axes)}"
-        yield f"work: {box.calls[0].op}"
-        follows = [f"{call.layer or call.name} ({call.op})" for call in box.calls[1:]]
-        if follows:
-            yield f"with it: {', '.join(follows[:6])}{' …' if len(follows) > 6 else ''}"
-        if cost.layers:
-            yield f"takes on this rank: {shape(cost.layers[0].takes)}"
-        yield f"gives on this rank: {shown}"
-        yield f"computes: {seconds(cost.computes)}"
-        if self._found.planned.devices > 1:
-            yield f"waits: {seconds(cost.waits)}"
-            yield f"sends: {size(cost.sends)}"
-        held = sum(layer.parameters for layer in cost.layers)
-        if held:
-            yield f"parameters: {size(held)}"
-        other = next((layer.other for layer in cost.layers if layer.strategy and layer.other is not None), None)
+        strategies = placement.mesh.beside_stages(strategy)
+        name, height, gives = main.layer or main.name or main.op, self._height(box), box.calls[-1].outputs
+        shown = shape(local_shape(placement, gives[0], self._ranks[box.stage])) if gives else ""
+        waits_s = sum(layer.exposed_s for layer in layers)
+        facts = {
+            "stage": f"{box.stage + 1} of {len(self._ranks)}" if staged else "",
+            **_facts(box, layers, strategy, placement.mesh),
+            "gives on this rank": shown,
+            "computes": seconds(computes_s),
+        }
+        if self._answer.planned.devices > 1:
+            facts |= {"waits": seconds(waits_s), "sends": size(sum(layer.sent_bytes for layer in layers))}
+        held = sum(layer.parameter_bytes for layer in layers)
+        facts["parameters"] = size(held) if held else ""
+        other = next((layer.next_best for layer in layers if layer.strategy and layer.next_best is not None), None)
         if other is not None:
-            yield f"next best: {','.join(mesh.beside_stages(other.strategy))}, {extra(other.seconds)} an update"
+            to = ",".join(placement.mesh.beside_stages(other.strategy))
+            facts["next best"] = f"{to}, {extra(other.extra_s)} an update"
+        chips = [("stage", str(box.stage + 1))] * staged + [(kind, STRATEGIES[kind].letter) for kind in strategies]
+        left = 11 + len(chips) * (_CHIP + 3) if chips else 10
+        tall = height == _TALL
+        room = int((_WIDTH - left - 8) / _BOLD) if tall else int((_WIDTH - left - _COST) / _LIGHT)
+        return {
+            "look": strategies[0] if strategies else "stage" if strategy else "follows",
+            "tall": tall,
+            "height": height,
+            "x": f"{self._middles[box.lane] - _WIDTH / 2:g}",
+            "y": self.tops[box.depth],
+            "title": "\n".join([name, *(f"{key}: {fact}" for key, fact in facts.items() if fact)]),
+            "chips": [(kind, letter, 6 + number * (_CHIP + 3)) for number, (kind, letter) in enumerate(chips)],
+            "left": left,
+            "name": name_in(name, "" if strategy else _verb(main), room),
+            "shape": shown,
+            "spent": computes_s + waits_s,
+            "waits": waits_s,
+        }
+
+
+def _facts(box: LayerBox, layers: Sequence[Layer], strategy: tuple[str, ...], mesh: Mesh) -> dict[str, str]:
+    axes = zip(mesh.beside_stages(strategy), mesh.beside_stages(mesh.names), strict=False)
+    follows = [f"{call.layer or call.name} ({call.op})" for call in box.calls[1:]]
+    return {
+        "strategy": ", ".join(name if name == axis else f"{name} on {axis}" for name, axis in axes),
+        "work": box.calls[0].op,
+        "with it": f"{', '.join(follows[:6])}{' …' if len(follows) > 6 else ''}",
+        "takes on this rank": shape(layers[0].takes) if layers else "",
+    }
 
 
 def shown_height(tops: Sequence[int]) -> int | None:

@@ -1,6 +1,7 @@
 """The planner's pages: why a plan is the fastest, and what machines that are not at hand would do (`--on`)."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from markupsafe import Markup
@@ -19,7 +20,7 @@ from convoy.report import axes as ax
 from convoy.report import pages
 from convoy.report.network_drawing import NetworkDrawing, shown_height
 from convoy.report.pages import Tile, data_uri
-from convoy.report.timeline_drawing import KINDS, PARTS, draw_timeline, kinds_in, num_left_out
+from convoy.report.timeline_drawing import KINDS, PARTS, timeline_drawing
 from convoy.units import per_second, rough_percent, seconds, shape, size
 
 _VERDICTS = {
@@ -35,61 +36,52 @@ _VERDICTS = {
 }
 
 
-def plan_page(explained: Explained, command: str = "") -> str:
+def plan_page(answer: Explained, command: str = "") -> str:
     """The page as HTML; `command` is the one that found the plan."""
     styles = ("report.css", "bars.css", "plan.css")
-    return pages.render("plan.html.jinja", styles, ("copy.js", "plan.js"), **_content(explained, command))
+    return pages.render("plan.html.jinja", styles, ("copy.js", "plan.js"), **_content(answer, command))
 
 
-def _content(explained: Explained, command: str) -> dict[str, Any]:
-    planned, scored = explained.planned, explained.scored
+def _content(answer: Explained, command: str) -> dict[str, Any]:
+    planned, scored = answer.planned, answer.scored
     workload, total = planned.workload, scored.seconds or 1.0
-    raw = to_json(document(explained), indent=1).encode()
+    raw = to_json(document(answer), indent=1).encode()
     bars = _bars(planned, scored)
-    mesh, drawing = scored.placement.mesh, NetworkDrawing(explained)
-    used = {strategy for layer in explained.layers for strategy in mesh.beside_stages(layer.strategy)}
-    stages = list(enumerate(explained.stages, 1))
+    mesh, drawing = scored.placement.mesh, NetworkDrawing(answer)
+    used = {strategy for layer in answer.layers for strategy in mesh.beside_stages(layer.strategy)}
+    stages = list(enumerate(answer.stages, 1))
     return {
+        "answer": answer,
         "name": "plan",
         "title": workload.name,
         "subject": units.plural(planned.devices, "device"),
         "several": planned.devices > 1,
-        "facts": _facts(explained),
-        "verdict": explained.verdict,
-        "status": _VERDICTS[explained.verdict.kind],
-        "status_kind": "good" if explained.verdict.kind == "compute" else "warn",
-        "calm": explained.verdict.kind == "compute",
-        "plan": str(scored.plan),
+        "facts": _facts(answer),
+        "status": _VERDICTS[answer.verdict.kind],
+        "status_kind": "good" if answer.verdict.kind == "compute" else "warn",
         "axes": ", ".join(mesh.beside_stages(mesh.names)),
-        "tiles": _tiles(explained),
+        "tiles": _tiles(answer),
         "bars": bars,
         "bar_legend": [(key, word) for key, word in _BAR_WORDS.items() if any(key in bar["keys"] for bar in bars)],
-        "parts": explained.parts,
-        "changes": explained.changes,
-        "network": drawing.svg(),
+        "network": drawing,
         "canvas": shown_height(drawing.tops),
         "network_legend": [
             *([("stage", "1", "the stage")] if stages else []),
             *((name, one.letter, f"{name}: {one.effect}") for name, one in STRATEGIES.items() if name in used),
         ],
         "stages": stages,
-        "omitted": drawing.grid.omitted,
-        "timeline": draw_timeline(scored.timeline, mesh),
-        "kinds": kinds_in(scored.timeline),
-        "left_out": num_left_out(scored.timeline),
-        "layers": explained.layers,
+        "timeline": timeline_drawing(scored.timeline, mesh),
         "total": total,
         "words": {"colors": PARTS, "ranks": some_ranks, "takes": listed, "strategy": mesh.beside_stages},
         "yaml": scored.plan.to_yaml().rstrip(),
         "command": command,
-        "notes": list(explained.notes),
         "download": data_uri(raw, "application/json"),
         "size": units.prefixed(len(raw), "B"),
     }
 
 
-def _facts(explained: Explained) -> list[str]:
-    workload, scored = explained.planned.workload, explained.scored
+def _facts(answer: Explained) -> list[str]:
+    workload, scored = answer.planned.workload, answer.scored
     schedule = scored.staging.schedule if scored.staging is not None else ""
     facts = {
         f"{units.count(workload.batch)} samples an update": True,
@@ -103,20 +95,18 @@ def _facts(explained: Explained) -> list[str]:
     return [fact for fact, holds in facts.items() if holds]
 
 
-def _tiles(explained: Explained) -> list[Tile]:
-    planned, scored = explained.planned, explained.scored
+def _tiles(answer: Explained) -> list[Tile]:
+    planned, scored = answer.planned, answer.scored
     memory = scored.memory
     tiles = [
         Tile("An update", seconds(scored.seconds), "predicted", True),
-        Tile("Samples a second", per_second(explained.samples_per_second), "all devices together"),
+        Tile("Samples a second", per_second(answer.samples_per_second), "all devices together"),
     ]
     if planned.devices > 1:
-        note = f"{rough_percent(explained.efficiency)} efficiency; {seconds(planned.serial.seconds)} on one device"
-        tiles.append(Tile("Speed-up", f"{explained.speedup:.2f} ×", note))
-    if explained.stages:
-        tiles.append(
-            Tile("Bubble", rough_percent(scored.bubble), f"{len(explained.stages)} stages wait for each other")
-        )
+        note = f"{rough_percent(answer.efficiency)} efficiency; {seconds(planned.serial.seconds)} on one device"
+        tiles.append(Tile("Speed-up", f"{planned.speedup:.2f} ×", note))
+    if answer.stages:
+        tiles.append(Tile("Bubble", rough_percent(scored.bubble), f"{len(answer.stages)} stages wait for each other"))
     held = f"{size(memory.parameters)} of parameters, {size(memory.activations)} of activations"
     tiles.append(Tile("Memory of a rank", size(memory.total), held))
     return tiles
@@ -134,9 +124,9 @@ def _bars(planned: Planned, chosen: Scored) -> list[dict[str, Any]]:
             {
                 "name": "one device" if one is planned.serial else str(one.plan),
                 "chosen": one is chosen,
-                "keys": {PARTS[part.name] for part in parts},
+                "keys": {PARTS[part.part] for part in parts},
                 "parts": [
-                    (PARTS[part.name], 100 * part.seconds / longest, f"{part.name}: {seconds(part.seconds)}")
+                    (PARTS[part.part], 100 * part.seconds / longest, f"{part.part}: {seconds(part.seconds)}")
                     for part in parts
                 ],
                 "time": seconds(one.seconds),
@@ -178,20 +168,10 @@ def machines_page(
         facts=[f"batch {first.batch}", what],
         status="predicted, not measured",
         status_kind="warn",
-        rows=[(one, one.price(images, prices[number]) if prices else 0) for number, one in enumerate(predictions)],
-        images=images,
-        prices=bool(prices),
+        rows=[(one, one.row(images, prices[number] if prices else None)) for number, one in enumerate(predictions)],
         picture=Markup(_picture(predictions)),
         command=command,
     )
-
-
-def _bends(one: Prediction) -> int | None:
-    """The number of devices from which on twice as many are less than 1.7 times as fast; None where none is."""
-    for (count, rate), (_, more) in zip(one.curve, one.curve[1:], strict=False):
-        if more < 1.7 * rate:
-            return count
-    return None
 
 
 def _picture(predictions: Sequence[Prediction]) -> str:
@@ -206,8 +186,10 @@ def _picture(predictions: Sequence[Prediction]) -> str:
                 counts, [r / one.within for r in rates], [r * one.within for r in rates], color=color, alpha=0.18, lw=0
             )
             axes.plot(counts, rates, color=color, label=one.machine.label, marker="o", markersize=3.4)
-            if (bend := _bends(one)) is not None:
-                axes.plot([bend], [dict(one.curve)[bend]], color=color, marker="D", markersize=7, fillstyle="none")
+            # from here on twice as many devices are less than 1.7 times as fast
+            bend = next((at for at, (_, more) in pairwise(one.curve) if more < 1.7 * at[1]), None)
+            if bend is not None:
+                axes.plot(*([number] for number in bend), color=color, marker="D", markersize=7, fillstyle="none")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -1,11 +1,8 @@
-"""The predicted timeline of an update, as wide as the page, and the colors of kinds of work."""
+"""The predicted timeline of an update, as wide as the page, for `plan.html.jinja`, and the colors of kinds of work."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import get_args
-
-from markupsafe import Markup
+from typing import Any, get_args
 
 from convoy.planner.verdict import HOST, OTHERS
 from convoy.plans.mesh import Mesh
@@ -41,55 +38,26 @@ PARTS = {
 
 
 MOST_RANKS = 4
-_BAND, _AXIS = 24, 22
 _THIN = 0.0008  # part of the whole below which neighbors of a kind are drawn as one
 
 
-@dataclass(frozen=True)
-class _Drawn:
-    """Spans of a kind next to each other, drawn as one."""
-
-    kind: str
-    start: float
-    end: float
-    titles: tuple[str, ...]
-
-
-def draw_timeline(timeline: Timeline, mesh: Mesh | None = None) -> Markup:
-    """Rows of a grid for an update: a heading for each rank, with its stage in the `mesh`, and for each of its streams
-    a name and an `<svg>`."""
-    total = timeline.total or 1.0
-    parts: list[Markup] = []
+def timeline_drawing(timeline: Timeline, mesh: Mesh) -> dict[str, Any]:
+    """For each rank that there is room for, its heading and the spans of its streams; the marks of the axis; the kinds
+    of work with their words; and how many ranks are left out."""
+    total, of_rank = timeline.total or 1.0, {}
     other_ranks = [rank for rank in timeline.ranks if rank != timeline.busiest]
     for rank in sorted([timeline.busiest, *other_ranks[: MOST_RANKS - 1]]) if timeline.ranks else ():
-        rank_spans = [span for span in timeline.spans if span.task.rank == rank]
-        stage = f", stage {mesh.stage_of(rank) + 1}" if mesh is not None and mesh.stage_axis is not None else ""
-        parts.append(Markup("<h3>rank {}{}</h3>").format(rank, stage))
-        for stream in get_args(Stream):
-            spans = [span for span in rank_spans if span.task.stream == stream]
-            if not spans:
-                continue
-            drawn = Markup("").join(_rect(one, total) for one in _merged(spans, total))
-            parts.append(
-                Markup(
-                    '<span class="stream">{0}</span><svg role="img" width="100%" height="{1}" '
-                    'aria-label="rank {2}, {0}"><rect class="band" width="100%" height="{1}"/>{3}</svg>'
-                ).format(stream, _BAND, rank, drawn)
-            )
-    marks = Markup("").join(_tick(number, value, total) for number, value in enumerate(ticks(total)))
-    axis = Markup('<svg class="axis" width="100%" height="{}" aria-hidden="true">{}</svg>').format(_AXIS, marks)
-    return Markup('<div class="timeline">{}{}</div>').format(Markup("").join(parts), axis)
-
-
-def kinds_in(timeline: Timeline) -> list[tuple[str, str]]:
-    """Key and word of every kind of work in it."""
+        stage = f", stage {mesh.stage_of(rank) + 1}" if mesh.stage_axis is not None else ""
+        spans = [span for span in timeline.spans if span.task.rank == rank]
+        streams = {stream: [span for span in spans if span.task.stream == stream] for stream in get_args(Stream)}
+        of_rank[rank] = stage, [(stream, _drawn(spans, total)) for stream, spans in streams.items() if spans]
     present = {_kind(span.task) for span in timeline.spans}
-    return [(kind, word) for kind, word in KINDS.items() if kind in present]
-
-
-def num_left_out(timeline: Timeline) -> int:
-    """Ranks for which there is no room."""
-    return max(0, len(timeline.ranks) - MOST_RANKS)
+    return {
+        "ranks": of_rank,
+        "marks": [_mark(number, total) for number in ticks(total)],
+        "kinds": [(kind, word) for kind, word in KINDS.items() if kind in present],
+        "left_out": max(0, len(timeline.ranks) - MOST_RANKS),
+    }
 
 
 def ticks(total: float) -> list[float]:
@@ -99,19 +67,32 @@ def ticks(total: float) -> list[float]:
     return [number * step for number in range(int(total / step + 1e-9) + 1)]
 
 
-def _merged(spans: Sequence[Span], total: float) -> list[_Drawn]:
-    merged: list[_Drawn] = []
+def _mark(number: float, total: float) -> tuple[str, str, str]:
+    place = 100 * number / total
+    return f"{place:.2f}", "start" if place < 2 else "end" if place > 95 else "middle", short(number) if number else "0"
+
+
+def _drawn(spans: Sequence[Span], total: float) -> list[tuple[str, str, str, str]]:
+    """Kind, place, width in percent, and title of what is drawn; thin spans of a kind next to each other as one."""
+    merged: list[tuple[str, float, float, list[str]]] = []
     for span in spans:
         start, end, kind = span.start, span.end, _kind(span.task)
         if end <= start:
             continue
-        last = merged[-1] if merged else None
-        thin = end - start < _THIN * total
-        if last is not None and last.kind == kind and start - last.end < 1e-4 * total and thin:
-            merged[-1] = _Drawn(kind, last.start, end, (*last.titles, _title(span)))
+        before, began, ended, titles = merged[-1] if merged else ("", 0.0, 0.0, list[str]())
+        if before == kind and start - ended < 1e-4 * total and end - start < _THIN * total:
+            merged[-1] = kind, began, end, [*titles, _title(span)]
         else:
-            merged.append(_Drawn(kind, start, end, (_title(span),)))
-    return merged
+            merged.append((kind, start, end, [_title(span)]))
+    return [
+        (
+            kind,
+            f"{100 * start / total:.3f}",
+            f"{100 * (end - start) / total:.3f}",
+            "\n".join([*titles[:12], *([f"and {len(titles) - 12} more"] if len(titles) > 12 else [])]),
+        )
+        for kind, start, end, titles in merged
+    ]
 
 
 def _kind(task: Task) -> str:
@@ -126,23 +107,6 @@ def _title(span: Span) -> str:
     where = f" for {task.layer}" if task.layer and task.stream != "compute" and task.layer != name else ""
     work = f"{word}, " if word != name else ""
     return f"{name}{where}: {work}{seconds(span.end - span.start)}{about}"
-
-
-def _rect(drawn: _Drawn, total: float) -> Markup:
-    title = "\n".join(drawn.titles[:12]) + (f"\nand {len(drawn.titles) - 12} more" if len(drawn.titles) > 12 else "")
-    return Markup('<rect class="span {}" x="{:.3f}%" width="{:.3f}%" height="{}"><title>{}</title></rect>').format(
-        drawn.kind, 100 * drawn.start / total, 100 * (drawn.end - drawn.start) / total, _BAND, title
-    )
-
-
-def _tick(number: int, value: float, total: float) -> Markup:
-    """A mark on the axis; every second one steps back where there is little room."""
-    place = 100 * value / total
-    anchor = "start" if place < 2 else "end" if place > 95 else "middle"
-    return Markup(
-        '<g class="{0}"><line class="tick" x1="{1:.2f}%" x2="{1:.2f}%" y1="0" y2="5"/>'
-        '<text class="time" x="{1:.2f}%" y="18" text-anchor="{2}">{3}</text></g>'
-    ).format("odd" if number % 2 else "even", place, anchor, short(value) if value else "0")
 
 
 def short(number: float) -> str:

@@ -21,7 +21,7 @@ from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import device_memory
 from convoy.planner.profiling import try_out
-from convoy.planner.verdict import explained
+from convoy.planner.verdict import Explained
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 from convoy.training.session import Prepared
@@ -147,7 +147,7 @@ def choose_plan(
     except ConvoyError as error:
         return Chosen(plain, (f"plan auto is {plain}: {error}",))
     best = planned.best
-    verdict = ranks.first(lambda: explained(planned).verdict.sentence)
+    verdict = ranks.first(lambda: Explained(planned).verdict.sentence)
     sentences = _sentences(planned, device, f"within {size(int(limit))} of memory a device, {source}")
     notes = (*sentences, f"{best.plan}: {verdict}", *planned.notes)
     return Chosen(best.plan, notes, best, planned.shares(best.plan), best.staging, planned.serial.seconds)

@@ -175,11 +175,11 @@ class TrainedNetwork:
             held = max((memory[rank] for rank in row.ranks), key=lambda each: each.total)
             records.append(
                 StageRecord(
-                    layer=row.layer,
+                    layer=row.begins,
                     ranks=list(row.ranks),
                     takes=list(row.takes),
-                    forward=row.received.forward,
-                    backward=row.received.backward,
+                    forward=row.received_bytes.forward,
+                    backward=row.received_bytes.backward,
                     parameters=held.parameters,
                     gradients=held.gradients,
                     activations=held.activations,
