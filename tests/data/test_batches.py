@@ -122,9 +122,9 @@ def test_three_epochs_are_the_same_for_any_number_of_workers_and_after_a_resume(
     assert not same(trained(section, 5, 2), plain[5:7])
 
 
-def test_threads_beside_a_gpu_make_the_same_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_beside_a_gpu_makes_the_same_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_mnist(tmp_path)
-    section = config(tmp_path, workers=None, augment={"crop": "pad", "flip": True})
+    section = config(tmp_path, augment={"crop": "pad", "flip": True})
     plain, evaluation, threads = trained(section), evaluated(section), set[int]()
     monkeypatch.setattr(Batch, "pin_memory", lambda batch: threads.add(threading.get_ident()) or batch)
     assert same(trained(section, pin_memory=True), plain) and same(evaluated(section, pin_memory=True), evaluation)

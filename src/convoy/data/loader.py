@@ -21,8 +21,7 @@ from convoy.errors import ConvoyError
 from convoy.resources import own_share
 
 _MAX_AUTOMATIC = 32
-_THREADS_AHEAD = 3  # batches that threads make before they are asked for
-_MOST_THREADS = 4
+_AHEAD = 3  # batches that a thread makes before they are asked for
 
 
 def training_batches(
@@ -113,13 +112,13 @@ def _run(
     pin_memory: bool,
     told: Callable[[int], None],
 ) -> Generator[Batch, None, None]:
-    """The batches of some requests, made by worker processes, by threads beside a GPU, or by this process."""
+    """The batches of some requests, made by worker processes, by a thread beside a GPU, or by this process."""
     if workers and largest:
         pool = Workers(maker, requests, largest, most=workers, first=first, pin_memory=pin_memory, told=told)
         with closing(pool.batches()) as batches:
             yield from batches
     elif pin_memory:
-        with closing(_by_threads(maker, requests)) as batches:
+        with closing(_by_thread(maker, requests)) as batches:
             yield from batches
     else:
         for request in requests:
@@ -128,10 +127,10 @@ def _run(
             yield batch
 
 
-def _by_threads(maker: BatchMaker, requests: Iterator[Request]) -> Generator[Batch, None, None]:
-    """Batches in their order, made ahead by threads; closing the generator ends them. To gather and pin 256 pictures of
+def _by_thread(maker: BatchMaker, requests: Iterator[Request]) -> Generator[Batch, None, None]:
+    """Batches in their order, made ahead by a thread; closing the generator ends it. To gather and pin 256 pictures of
     224 px takes 25 to 38 ms, in which numpy leaves the interpreter to others: a GPU would wait for it each time."""
-    pool = ThreadPoolExecutor(max(1, min(_MOST_THREADS, int(own_share()) - 1)), "convoy-pictures")
+    pool = ThreadPoolExecutor(1, "convoy-pictures")
 
     def make(request: Request) -> Batch:
         return maker.make(request.samples, request.epoch).pin_memory()
@@ -139,7 +138,7 @@ def _by_threads(maker: BatchMaker, requests: Iterator[Request]) -> Generator[Bat
     pending = deque[Future[Batch]]()
     try:
         while True:
-            pending.extend(pool.submit(make, request) for request in islice(requests, _THREADS_AHEAD - len(pending)))
+            pending.extend(pool.submit(make, request) for request in islice(requests, _AHEAD - len(pending)))
             if not pending:
                 return
             yield pending.popleft().result()
