@@ -17,10 +17,10 @@ import pytest
 from cli.calls import Call
 from convoy.cli import doctor, doctor_run
 from convoy.doctor.diagnosis import Advice, Diagnosis
+from convoy.doctor.trials import Budget
 from convoy.errors import ConvoyError, MachineError
 from convoy.terminal import Console
 from convoy.training import Session
-from convoy.training.trials import Budget
 from processes import alive, children
 from started import Started, wait_for
 from tiny import write_pictures

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convoy import models
 from convoy.comm.ranks import Ranks
 from convoy.engine import microbatch_sizes
 from convoy.errors import ConvoyError
@@ -27,7 +26,6 @@ from convoy.training.set_up import parts_of
 from convoy.training.workloads import workload_of_recipe
 
 CPU = torch.device("cpu")
-slow = pytest.mark.slow
 
 
 def test_microbatches_of_each_rank_and_the_parts_that_end_soonest() -> None:
@@ -51,7 +49,7 @@ def test_microbatches_of_each_rank_and_the_parts_that_end_soonest() -> None:
         with pytest.raises(ConvoyError, match=words):
             divide(microbatch_sizes(batch, num), ranks, shares)
     for times in ((1.0, 3.3), (2.0, 1.0, 1.5, 5.0)):
-        for total in range(len(times), 14):
+        for total in (5, 9, 13):
             counts, every = soonest(total, times), product(range(1, total), repeat=len(times))
             last = min(max(map(mul, some, times)) for some in every if sum(some) == total)
             assert sum(counts) == total and min(counts) >= 1 and max(map(mul, counts, times)) == last
@@ -72,22 +70,14 @@ def test_every_sample_is_in_one_pass_of_its_rank(counts: tuple[int, ...]) -> Non
         assert all(division.passes(merge, late=True)[-1].parts)  # all have something where gradients are exchanged
 
 
-@pytest.mark.parametrize(
-    ("plan", "settings"),
-    [
-        ("stage=4", ["batch=100"]),
-        ("stage=2,sample=2", ["batch=64", "microbatches=12"]),
-    ],
-)
-def test_a_given_plan_is_predicted_in_the_passes_in_which_it_runs(plan: str, settings: list[str]) -> None:
-    recipe = load_recipe("default", ["model.name=lenet", "data.path=nowhere", *settings])
-    stated, shape, model = Plan.parse(plan), (1, 28, 28), create("lenet")
-    devices = stated.mesh.num_devices
+def test_a_given_plan_is_predicted_in_the_passes_in_which_it_runs() -> None:
+    recipe = load_recipe("default", ["model.name=lenet", "data.path=nowhere", "batch=64", "microbatches=12"])
+    stated, shape, model = Plan.parse("stage=2,sample=2"), (1, 28, 28), create("lenet")
     found = probed(model, recipe, shape, microbatch_sizes(recipe.batch, num_microbatches(recipe)), CPU, "nothing")
-    parts, useful = parts_of(recipe, stated, devices)
+    parts, useful = parts_of(recipe, stated, 4)
     sizes, _ = divisible_sizes(recipe, model, parts, found, useful)
-    merge, _ = merged(recipe, found, sizes, CPU, devices // parts, passes=PARTS_PER_STAGE * stated.num_stages * parts)
-    workload = workload_of_recipe(recipe, model, shape, devices, CPU)
+    merge, _ = merged(recipe, found, sizes, CPU, 4 // parts, passes=PARTS_PER_STAGE * stated.num_stages * parts)
+    workload = workload_of_recipe(recipe, model, shape, 4, CPU)
     assert passes_of(workload, stated) == len(divide(sizes, parts, None).passes(merge))
 
 
@@ -131,18 +121,15 @@ class End(nn.Module):
         return ENDS[self.kind](self.layers(x))
 
 
-@pytest.mark.parametrize("name", ["lenet", pytest.param("googlenet", marks=slow)])
-def test_no_network_of_the_registry_is_taken_for_coupled_and_those_that_are_are_found(tf32: None, name: str) -> None:
+def test_a_network_that_is_not_coupled_is_not_taken_for_one_and_those_that_are_are_found(tf32: None) -> None:
     def merge_of(model: nn.Module, channels: int, size: int) -> tuple[int, str]:
         recipe, sizes = load_recipe("default", ["model.name=any", "batch=12", "microbatch=3"]), (3, 3, 3, 3)
         probe = probed(model, recipe, (channels, size, size), sizes, CPU, "nothing")
         return merged(recipe, probe, sizes, CPU, sharing=2**30)  # memory aside
 
     torch.manual_seed(0)
-    channels, size = (1, 28) if name == "lenet" else (3, 64)
-    merge, why = merge_of(models.create(name, num_classes=10, in_channels=channels), channels, size)
-    assert merge == 4, why
-    for kind in ENDS if name == "lenet" else ():
+    assert merge_of(create("lenet"), 1, 28)[0] == 4
+    for kind in ENDS:
         merge, why = merge_of(End(kind), 3, 8)
         assert merge == (4 if "apart" in kind else 1), kind
         assert "apart" in kind or why == "one by one: the network couples the samples of a batch"
@@ -164,11 +151,8 @@ def test_a_rank_that_stays_slow_is_named_now_and_then(monkeypatch: pytest.Monkey
         return [number for number, sentence in enumerate(said, 1) if sentence]
 
     assert named([0, 1, 2], even, *[one] * 13) == [3, 6, 12]
-    for wolf in ([one, one, [1.0] * 3], [one, [2.0, 1.0, 1.0]], [[0.001, 0.003, 0.001]]):
-        assert named([0, 1, 2], even, *wolf * 6) == []
+    assert named([0, 1, 2], even, *[one, one, [1.0] * 3] * 6) == []
     assert named([0, 1, 2], more, *[[1.0, 4.0, 1.0]] * 9) == []  # it was given more
-    assert named([0, 1, 2], more, *[[2.0, 4.0, 1.0]] * 9)
     # Only ranks in the same place of their groups are compared, and of stages those of one stage.
     assert named([0, 0, 1, 1, 2, 2], even, *[[1.0, 3.0, 1.0, 3.0, 1.0, 3.0]] * 6) == []
     assert named([0, 0, 1, 1, 2, 2], even, *[[1.0, 3.0, 2.0, 3.0, 1.0, 3.0]] * 6) == [3, 6]
-    assert named([0, 1, 2, 0, 1, 2], even, *[[3.0, 3.0, 3.0, 1.0, 2.0, 1.0]] * 6) == [3, 6]

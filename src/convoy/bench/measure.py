@@ -95,7 +95,7 @@ def _divide_by_speed(session: Session, losses: list[Tensor]) -> int:
             result = step(batch, updates)
             if updates == 0:
                 losses.extend(result.losses)
-            speed.add(result.seconds)
+            speed.add(result.microbatch_s)
             updates += 1
     session.division, _ = speed.shares(session.ranks, session.division)
     return updates

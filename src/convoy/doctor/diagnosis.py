@@ -11,6 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from convoy.doctor.facts import Cause, Facts, InputModel, Pictures, Trial
 from convoy.launch.host import HostLoad
+from convoy.training.division import soonest
 from convoy.units import per_second, plural, rough_percent, seconds, times_as_fast
 
 LEAST = 1.03  # the gain from which on a change is mentioned; smaller ones are lost in what a machine varies by
@@ -247,10 +248,7 @@ def _shares(facts: Facts) -> Iterator[Advice]:
         return
     of_sample = [rank.own_s / rank.samples for rank in ranks]
     of_microbatch = [cost * facts.batch / facts.microbatches for cost in of_sample]
-    counts = [1] * len(ranks)
-    for _ in range(facts.microbatches - len(ranks)):
-        next_rank = min(range(len(ranks)), key=lambda rank: (counts[rank] + 1) * of_microbatch[rank])
-        counts[next_rank] += 1
+    counts = soonest(facts.microbatches, of_microbatch)
     after = max(count * cost for count, cost in zip(counts, of_microbatch, strict=True))
     slowest, fastest = max(of_sample), min(of_sample)
     yield _advice(

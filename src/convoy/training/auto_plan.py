@@ -124,7 +124,7 @@ def choose_plan(
         step = make_step(copied(ready.model), ranks, racer.plan, planned.shares(racer.plan), racer.staging)
         samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
         waits = max(ranks.gather(ahead.seconds(samples)))
-        seconds = update_seconds(step, ready.image_shape, device, ranks, enough=_ENOUGH, most=_MOST)
+        seconds = update_seconds(step, ranks, enough=_ENOUGH, most=_MOST)
         return max(seconds, waits) if ahead.beside else seconds + waits
 
     try:

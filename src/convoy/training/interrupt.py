@@ -75,38 +75,37 @@ class Stop:
 
     def __init__(self, ranks: Ranks, interrupt: Interrupt) -> None:
         self.signal: str | None = None  # by which; stays when it has come
-        self._ranks, self._interrupt = ranks, interrupt
-        self.after_update = self.asking()  # says whether to stop; all ranks call it after every update
+        self.ranks, self.interrupt = ranks, interrupt
+        self.asking = Asking(self)  # after every update
 
-    def asking(self) -> Callable[[], bool]:
-        """What says after each update, or before each batch of one evaluation, whether to stop.
 
-        The ranks agree about once a second: between two questions lie as many calls as took that long before, by
-        the clock of rank 0. Batches do not last as long as updates, so that every evaluation has a count of its own.
-        """
-        wait = left = 1
-        asked = time.perf_counter()
+class Asking:
+    """The question after each update, or before each batch of one evaluation, whether to stop.
 
-        def signal_of_any() -> str | None:
-            nonlocal wait, left, asked
-            signal = self._interrupt.signal
-            if self._ranks.num == 1:
-                return signal
-            left -= 1
-            if left > 0:
-                return None
+    The ranks agree about once a second: between two meetings lie as many questions (`left`) as took that long before,
+    by the clock of rank 0. Batches do not last as long as updates, so that every evaluation has a count of its own.
+    """
+
+    def __init__(self, stop: Stop) -> None:
+        self._stop = stop
+        self._wait = self.left = 1
+        self._asked = time.perf_counter()
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self._stop.signal is not None or (self.left <= 0 and self.meet())
+
+    def meet(self) -> bool:
+        stop, signal = self._stop, self._stop.interrupt.signal
+        if stop.ranks.num > 1:
             now = time.perf_counter()
-            took = max(now - asked, 1e-6)
-            wait = max(1, min(_MAX_UPDATES, int(wait * INTERVAL_S / took), 2 * wait))
-            wish = _SIGNALS.index(signal or ""), wait if self._ranks.rank == 0 else 0
+            took = max(now - self._asked, 1e-6)
+            wait = max(1, min(_MAX_UPDATES, int(self._wait * INTERVAL_S / took), 2 * self._wait))
+            wish = _SIGNALS.index(signal or ""), wait if stop.ranks.rank == 0 else 0
             with torch.inference_mode(False):  # what ranks exchange by must not become a part of an evaluation
-                number, wait = self._ranks.largest(*wish)
-            left, asked = wait, now
-            return _SIGNALS[number] or None
-
-        def is_asked() -> bool:
-            self.signal = self.signal or signal_of_any()
-            self._interrupt.is_due = self.signal is not None
-            return self.signal is not None
-
-        return is_asked
+                number, self._wait = stop.ranks.largest(*wish)
+            self.left, self._asked = self._wait, now
+            signal = _SIGNALS[number] or None
+        stop.signal = stop.signal or signal
+        stop.interrupt.is_due = stop.signal is not None
+        return stop.signal is not None

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +21,7 @@ from convoy.training.metrics import MetricsWriter
 from convoy.training.records import RunProgress, RunSummary, SkippedImage, Status
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
-from convoy.training.step import StepResult
-
-UnreadablePicture = tuple[int, int, str]  # update, sample and reason
+from convoy.training.step import Update
 
 
 @dataclass
@@ -37,37 +36,11 @@ class MetricsWindow:
     num_correct: float = 0.0
     loss: float = 0.0
     data_wait_s: float = 0.0  # of the rank that waited longest
-    before_s: float = 0.0  # of work before the run was stopped and resumed
-    paused_s: float = 0.0  # of evaluations and checkpoints, which do not count as work
-    paused_at: float | None = None  # when the present pause began
+    seconds: float = 0.0  # of work on this rank: updates, and what it takes to collect them
     left_out: int = 0  # updates not made, as loss or gradient were not finite
-    started: float = field(default_factory=time.perf_counter)
     # Every rank's own work, without waits for the others; empty where nobody has taken it.
     ranks_s: list[float] = field(default_factory=list)
-    _own_s: float = 0.0
-    _results: list[StepResult] = field(default_factory=list)
-    wait_s: float = 0.0  # this rank's waits for data, since the last collection
-    bad: list[UnreadablePicture] = field(default_factory=list)  # that this rank could not read, since then
-
-    def add(self, result: StepResult, num_images: int) -> None:
-        """Count one update of a global batch of so many images, unless it was left out."""
-        self._own_s += result.own_s
-        if result.bad is not None:
-            self.left_out += 1
-            return
-        self.num_updates += 1
-        self.num_images += num_images
-        self._results.append(result)
-
-    def pause(self) -> None:
-        """Evaluations and checkpoints begin."""
-        self.paused_at = time.perf_counter()
-
-    def go_on(self) -> None:
-        """Training goes on."""
-        if self.paused_at is not None:
-            self.paused_s += time.perf_counter() - self.paused_at
-            self.paused_at = None
+    updates: list[Update] = field(default_factory=list)  # that are to be collected
 
     def averages(self) -> dict[str, float]:
         """Mean loss, share of right answers, images a second (pauses apart), seconds waited for data: as collected."""
@@ -79,56 +52,50 @@ class MetricsWindow:
         }
 
     def pack(self) -> dict[str, float]:
-        """The sums as collected, for a checkpoint; `MetricsWindow(**sums)` goes on with them."""
-        return {
-            "num_updates": self.num_updates,
-            "num_images": self.num_images,
-            "num_correct": self.num_correct,
-            "loss": self.loss,
-            "data_wait_s": self.data_wait_s,
-            "before_s": self.seconds,
-            "left_out": self.left_out,
-        }
+        """The sums as collected, for a checkpoint."""
+        keys = ("num_updates", "num_images", "num_correct", "loss", "data_wait_s", "left_out")
+        return {**{key: getattr(self, key) for key in keys}, "before_s": self.seconds}
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of work."""
-        now = time.perf_counter() if self.paused_at is None else self.paused_at
-        return self.before_s + now - self.started - self.paused_s
+    @staticmethod
+    def unpack(before_s: float = 0.0, **sums: Any) -> "MetricsWindow":
+        """Goes on with sums that were packed."""
+        return MetricsWindow(seconds=before_s, **sums)
 
-    def collect(self, ranks: Ranks) -> list[UnreadablePicture]:
+    def collect(self, ranks: Ranks) -> list[tuple[int, int, str]]:
         """Add up what the ranks have since the last time: one after the other and in double precision, so that neither
         a stop in between nor the number of devices changes anything. Gives the pictures that could not be read, in the
         order of the updates. All ranks call it.
         """
-        results, self._results = self._results, []
-        losses = iter(_read([loss for result in results for loss in result.losses]))
-        mine = [[next(losses) for _ in result.losses] for result in results]
-        correct = sum(_read([number for result in results for number in result.correct]))
-        bad: list[UnreadablePicture] = []
-        wait_s = 0.0
-        everyone = ranks.gather((mine, correct, self.wait_s, self.bad, self._own_s + self.wait_s))
+        began = time.perf_counter()
+        updates, self.updates = self.updates, []
+        made = [update for update in updates if update.bad is None]
+        self.num_updates += len(made)
+        self.left_out += len(updates) - len(made)
+        self.num_images += sum(update.images for update in made)
+        losses = iter(_read([loss for update in made for loss in update.losses]))
+        mine = [[next(losses) for _ in update.losses] for update in made]
+        correct = sum(_read([number for update in made for number in update.correct]))
+        wait_s, own_s = sum(update.wait_s for update in updates), sum(update.own_s for update in updates)
+        unreadable = [picture for update in updates for picture in update.unreadable]
+        everyone = ranks.gather((mine, correct, wait_s, unreadable, own_s + wait_s))
         parts = ranks.of_parts(everyone)
-        for update in zip(*(part[0] for part in parts), strict=True):
-            for part in update:
+        for of_update in zip(*(part[0] for part in parts), strict=True):
+            for part in of_update:
                 for value in part:
                     self.loss += value
         before = self.ranks_s or [0.0] * len(everyone)
         self.ranks_s = [seconds + rank[4] for seconds, rank in zip(before, everyone, strict=True)]
-        for _, num_correct, rank_wait_s, rank_bad, _ in parts:
-            self.num_correct += num_correct
-            wait_s = max(wait_s, rank_wait_s)
-            bad += rank_bad
-        self.data_wait_s += wait_s
-        self.wait_s, self._own_s, self.bad = 0.0, 0.0, []
-        return sorted(bad, key=lambda entry: entry[0])
+        self.num_correct += sum(part[1] for part in parts)
+        self.data_wait_s += max(part[2] for part in parts)
+        self.seconds += sum(update.seconds for update in updates) + time.perf_counter() - began
+        return sorted((picture for part in parts for picture in part[3]), key=lambda picture: picture[0])
 
 
 def _read(scalars: list[Tensor]) -> list[float]:
     return torch.stack(scalars).tolist() if scalars else []
 
 
-SHOW_EVERY_S = 0.2
+SHOW_EVERY_S = 0.2  # so often it is said how many updates are done
 
 
 class Log:
@@ -151,7 +118,7 @@ class Log:
         self._reporter = reporter
         self._tell = tell
         self._slow = SlowRanks(session.ranks)
-        self._shown = 0.0
+        self.shown = 0.0
 
     def time(self) -> float:
         """Seconds since the run began, stops apart; the progress has them then."""
@@ -159,10 +126,9 @@ class Log:
         return self._progress.time_s
 
     def show(self, done: int) -> None:
-        """So many updates are done: say so now and then."""
-        if time.perf_counter() - self._shown > SHOW_EVERY_S:
-            self._shown = time.perf_counter()
-            self._reporter.advance(done)
+        """So many updates are done."""
+        self.shown = time.perf_counter()
+        self._reporter.advance(done)
 
     def train(self, done: int, window: MetricsWindow) -> None:
         """A line on the updates of a window, as collected."""
@@ -180,7 +146,7 @@ class Log:
         slow = self._slow.look(window.ranks_s if on_cpu else (), window.num_updates, seconds, self._session.division)
         if slow is not None:
             self._tell(slow)
-        self._shown = time.perf_counter()
+        self.shown = time.perf_counter()
         if done == 1:  # which takes longer than all that follow: its speed says nothing
             self._reporter.advance(done)
             return
@@ -244,7 +210,10 @@ def write_summary(
 ) -> None:
     """Write `summary.json` after `steps` updates; `evaluation` is the latest one, if any, `error` why it failed."""
     run.check_there(steps)
-    recipe, data, counts = session.recipe, session.data, session.counts
+    recipe, data, counts, quantities = session.recipe, session.data, session.counts, session.quantities
+    of_evaluation: dict[str, Any] = {name: getattr(evaluation, name, None) for name in ("top1", "top5", "loss")}
+    of_progress = ("best_top1", "best_step", "time_s", "checkpoints", "left_out")
+    waiting_s = progress.train_s - progress.start_s  # in which batches may have been waited for
     summary = RunSummary.model_construct(  # nothing in it may end a run
         status=status,
         error=error,
@@ -258,18 +227,12 @@ def write_summary(
         num_train=len(data.train),
         num_test=len(data.test),
         steps=steps,
-        total_steps=session.quantities.total_updates,
-        epochs=steps / session.quantities.updates_per_epoch,
-        top1=evaluation.top1 if evaluation else None,
-        top5=evaluation.top5 if evaluation else None,
-        loss=evaluation.loss if evaluation else None,
-        best_top1=progress.best_top1,
-        best_step=progress.best_step,
-        time_s=progress.time_s,
+        total_steps=quantities.total_updates,
+        epochs=steps / quantities.updates_per_epoch,
+        **of_evaluation,
+        **{name: getattr(progress, name) for name in of_progress},
         images_per_s=progress.num_images / progress.train_s if progress.train_s else None,
-        data_wait_share=progress.data_wait_s / after if (after := progress.train_s - progress.start_s) > 0 else 0.0,
-        checkpoints=progress.checkpoints,
-        left_out=progress.left_out,
+        data_wait_share=progress.data_wait_s / waiting_s if waiting_s > 0 else 0.0,
         bad_images=[SkippedImage(**entry) for entry in progress.bad_images],
         derived=session.derived,
         stages=session.stages,

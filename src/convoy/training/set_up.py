@@ -37,9 +37,9 @@ from convoy.training.defaults import settle
 from convoy.training.derived import derive, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import Division, Pass, divide, text
 from convoy.training.optimizers import create_optimizer
-from convoy.training.parallel import Method, TrainedNetwork
+from convoy.training.parallel import TrainedNetwork
 from convoy.training.parallel_config import ParallelConfig, check_shares, plan_of
-from convoy.training.precision import Scaler, check_precision, lowered, set_numerics
+from convoy.training.precision import Scaler, check_precision, set_numerics
 from convoy.training.recipe import LossConfig, Recipe
 from convoy.training.records import Derived, StageRecord
 from convoy.training.resume import check_ranks
@@ -202,18 +202,8 @@ def _assemble(
     sizes = ready.quantities.sizes
     counts = models.count(model, ready.image_shape)
     schedule = recipe.parallel.schedule or (staging.schedule if staging is not None else "1f1b")
-    network = TrainedNetwork(
-        model.train(),
-        plan,
-        torch.empty(sizes[0], *ready.image_shape, device=device),
-        batch_norm=recipe.batch_norm,
-        seed=recipe.seed,
-        method=method_of(recipe),
-        compile=recipe.compile,
-        recompute=recipe.recompute,
-        schedule=schedule,
-        returns_memory=recipe.parallel.memory_limit is not None,
-    )
+    example = torch.empty(sizes[0], *ready.image_shape, device=device)
+    network = TrainedNetwork(model.train(), plan, example, recipe, schedule)
     ranks.follow(plan.mesh, network.engine.sample_axes)
     sharing = ranks.num // ranks.num_sample_ranks
     passes = 1
@@ -224,18 +214,18 @@ def _assemble(
     check_coupling(recipe, ready.probe, model, ranks)
     division = _division(recipe, sizes, ranks, notes, shares)
     pieces = division.passes(merge, late=not recipe.reproducible)
-    stages = network.describe(pieces, lowered(recipe))
+    stages = network.describe(pieces)
     if stages:
         notes.append(_cuts(recipe, model, plan, stages, len(pieces), network.schedule))
     notes += _within_limit(recipe, plan, network, pieces, device.type == "cpu")
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
-    recomputation = network.what_is_recomputed(pieces, lowered(recipe))
+    recomputation = network.what_is_recomputed(pieces)
     notes += [recomputation] if recomputation is not None else []
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
     workers, why = num_workers(data, recipe.data)
-    if first_workers(recipe.data, workers) < workers:
+    if (first := first_workers(recipe.data, workers)) < workers:
         why += "; half of them begin, others follow when batches are waited for"
     derived = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes) + ready.derived
     derived.append(Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"))
@@ -258,6 +248,7 @@ def _assemble(
         merge=merge,
         notes=[*recipe.notes(), *data.notes, *notes],
         stages=stages,
+        workers=first,
     )
 
 
@@ -270,7 +261,7 @@ def _within_limit(
         return []
     if isinstance(network.engine, Uncaptured):
         return ["--memory-limit has no effect: the memory of a network that cannot be captured is not predicted"]
-    placement = network.largest(passes, lowered(recipe))
+    placement = network.largest(passes)
     staging = Staging.of(plan, placement.graph, tuple(placement.outputs), [len(piece.positions) for piece in passes])
     if staging is not None:
         staging = staging.scheduled(network.schedule)
@@ -312,16 +303,6 @@ def _cuts(
 
 def _has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(layer, _BatchNorm) for layer in model.modules())
-
-
-def method_of(recipe: Recipe) -> Method:
-    """How gradients become an update."""
-    section = recipe.parallel
-    return Method(
-        tree=recipe.reproducible,
-        compression=torch.bfloat16 if section.gradient_compression == "bf16" else None,
-        local_updates=section.local_sgd,
-    )
 
 
 def describe(section: ParallelConfig, plan: Plan, num_devices: int, division: Division) -> list[Derived]:

@@ -24,14 +24,15 @@ from convoy.data import Order
 from convoy.data.workers import samples_ahead
 from convoy.doctor.facts import Facts
 from convoy.doctor.pictures import measure_pictures
+from convoy.doctor.trials import Budget, try_changes
+from convoy.doctor.updates import Watch
 from convoy.errors import ConvoyError
 from convoy.training.checkpoints import Every, Saver
 from convoy.training.evaluate import StoppedError
-from convoy.training.observation import Observation
+from convoy.training.observation import compare
+from convoy.training.recorder import Recorder
 from convoy.training.session import Session
-from convoy.training.set_up import set_up
 from convoy.training.step import random_batch, wait_for
-from convoy.training.trials import Budget, try_changes
 from convoy.units import per_second, plural, seconds
 
 _WATCHED = (2, 4, 6)  # the updates whose parts are looked at; few and early, as that takes longer
@@ -157,9 +158,8 @@ def examine(session: Session, budget: Budget, *, trials: bool = True, folder: Pa
     if folder is not None:
         facts = _with_checkpoints(session, facts, folder, budget)
     busy_cores = max((rank.load.others_cores or 0.0 for rank in facts.ranks if rank.load is not None), default=0.0)
-    make = partial(set_up, keep=session.profiles is not None)
     ready_s = facts.update_s - facts.wait_s
-    compute_s, tried = try_changes(session, make, budget, update_s=ready_s, taken=busy_cores, wanted=trials)
+    compute_s, tried = try_changes(session, budget, update_s=ready_s, taken=busy_cores, wanted=trials)
     if compute_s is not None:
         if any(trial.threads is not None and trial.threads < facts.threads <= facts.cores for trial in tried):
             # Others have cores of its threads, and an update takes now twice, now five times as long: the mean of many.
@@ -186,31 +186,24 @@ def _measure_updates(session: Session, budget: Budget) -> Facts:
     """The facts that updates tell which run with their input, as they come, once they have their pace."""
     ranks, recipe = session.ranks, session.recipe
     step = session.step()
-    watch = Observation(session, watched=_WATCHED, separate=(), last=max(_WATCHED), gpu=True, remembered=None)
+    recorder = Recorder(session, watched=_WATCHED, separate=(), last=max(_WATCHED), remembered=None)
+    watch = Watch(recorder, gpu=True)
     samples = max(1, len(session.division.positions(ranks.sample_rank)))
-    pace = Pace(max(ranks.gather(samples_ahead(samples) / samples if watch.workers else 0.0)))
+    pace = Pace(max(ranks.gather(samples_ahead(samples) / samples if session.workers else 0.0)))
     part = budget.part(_UPDATES_PART)
     window_s, number, done, bad = part.seconds / _WINDOWS, 1, 0, set[int]()
     budget.tell("timing updates")
-
-    def more_workers(number: int) -> None:
-        watch.workers = number
-
-    with closing(session.batches(0, _MOST, more_workers)) as batches:
+    with closing(session.batches(0, _MOST)) as batches:
         while True:
-            began, waited, workers = time.perf_counter(), 0.0, watch.workers
+            began, waited, workers = time.perf_counter(), 0.0, session.workers
             for place in range(number):
-                watch.ask()
-                made = next(batches)
-                waited += watch.got()
-                bad.update(sample for sample, _ in made.bad)
-                with watch.update(step):
-                    result = step(made, done)
+                recorder.ask(done)
+                # The host of a GPU may be ahead of it by many updates.
+                update = recorder.update(step, next(batches), done, waits=place == number - 1)
+                waited += update.wait_s
+                bad.update(sample for _, sample, _ in update.unreadable)
                 done += 1
-                if place == number - 1:  # the host of a GPU may be ahead of it by many updates
-                    wait_for(session.device)
-                watch.add(result)
-            mine = time.perf_counter() - began, waited, watch.workers > workers
+            mine = time.perf_counter() - began, waited, session.workers > workers
             spans, waits, grew = zip(*ranks.gather(mine), strict=True)  # all know the same
             window = Window(number, max(spans), max(waits))
             pace.add(window, any(grew))
@@ -226,7 +219,7 @@ def _measure_updates(session: Session, budget: Budget) -> Facts:
             number = ranks.broadcast(max(1, min(fitting, 4 * number)))
         watch.look()
     counted = sum(window.updates for window in pace.counted()) or 1
-    facts = watch.facts(watch.conclude(session.scored, None), since=watch.num - counted)
+    facts = watch.facts(compare(recorder, session.scored, None), counted)
     unread = len(set().union(*ranks.gather(bad)))
     told = f"{plural(unread, 'picture')} cannot be read: convoy data {recipe.data.path} --check names them, and others."
     return replace(facts, notes=(*_of_few(facts, counted, pace), *([told] if unread else [])))
@@ -307,7 +300,7 @@ def _checkpoint_s(session: Session, every: int, facts: Facts, folder: Path, part
     ranks = session.ranks
     fitting = ranks.broadcast(max(1, int(part.left / _RUNS / facts.update_s)))
     step, between = session.step(), min(every, fitting)
-    batch = random_batch(step, session.image_shape, session.device)
+    batch = random_batch(step)
 
     def updates() -> float:
         ranks.barrier()

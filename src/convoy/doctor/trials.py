@@ -30,11 +30,12 @@ from convoy.training.derived import num_threads
 from convoy.training.precision import set_numerics
 from convoy.training.recipe import DEFAULT_MICROBATCH, Recipe
 from convoy.training.session import Session
-from convoy.training.step import TrainingStep, update_seconds
+from convoy.training.set_up import set_up
+from convoy.training.step import update_seconds
 
-SetUp = Callable[..., Session]
 _MOST = 10  # measurements, at most
 _LEAST_S = 0.1  # of a measurement: more than the slices in which a system hands out cores
+_seconds = partial(update_seconds, most=_MOST, least_s=_LEAST_S)
 # How many times as large batches are tried, but only small ones more than 4 times as large.
 _LARGER, _SMALL = (2, 4, 16), 64
 _LONGEST = timedelta(minutes=10)  # the time that one rank may take for a trial while others wait
@@ -51,9 +52,8 @@ class Budget:
     ranks: Ranks
     seconds: float = math.inf
     began: float = field(default_factory=lambda: time.perf_counter())  # by `time.perf_counter`
-    say: Callable[[str, int, int], None] = lambda *work: (
-        None
-    )  # told of the work: what, and how many of the seconds have passed
+    # Told of the work: what, and how many of the seconds have passed.
+    say: Callable[[str, int, int], None] = lambda *work: None
     missed: list[str] = field(default_factory=list)  # what there was no time for
 
     @property
@@ -141,13 +141,7 @@ def changes(session: Session, taken: float = 0.0) -> Iterator[Change]:
 
 
 def try_changes(
-    session: Session,
-    set_up: SetUp,
-    budget: Budget,
-    *,
-    update_s: float = 0.0,
-    taken: float = 0.0,
-    wanted: bool = True,
+    session: Session, budget: Budget, *, update_s: float = 0.0, taken: float = 0.0, wanted: bool = True
 ) -> tuple[float | None, tuple[Trial, ...]]:
     """Seconds of an update whose input is ready, and, where `wanted`, a trial of each change that goes; the session's
     weights change. All ranks call it.
@@ -163,16 +157,8 @@ def try_changes(
     if not budget.allows(_UPDATES * update_s):
         budget.missed.extend(" ".join(change.arguments) for change in possible)
         return None, ()
-    before_s = as_it_is = _seconds(session, step, budget.part(1 / (1 + len(possible))).left)
+    before_s = as_it_is = _seconds(step, session.ranks, patience_s=budget.part(1 / (1 + len(possible))).left)
     setting_up_s = 0.0
-
-    def timed_set_up(*args: Any) -> Session:
-        nonlocal setting_up_s
-        began = time.perf_counter()
-        other = set_up(*args)
-        setting_up_s = time.perf_counter() - began
-        return other
-
     for number, change in enumerate(possible):
         name = " ".join(change.arguments)
         if change.cause == "batch" and any(trial.cause == "batch" and trial.gain < LEAST for trial in tried):
@@ -184,18 +170,19 @@ def try_changes(
         share = budget.part(1 / (len(possible) - number))
         watch = HostWatch()
         try:
-            what = partial(_by_one if change.alone else _by_all, session, timed_set_up, change, share)
+            what = partial(_by_one if change.alone else _by_all, session, change, share)
             raced = change.cause == "plan"  # each of its plans is tried by itself
-            seconds = what(session.ranks) if raced else session.ranks.trying(f"trying {name}", what)
+            outcome = what(session.ranks) if raced else session.ranks.trying(f"trying {name}", what)
         except ConvoyError:
             continue  # it does not go with this network, or does not fit
         finally:
             set_numerics(session.recipe)
             release_freed_memory(session.device)
-        if seconds is None:
+        if outcome is None:
             continue
+        seconds, setting_up_s = outcome
         load = watch.read()
-        after_s = _seconds(session, step, share.left)
+        after_s = _seconds(step, session.ranks, patience_s=share.left)
         # A machine's speed drifts, so the mean of both counts; but what is a gain beside one of them alone is none, and
         # where the two are far apart the mean says nothing.
         least, most = sorted((before_s, after_s))
@@ -205,50 +192,40 @@ def try_changes(
         trial = Trial(change.cause, change.arguments, seconds, as_it_was, change.samples, change.another_training)
         if "threads" in change.settings:
             waits = session.ranks.gather((load.waited_s or 0.0) / load.wall_s / change.settings["threads"])
-            waited = min(max(waits), 1.0)
-            trial = replace(trial, threads=change.settings["threads"], waited=waited)
+            trial = replace(trial, threads=change.settings["threads"], waited=min(max(waits), 1.0))
         tried.append(trial)
     return as_it_is, tuple(tried)
 
 
-def _seconds(session: Session, step: TrainingStep, patience_s: float) -> float:
-    return update_seconds(
-        step,
-        session.image_shape,
-        session.device,
-        session.ranks,
-        most=_MOST,
-        least_s=_LEAST_S,
-        patience_s=patience_s,
-    )
-
-
-def _by_all(session: Session, set_up: SetUp, change: Change, share: Budget, ranks: Ranks) -> float | None:
-    with _random_numbers_kept(session.device):
-        other = set_up(change.of(session.recipe), session.device, None, ranks, session.data)
-        if plan_text(other.plan) == plan_text(session.plan) and change.cause == "plan":
+def _by_all(session: Session, change: Change, share: Budget, ranks: Ranks) -> tuple[float, float] | None:
+    """Seconds of an update with a change, and of setting it up; None where it changes nothing."""
+    with torch.random.fork_rng(devices=[session.device] if session.device.type == "cuda" else []):
+        began = time.perf_counter()
+        keep = session.profiles is not None
+        other = set_up(change.of(session.recipe), session.device, None, ranks, session.data, keep=keep)
+        if change.cause == "plan" and plan_text(other.plan) == plan_text(session.plan):
             return None
-        return _seconds(other, other.step(), share.left / 2)
+        setting_up_s = time.perf_counter() - began
+        return _seconds(other.step(), other.ranks, patience_s=share.left / 2), setting_up_s
 
 
-def _by_one(session: Session, set_up: SetUp, change: Change, share: Budget, ranks: Ranks) -> float | None:
+def _by_one(session: Session, change: Change, share: Budget, ranks: Ranks) -> tuple[float, float] | None:
     """By rank 0 with the cores of all on its host, while the others wait."""
     host = network_place()
     members = ranks.gather((host, resources.own_cores()))
     all_cores = sorted({core for place, of_rank in members if place == host for core in of_rank})
-    update_s, done = None, f"convoy/trial/{ranks.broadcast(uuid.uuid4().hex)}"
+    outcome, done = None, f"convoy/trial/{ranks.broadcast(uuid.uuid4().hex)}"
     store = meeting_store()
     if ranks.rank > 0 and store is not None:  # without a core: those who wait in a collective look again and again
         store.wait([done], _LONGEST)
     elif ranks.rank == 0:
         try:
-            with _random_numbers_kept(session.device), _on(all_cores):
-                other = set_up(change.of(session.recipe), session.device, None, Ranks(), session.data)
-                update_s = _seconds(other, other.step(), share.left / 2)
+            with _on(all_cores):
+                outcome = _by_all(session, change, share, Ranks())
         finally:
             if store is not None:
                 store.set(done, "")
-    return ranks.broadcast(update_s)
+    return ranks.broadcast(outcome)
 
 
 @contextmanager
@@ -261,9 +238,3 @@ def _on(wanted: Sequence[int]) -> Iterator[None]:
         resources.pin(own)
         if pinned is None:
             os.environ.pop(resources.PINNED, None)
-
-
-@contextmanager
-def _random_numbers_kept(device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
