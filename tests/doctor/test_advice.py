@@ -134,24 +134,6 @@ def test_what_several_rules_say_is_bounded_by_what_computing_leaves() -> None:
         assert gains and gains == pytest.approx([0.06 / 0.045] * len(gains))
 
 
-def test_one_device_reads_the_pictures_of_all() -> None:
-    """Four ranks' pictures are ready in time, and one rank's are not: there its device waits for them."""
-    late = {"devices": 4, "batch": 256, "threads": 0, "cores": 4.0, "workers": 1, "update_s": 0.7, "compute_s": 0.2}
-    late |= {"microbatches": 4}
-    alone = Trial("devices", ("--devices", "1"), 0.1, 0.2)
-    facts = replace(HEALTHY, **late, ranks=(RankFacts(64, wait_s=0.5, own_s=0.2),) * 4, trials=(alone,))
-    in_memory = replace(facts, pictures=Pictures(in_memory=True), update_s=0.2, ranks=waiting(0.0))
-    for each, is_advised in ((replace(facts, pictures=Pictures(cpu_s=0.01)), False), (in_memory, True)):
-        assert ("devices" in [one.cause for one in advise(each)]) == is_advised
-
-
-def test_an_evaluation_costs_less_where_pictures_are_made_meanwhile() -> None:
-    late = replace(HEALTHY, update_s=2.0, ranks=waiting(1.0), evaluate_every=5, ahead=3.0)
-    assert late.evaluation_cost_s == pytest.approx(5.0 - 2.5 * 1.0)  # as long as the evaluation takes
-    assert replace(late, ahead=1.0).evaluation_cost_s == pytest.approx(5.0 - 1.0)  # as many as there is room for
-    assert replace(late, workers=0).evaluation_cost_s == 5.0 and late.total_s == pytest.approx(2.0 + 2.5 / 5)
-
-
 BATCH = Advice("batch", "--batch 256", ("--batch", "256"), 1.5, "It is small.", another_training=True)
 
 

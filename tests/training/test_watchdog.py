@@ -1,10 +1,8 @@
 """What is said of a run in which nothing moves, on hosts and on GPUs that wait for each other."""
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +20,13 @@ from convoy.training import watchdog as module
 from convoy.training.environment import join_ranks
 from convoy.training.watchdog import RankState, Watchdog, explain
 from ranks import run_ranks
-from whole_runs import as_before, train_here
 
 
 def seen(
     update: int = 6, collective: str = "", silent_s: float = 0.0, host: str = "a", part: str = "forward", **more: Any
 ) -> RankState:
-    return replace(RankState(host, update, part, "conv1", collective, 31.0, 3, silent_s), **more)
+    heard = time.monotonic() - silent_s
+    return replace(RankState(host, update, part, "conv1", collective, 31.0, 3, heard), **more)
 
 
 def test_the_one_who_holds_the_others_up_is_named() -> None:
@@ -94,39 +92,6 @@ def test_who_waits_for_one_that_moves_or_is_being_set_up_is_left_alone() -> None
     assert all(run_ranks(watched, 2, "begun", join=False))
     works, waits = run_ranks(watched, 2, "set up", 1.0, join=False)
     assert works == [] and "(--timeout)" not in waits[0] and "waiting for other ranks" in waits[0]
-
-
-def held_up(data: Path, out: Path) -> str:
-    """Rank 0 does not come back from writing the weights until both have said so."""
-    said: list[str] = []
-    ranks, _ = join_ranks()
-
-    def say(sentence: str) -> None:
-        said.append(sentence)
-        (out.parent / f"said-{ranks.rank}").touch()
-
-    def write_late(*args: object) -> str:
-        until = time.monotonic() + 40
-        while time.monotonic() < until and not all((out.parent / f"said-{rank}").exists() for rank in range(2)):
-            time.sleep(0.05)
-        return write(*args)
-
-    running = sys.modules["convoy.training.run"]
-    write = running.write_tensors
-    with as_before() as patch, Watchdog(ranks, meeting_store(), say, 3.0, patient=True) as watchdog:
-        if ranks.rank == 0:
-            patch.setattr(running, "write_tensors", write_late)
-        train_here(data, out, {"epochs": "3ba"}, watchdog=watchdog)
-    leave()
-    return said[0]
-
-
-@pytest.mark.slow
-def test_a_rank_that_stays_away_after_the_updates_is_named(data: Path, tmp_path: Path) -> None:
-    held, waiting = run_ranks(held_up, 2, data, tmp_path / "run", timeout=100, join=False)
-    assert "(--timeout): writing the weights, and the others wait for it" in held
-    assert "writing the weights, waiting for other ranks" in waiting and "held up by rank 0 on host" in waiting
-    assert (tmp_path / "run" / "weights.safetensors").exists()
 
 
 @pytest.mark.parametrize("late", [None, lambda: "process 7, which is stopped, has not delivered a/1.png"])

@@ -141,12 +141,13 @@ class SlowRanks:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks.gather((ranks.sample_rank, socket.gethostname()))
         self._places = _places([part for part, _ in self._ranks])
+        self._begin()
+        # Who was slow in the last stretch, in how many in a row, and after how many it is said.
+        self._slow: tuple[int | None, int, int] = (None, 0, IN_A_ROW)
+
+    def _begin(self) -> None:
         self._seconds = [0.0] * len(self._ranks)
-        self._updates = 0
-        self._took_s = 0.0
-        self._slow: int | None = None
-        self._times = 0
-        self._next = IN_A_ROW
+        self._updates, self._took_s = 0, 0.0
 
     def look(self, own_s: Sequence[float], updates: int, took_s: float, division: Division) -> str | None:
         """Take up some updates, which took all ranks together `took_s`, and give a sentence if there is anything to
@@ -159,9 +160,9 @@ class SlowRanks:
         self._took_s += took_s
         if self._updates < STRETCH_UPDATES or self._took_s < STRETCH_S:
             return None
-        seconds, updates, took_s = self._seconds, self._updates, self._took_s
-        self._seconds, self._updates, self._took_s = [0.0] * len(seconds), 0, 0.0
-        return self._judge([s / updates for s in seconds], took_s / updates, division)
+        update_s, took_s = [s / self._updates for s in self._seconds], self._took_s / self._updates
+        self._begin()
+        return self._judge(update_s, took_s, division)
 
     def _judge(self, update_s: Sequence[float], took_s: float, division: Division) -> str | None:
         samples = [len(division.positions(part)) for part, _ in self._ranks]
@@ -175,14 +176,13 @@ class SlowRanks:
                 losses.append(((per_sample[worst] - middle) * samples[worst], worst, middle))
         lost_s, slowest, median_s = max(losses, default=(0.0, 0, 0.0))
         if median_s == 0 or per_sample[slowest] < RATIO * median_s or lost_s < LOSS_SHARE * took_s:
-            self._slow, self._times, self._next = None, 0, IN_A_ROW
+            self._slow = (None, 0, IN_A_ROW)
             return None
-        if self._slow != slowest:
-            self._slow, self._times, self._next = slowest, 0, IN_A_ROW
-        self._times += 1
-        if self._times < self._next:
+        before, times, due = self._slow
+        times, due = (times + 1, due) if before == slowest else (1, IN_A_ROW)
+        self._slow = (slowest, times, 2 * due if times == due else due)
+        if times < due:
             return None
-        self._next *= 2
         return (
             f"rank {slowest} on host {self._ranks[slowest][1]} is slow: its part of an update takes it "
             f"{1e3 * update_s[slowest]:.3g} ms, {per_sample[slowest] / median_s:.2g} times as long as the others need "

@@ -111,12 +111,12 @@ class TrainingStep:
             self.state.averaged.update(self.network.model)
         return result
 
-    def _whole_gradient(self, batch: Batch, update: int) -> Update:
+    def _whole_gradient(self, batch: Batch, update: int, replays: bool = True) -> Update:
         """Leave the gradient of the global batch in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
         labels = self.pipeline.labels(batch)
         inputs = partial(self._input, batch, labels, update)
-        if self.recorded is None or not self.records or self.timed:
+        if self.recorded is None or not (replays and self.records) or self.timed:
             return self._passes(update, inputs)
         given = [tensor for piece in self.passes for tensor in inputs(piece)]
         self.mark("forward")
@@ -142,9 +142,7 @@ class TrainingStep:
     def _left_out(self, batch: Batch, update: int, result: Update, guard: FiniteGuard) -> Update:
         """Change nothing, and find out why."""
         guard.restore()
-        self.records, records = False, self.records
-        bad = guard.explain(update, result.losses, lambda: self._whole_gradient(batch, update))
-        self.records = records
+        bad = guard.explain(update, result.losses, lambda: self._whole_gradient(batch, update, replays=False))
         guard.restore()
         self.optimizer.zero_grad(set_to_none=True)
         self.network.updated()
