@@ -124,29 +124,21 @@ def test_networks_as_people_have_them_train_as_on_one_device(
 
 # Devices that come and go
 
-CRASHES = {
-    "ranks": [("sample=4", 5), ("sample=3", 8), ("sample=2", 13), ("sample=4", None)],
-    "stages": [("stage=2,sample=2", 5), ("sample=2", 8), ("stage=3", 11), ("stage=2", None)],
-}
+CRASHES = [("stage=2,sample=2", 5), ("sample=2", 8), ("stage=3", 11), ("stage=2", None)]
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("stages", "true"), ("ranks", "false")])
-def test_devices_come_and_go_after_crashes_between_checkpoints(
-    data: Path, tmp_path: Path, kind: str, bits: str
-) -> None:
-    settings = {"epochs": "16ba", "checkpoint.every": "2ba", "evaluate_every": "5ba", "reproducible": bits}
+def test_devices_come_and_go_after_crashes_between_checkpoints(data: Path, tmp_path: Path) -> None:
+    settings = {"epochs": "16ba", "checkpoint.every": "2ba", "evaluate_every": "5ba", "reproducible": "true"}
     (want,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
     out = tmp_path / "run"
-    for plan, after in CRASHES[kind]:
+    for plan, after in CRASHES:
         world = Plan.parse(plan).mesh.num_devices
         ended = run_ranks(train_until, world, data, out, settings | {"parallel.plan": plan}, after)[0]
     assert ended is not None
     going_on = re.match(r"going on after (\d+) of 16 updates", ended.said[0])
     assert going_on is not None
     assert 6 <= int(going_on[1]) <= 12  # the checkpoint on its way when the ranks were gone may be lost
-    if bits == "true":
-        assert (ended.digest, ended.curve) == (want.digest, want.curve)
-    assert ended.curve == pytest.approx(want.curve, rel=1e-4)
+    assert (ended.digest, ended.curve) == (want.digest, want.curve)
 
 
 OFTEN = {"checkpoint.every": "auto", "checkpoint.mtbf": "0.01s", "checkpoint.keep": "99"}

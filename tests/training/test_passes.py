@@ -1,14 +1,10 @@
 """How a batch is divided: over ranks, by what they take, and in passes that exchange gradients once."""
 
-from collections.abc import Callable
 from itertools import product
 from operator import mul
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from convoy.comm.ranks import Ranks
 from convoy.engine import microbatch_sizes
@@ -79,60 +75,6 @@ def test_a_given_plan_is_predicted_in_the_passes_in_which_it_runs() -> None:
     merge, _ = merged(recipe, found, sizes, CPU, 4 // parts, passes=PARTS_PER_STAGE * stated.num_stages * parts)
     workload = workload_of_recipe(recipe, model, shape, 4, CPU)
     assert passes_of(workload, stated) == len(divide(sizes, parts, None).passes(merge))
-
-
-# What is exact is not decided by numbers in low precision: TF32 rounds to 11 bits, and otherwise for other batches
-
-
-@pytest.fixture
-def tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Convolutions and linear layers as a GPU computes them, by algorithms that hang on the number of samples."""
-
-    def rounded(x: Tensor, samples: int) -> Tensor:
-        if x.dtype != torch.float32:
-            return x
-        half = 0x1000 if samples % 4 else 0
-        bits = (x.detach().contiguous().view(torch.int32) + half) & ~0x1FFF
-        return x + (bits.view(torch.float32) - x.detach())
-
-    def patched(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda x, w, *rest, **named: function(rounded(x, len(x)), rounded(w, len(x)), *rest, **named)
-
-    for name in ("conv2d", "linear"):
-        monkeypatch.setattr(F, name, patched(getattr(F, name)))
-
-
-ENDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda x: x - x.mean(0),
-    "softmax": lambda x: x.softmax(0),
-    "uncaptured": lambda x: x - x.mean(0) if float(x.detach().sum()) < 1e9 else x,
-    "batch norm by hand": lambda x: F.batch_norm(x, None, None, training=True),
-    "uncaptured, and apart": lambda x: x if float(x.detach().sum()) < 1e9 else x * 2,
-}
-
-
-class End(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
-
-    def forward(self, x: Tensor) -> Any:
-        return ENDS[self.kind](self.layers(x))
-
-
-def test_a_network_that_is_not_coupled_is_not_taken_for_one_and_those_that_are_are_found(tf32: None) -> None:
-    def merge_of(model: nn.Module, channels: int, size: int) -> tuple[int, str]:
-        recipe, sizes = load_recipe("default", ["model.name=any", "batch=12", "microbatch=3"]), (3, 3, 3, 3)
-        probe = probed(model, recipe, (channels, size, size), sizes, CPU, "nothing")
-        return merged(recipe, probe, sizes, CPU, sharing=2**30)  # memory aside
-
-    torch.manual_seed(0)
-    assert merge_of(create("lenet"), 1, 28)[0] == 4
-    for kind in ENDS:
-        merge, why = merge_of(End(kind), 3, 8)
-        assert merge == (4 if "apart" in kind else 1), kind
-        assert "apart" in kind or why == "one by one: the network couples the samples of a batch"
 
 
 # Which rank is called slow, and when

@@ -31,7 +31,7 @@ from convoy.training import Session, evaluate, loop, recorder, step
 from convoy.training.build import build_model
 from convoy.training.evaluate import EvaluationTally
 from convoy.training.observation import compare
-from convoy.training.recorder import WARM_UP, WATCHED, Recorder
+from convoy.training.recorder import WARM_UP, Numbers, Recorder
 from convoy.training.step import TrainingStep
 from convoy.training.workloads import measuring, workload_in_passes
 from engine.test_watched import ticking
@@ -42,7 +42,7 @@ from whole_runs import Ended, train_here
 
 # The first updates, beside a prediction
 
-EARLY: dict[str, Any] = {"watched": (5, 8, 11), "separate": (6, 9, 12), "last": 14}
+NUMBERS = Numbers((5, 8, 11), (6, 9, 12), last=14)
 """Which updates are looked at here, where others are up to the 64th."""
 
 
@@ -73,7 +73,7 @@ def both_ways(data: Path) -> list[tuple[bool, Comparison]]:
     ways = []
     for settings in UNCHANGED:
         plain, watched = run(session(data, *settings), 10), session(data, *settings)
-        watch = Recorder(watched, **EARLY)
+        watch = Recorder(watched, NUMBERS)
         seen = run(watched, 10, watch)
         ways.append((all(torch.equal(plain[name], seen[name]) for name in plain), compare(watch, None, None)))
     return ways
@@ -104,9 +104,9 @@ def observed(
     Gives a comparison, seconds of the watched updates on this rank, whether the store knows every operation with
     weights of this rank, and how many it knows."""
     trained, store = session(data, f"parallel.plan={plan}"), ProfileStore(folder / "store")
-    watch = Recorder(trained, *([DeviceClock(trained.device, ticking(1e-3))] if by_clock else []), **EARLY)
+    watch = Recorder(trained, NUMBERS, clock=DeviceClock(trained.device, ticking(1e-3)) if by_clock else None)
     run(trained, number, watch)
-    watched = [sum(segment.seconds for segment in one.segments()) for one in watch.early.watched]
+    watched = [sum(segment.seconds for segment in one.segments()) for one in watch.watched]
     scored = predicted(trained) if predicts else None
     with patch("convoy.launch.host.HostLoad.is_disturbed", busy):
         comparison = compare(watch, scored, store, folder / "trace.json")
@@ -132,7 +132,7 @@ def test_the_store_learns_what_the_calls_took_but_not_beside_other_processes(dat
     assert any(note.startswith("other processes kept") for note in comparison.notes)
     for comparison, *_ in run_ranks(observed, 1, data, tmp_path / "short", "serial", 2):
         assert comparison.update.measured_s is None
-        assert f"the run was too short to be watched: that takes {WATCHED[0]} updates" in comparison.notes
+        assert f"the run was too short to be watched: that takes {NUMBERS.watched[0]} updates" in comparison.notes
     assert not (tmp_path / "short" / "trace.json").exists()
 
 

@@ -67,11 +67,6 @@ class Trial:
     threads: int | None = None  # of each rank, where their number is the change
     waited: float = 0.0  # part of the time with the change in which threads waited for a core
 
-    @property
-    def gain(self) -> float:
-        """How many times as many samples a second there are with the change."""
-        return self.samples * self.before_s / self.seconds if self.seconds else 1.0
-
 
 @dataclass(frozen=True)
 class Facts:

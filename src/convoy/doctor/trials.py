@@ -161,8 +161,9 @@ def try_changes(
     setting_up_s = 0.0
     for number, change in enumerate(possible):
         name = " ".join(change.arguments)
-        if change.cause == "batch" and any(trial.cause == "batch" and trial.gain < LEAST for trial in tried):
-            continue  # a smaller one brings nothing
+        smaller = [trial for trial in tried if trial.cause == change.cause == "batch"]
+        if any(trial.samples * trial.before_s < LEAST * trial.seconds for trial in smaller):  # which brings nothing
+            continue
         needed_s = setting_up_s + _PREPARING_S.get(change.cause, 0.0) + _UPDATES * (1 + change.samples) * as_it_is
         if not budget.allows(needed_s, name):
             continue

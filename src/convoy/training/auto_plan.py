@@ -5,7 +5,7 @@ How long a rank's samples take to get ready, measured before a plan is made.
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 import torch
@@ -40,10 +40,9 @@ def measure_input(ready: Prepared) -> HostCost | None:
     and worker processes load; those of a CPU take their time from the cores that compute.
     """
     ready.ranks.barrier()
-    try:
-        local_s: float | None = _seconds(ready)
-    except ConvoyError:
-        local_s = None
+    local_s: float | None = None
+    with suppress(ConvoyError):
+        local_s = _seconds(ready)
     everyone = ready.ranks.gather(local_s)
     measured_s = [seconds for seconds in everyone if seconds is not None]
     if len(measured_s) < len(everyone):

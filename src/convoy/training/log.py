@@ -68,16 +68,16 @@ class MetricsWindow:
         """
         began = time.perf_counter()
         updates, self.updates = self.updates, []
-        made = [update for update in updates if update.bad is None]
-        self.num_updates += len(made)
-        self.left_out += len(updates) - len(made)
-        self.num_images += sum(update.images for update in made)
-        losses = iter(_read([loss for update in made for loss in update.losses]))
-        mine = [[next(losses) for _ in update.losses] for update in made]
-        correct = sum(_read([number for update in made for number in update.correct]))
+        finite = [update for update in updates if update.bad is None]
+        self.num_updates += len(finite)
+        self.left_out += len(updates) - len(finite)
+        self.num_images += sum(update.images for update in finite)
+        values = iter(_read([loss for update in finite for loss in update.losses]))
+        losses = [[next(values) for _ in update.losses] for update in finite]
+        correct = sum(_read([number for update in finite for number in update.correct]))
         wait_s, own_s = sum(update.wait_s for update in updates), sum(update.own_s for update in updates)
         unreadable = [picture for update in updates for picture in update.unreadable]
-        everyone = ranks.gather((mine, correct, wait_s, unreadable, own_s + wait_s))
+        everyone = ranks.gather((losses, correct, wait_s, unreadable, own_s + wait_s))
         parts = ranks.of_parts(everyone)
         for of_update in zip(*(part[0] for part in parts), strict=True):
             for part in of_update:

@@ -23,11 +23,6 @@ from convoy.files import to_json
 _VERSION = "brain.Event:2"
 
 
-def new_file(folder: Path) -> Path:
-    """A name in the form that TensorBoard looks for, and in whose order it reads."""
-    return folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-
-
 def beginning(first_step: int) -> bytes:
     """What a file begins with; it hides what earlier files have from `first_step` on."""
     session = SessionLog(status=SessionLog.START)
@@ -97,7 +92,9 @@ class MetricsWriter:
     ) -> None:
         self._lines = AppendedFile(metrics)
         try:
-            self._events = AppendedFile(new_file(tensorboard))
+            # A name in the form that TensorBoard looks for, and in whose order it reads.
+            name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+            self._events = AppendedFile(tensorboard / name)
         except BaseException:
             self._lines.close()
             raise

@@ -26,7 +26,7 @@ from convoy.planner.text import trace
 from convoy.plans.place import Placement
 from convoy.plans.timeline import Summary, Timeline
 from convoy.training.precision import lowered
-from convoy.training.recorder import RECORDED_WATCHED, WATCHED, Recorder
+from convoy.training.recorder import Recorder
 from convoy.training.session import Session
 from convoy.training.workloads import measuring
 
@@ -60,22 +60,22 @@ def compare(
     The store learns what the pieces took; the file keeps one of the watched updates of all ranks, if there was any.
     None keeps nothing.
     """
-    session, early = recorder.session, recorder.take()
-    ranks, recipe = session.ranks, session.recipe
+    session, ranks, recipe = recorder.session, recorder.session.ranks, recorder.session.recipe
 
     def typed(placement: Placement) -> Placement:
         return replace(placement, graph=under_autocast(placement.graph, lowered(recipe), session.device.type))
 
-    timelines = [update.timeline(ranks.rank, ranks.num == 1) for update in early.watched]
+    timelines = [update.timeline(ranks.rank, ranks.num == 1) for update in recorder.watched]
     times = _RankTimes(
-        [recorder.clock.between(*ends) for ends in early.timed],
+        [recorder.clock.between(*ends) for ends in recorder.timed],
         [timeline.total for timeline in timelines],
         Summary.median([timeline.summary(ranks.rank) for timeline in timelines]) if timelines else None,
-        measured_ops(early.separate, ranks.rank, recipe.batch_norm, session.normed_samples, typed),
+        measured_ops(recorder.separate, ranks.rank, recipe.batch_norm, session.normed_samples, typed),
         recorder.host.read() if recorder.host is not None else None,
     )
-    placements = early.watched[0].placements if timelines else []
+    placements = recorder.watched[0].placements if timelines else []
     placement = typed(placements[0]) if placements else None
+    recorder.forget()
     everyone = ranks.gather(times)
     shown: list[Timeline] = []
     if timelines and trace_file is not None:
@@ -94,7 +94,7 @@ def compare(
                 write_text(trace_file, to_json(trace(**predicted, measured=measured)))
         disturbed = beside_others([rank.load for rank in everyone if rank.load is not None])
         notes += disturbed
-        return _compared(session, everyone, prediction, placement, None if disturbed else store, notes)
+        return _compared(recorder, everyone, prediction, placement, None if disturbed else store, notes)
 
     return ranks.first(first)
 
@@ -121,7 +121,7 @@ def _recalled(session: Session, store: ProfileStore, placement: Placement) -> Sc
 
 
 def _compared(
-    session: Session,
+    recorder: Recorder,
     everyone: Sequence[_RankTimes],
     scored: Scored | None,
     placement: Placement | None,
@@ -129,6 +129,7 @@ def _compared(
     notes: list[str],
 ) -> Comparison:
     """What rank 0 makes of it; the store learns the mean of the ranks that had an operation."""
+    session = recorder.session
     recipe, mesh, network = session.recipe, session.plan.mesh, session.network
     machine = measuring(recipe, session.device, session.ranks.on_host)
     local_ops: dict[LocalOp, list[Times]] = {}
@@ -156,8 +157,7 @@ def _compared(
         without_input_s = update_s - shown.parts.parts.get("input", 0.0)
         remember_run(store, machine, recipe.model.name, recipe.batch, session.plan, without_input_s)
     if shown.parts is None:
-        first, *_ = RECORDED_WATCHED if session.is_recorded else WATCHED
-        notes = [f"the run was too short to be watched: that takes {first} updates"]
+        notes = [f"the run was too short to be watched: that takes {recorder.numbers.watched[0]} updates"]
     elif len(of_stages) > 1:
         names = f"{', '.join(map(str, of_stages[:-1]))} and {of_stages[-1]}"
         notes = [*notes, f"rank {rank} runs stage {mesh.stage_of(rank) + 1}; the layers are those of ranks {names}"]

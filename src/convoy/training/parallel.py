@@ -258,7 +258,12 @@ class TrainedNetwork:
 
     def clip(self, max_norm: float) -> None:
         """Scale the gradient down to a norm, taken over the whole parameters."""
-        clip_grad_norm(self._divided, self.engine.groups, max_norm, self._pieces())
+        if self.divides_gradients:
+            clip_grad_norm(self._divided, self.engine.groups, max_norm, self._pieces())
+        else:  # to the bit the same, and no other rank is asked
+            parameters = list(self.model.parameters())
+            norm = nn.utils.get_total_norm([p.new_zeros(0) if p.grad is None else p.grad for p in parameters])
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
         """While entered, norms that the optimizer takes are those of whole tensors."""

@@ -8,9 +8,8 @@ its own: these teach the profile store. Nothing that is computed changes.
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
 
 from convoy.comm.position import current
 from convoy.data import Batch
@@ -21,13 +20,19 @@ from convoy.training.session import Session
 from convoy.training.step import StepPart, TrainingStep, Update, wait_for
 
 WARM_UP = 3  # updates that are slower than all that follow
-# Numbers of the updates that are watched as they are, and with gradients sent after the backward pass.
-WATCHED, SEPARATE = (12, 28, 44), (20, 36, 52)
-# Where updates are recorded after that: nobody sees the parts of a replay.
-RECORDED_WATCHED, RECORDED_SEPARATE = (5, 7, 9), (6, 8, 10)
-LAST = 64  # the update after which none is watched any more
 
 
+class Numbers(NamedTuple):
+    """Of updates that are watched as they are, and with gradients sent after the backward pass; after `last` none is
+    compared with a prediction any more."""
+
+    watched: tuple[int, ...]
+    separate: tuple[int, ...]
+    last: int = 64
+
+
+EARLY = Numbers((12, 28, 44), (20, 36, 52))
+RECORDED = Numbers((5, 7, 9), (6, 8, 10))  # where updates are recorded after that: nobody sees the parts of a replay
 REMEMBERED = 100  # updates of a run; whoever looks at it does so after so many
 
 
@@ -41,41 +46,27 @@ class Subscriber(Protocol):
         """The run ends, and is saved."""
 
 
-@dataclass
-class Early:
-    """The first updates on this rank that are to be compared with a prediction."""
-
-    timed: list[tuple[Any, Any]] = field(default_factory=list)  # beginning and end of those that were only timed
-    watched: list[WatchedUpdate] = field(default_factory=list)  # as they are
-    separate: list[WatchedUpdate] = field(default_factory=list)  # with gradients sent after the backward pass
-
-
 class Recorder:
-    """Of one process's updates of a run; all ranks make the same calls.
-
-    The clock is that of the session's device. The updates numbered `watched` are watched as they are, those in
-    `separate` with gradients sent after the backward pass; by default early ones, where updates are recorded after
-    that. After update `last` none is watched any more. The last `remembered` are kept, or all.
-    """
+    """Of one process's updates of a run, by the clock of the session's device; all ranks make the same calls. The last
+    `remembered` updates are kept, or all."""
 
     def __init__(
         self,
         session: Session,
-        clock: DeviceClock | None = None,
-        watched: Sequence[int] | None = None,
-        separate: Sequence[int] | None = None,
-        last: int = LAST,
+        numbers: Numbers | None = None,
         remembered: int | None = REMEMBERED,
+        clock: DeviceClock | None = None,
     ) -> None:
-        by_default = (RECORDED_WATCHED, RECORDED_SEPARATE) if session.is_recorded else (WATCHED, SEPARATE)
-        self._watched: Sequence[int] = by_default[0] if watched is None else watched
-        self._separate: Sequence[int] = by_default[1] if separate is None else separate
+        self.session = session
+        self.numbers = numbers or (RECORDED if session.is_recorded else EARLY)
         self.num = 0  # updates so far
         self.recent = deque[tuple[float, float, float]](maxlen=remembered)  # their waits, own work and seconds
-        self.session, self._last = session, last
         self.host = HostWatch() if session.profiles is not None else None  # what else the machine does meanwhile
         self.clock = clock or DeviceClock(session.device)
-        self.early = Early()
+        # Of the first updates, beginning and end of those that were only timed, and those that were watched.
+        self.timed: list[tuple[Any, Any]] = []
+        self.watched: list[WatchedUpdate] = []
+        self.separate: list[WatchedUpdate] = []
         self._count = 0
         self._asked = 0.0
         self._now: WatchedUpdate | None = None
@@ -84,12 +75,12 @@ class Recorder:
     @property
     def done(self) -> bool:
         """Whether enough was watched."""
-        return self._count > self._last
+        return self._count > self.numbers.last
 
     @property
     def has_watched(self) -> bool:
         """Whether from the next update on only times are taken."""
-        return self._count >= max((*self._watched, *self._separate), default=0)
+        return self._count >= max(*self.numbers.watched, *self.numbers.separate)
 
     def ask(self, update: int, counts: bool = True) -> None:
         """The batch of an update is asked for. One that does not count is not among the first: it is neither watched
@@ -101,7 +92,7 @@ class Recorder:
         self._now = self._began = None
         if self.done or not counts:
             return
-        if self._count in self._watched or self._count in self._separate:
+        if self._count in self.numbers.watched or self._count in self.numbers.separate:
             self._now = WatchedUpdate(self.clock)
             self._now.mark("input")
         elif self._count > WARM_UP:
@@ -116,7 +107,7 @@ class Recorder:
         if self.session.device.type == "cpu":
             update.own_s = time.perf_counter() - began - (current.waited_s - waited_s)
         if self._began is not None:
-            self.early.timed.append((self._began, self.clock.now()))
+            self.timed.append((self._began, self.clock.now()))
         if waits:
             wait_for(self.session.device)
         update.wait_s = wait_s
@@ -130,7 +121,7 @@ class Recorder:
     def _watching(self, step: TrainingStep, watched: WatchedUpdate) -> Iterator[None]:
         engine = step.network.engine if self.session.why_unwatched is None else None
         parameters = list(step.network.model.parameters()) if engine is not None else []
-        separate = self._count in self._separate
+        separate = self._count in self.numbers.separate
 
         def mark(part: StepPart) -> None:
             current.to(part)
@@ -151,10 +142,9 @@ class Recorder:
                 engine.watch = None
             if isinstance(engine, StagedNetwork):
                 engine.watch_wait = contextlib.nullcontext
-        (self.early.separate if separate else self.early.watched).append(watched)
+        (self.separate if separate else self.watched).append(watched)
 
-    def take(self) -> Early:
-        """What was seen of the first updates; none is watched any more."""
-        early, self.early = self.early, Early()
-        self._count = self._last + 1
-        return early
+    def forget(self) -> None:
+        """What was seen of the first updates is not needed any more, and none is watched."""
+        self.timed, self.watched, self.separate = [], [], []
+        self._count = self.numbers.last + 1

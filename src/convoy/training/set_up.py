@@ -225,7 +225,7 @@ def _assemble(
     notes += [recomputation] if recomputation is not None else []
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
     workers, why = num_workers(data, recipe.data)
-    if (first := first_workers(recipe.data, workers)) < workers:
+    if (num_first := first_workers(recipe.data, workers)) < workers:
         why += "; half of them begin, others follow when batches are waited for"
     derived = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes) + ready.derived
     derived.append(Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"))
@@ -248,7 +248,7 @@ def _assemble(
         merge=merge,
         notes=[*recipe.notes(), *data.notes, *notes],
         stages=stages,
-        workers=first,
+        workers=num_first,
     )
 
 
