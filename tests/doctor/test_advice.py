@@ -34,7 +34,7 @@ NO_LOAD = HostLoad(10.0, 10.0, 1.0, 0.0, 0.0, (), 0.0, 0.0, 0, 0.0, None, None)
 BLENDER = OtherProcess("blender", 77, 0.5)
 BUSY = replace(NO_LOAD, waited_s=5.0, others_cores=0.5, others=(BLENDER,))
 GPU = GpuLoad({}, (GpuProcess("python", 77, 2**30),), 0.0)
-THREAD = Trial("threads", ("--set", "threads=1"), 0.25, 1.0, threads=1)
+THREAD = Trial("threads", ("--set", "threads=1"), {"threads": 1}, seconds=0.25, before_s=1.0)
 
 
 def waiting(seconds: float) -> tuple[RankFacts, ...]:
@@ -54,11 +54,12 @@ def on_gpu(**changes: Any) -> dict[str, Any]:
 
 
 def tried(cause: Cause, seconds: float = 0.5) -> dict[str, Any]:
-    return {"trials": (Trial(cause, ("--x", "1"), seconds, 1.0),)}
+    return {"trials": (Trial(cause, ("--x", "1"), seconds=seconds, before_s=1.0),)}
 
 
 def batch(number: int, seconds: float) -> Trial:
-    return Trial("batch", ("--batch", str(64 * number)), seconds, 1.0, samples=number, another_training=True)
+    arguments = ("--batch", str(64 * number))
+    return Trial("batch", arguments, samples=number, another_training=True, seconds=seconds, before_s=1.0)
 
 
 def busy_threads(*trials: Trial) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from convoy.doctor import examination, trials, updates
 from convoy.doctor.diagnosis import Diagnosis
 from convoy.doctor.examination import examine
-from convoy.doctor.facts import Facts, Trial
-from convoy.doctor.trials import Budget, Change, changes, try_changes
+from convoy.doctor.facts import Change, Facts, Trial
+from convoy.doctor.trials import Budget, changes, try_changes
 from convoy.engine import profiling
 from convoy.resources import own_cores, pin
 from convoy.training import Session, recorder, step

@@ -202,7 +202,7 @@ def test_a_signal_is_noted_once_and_a_second_one_acts_as_usual() -> None:
             os.kill(os.getpid(), number)
             assert came == [number]
         with Interrupt() as interrupt:
-            interrupt.is_due = True  # the other ranks had it before, and it may come late
+            interrupt.agreed = number.name  # the other ranks had it before, and it may come late
         os.kill(os.getpid(), number)
         assert (interrupt.signal, came) == (number.name, [number])
     finally:

@@ -12,6 +12,7 @@ from convoy.bench.measurement import MeasurementTask, join
 from convoy.bench.processes import Say
 from convoy.bench.records import Evaluation, Training
 from convoy.comm.position import current
+from convoy.doctor.updates import RunDoctor
 from convoy.progress import Reporter
 from convoy.report.run_directory import column, read_metrics
 from convoy.training import Recipe, train
@@ -36,6 +37,7 @@ def train_run(task: MeasurementTask, out: Path, command: str, keep: bool, say: S
             reporter=heard,
             handed_on=True,
             keep=keep,
+            subscribe=RunDoctor,
         )
     return outcome.signal
 

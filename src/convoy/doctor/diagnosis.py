@@ -11,7 +11,6 @@ from pydantic.dataclasses import dataclass
 
 from convoy.doctor.facts import Cause, Facts, InputModel, Pictures, Trial
 from convoy.launch.host import HostLoad
-from convoy.training.division import soonest
 from convoy.units import per_second, plural, rough_percent, seconds, times_as_fast
 
 LEAST = 1.03  # the gain from which on a change is mentioned; smaller ones are lost in what a machine varies by
@@ -243,6 +242,8 @@ def _gain_of(facts: Facts, trial: Trial) -> float:
 
 def _shares(facts: Facts) -> Iterator[Advice]:
     """Devices that are not equally fast, and get equal parts."""
+    from convoy.training.division import soonest  # with torch, for which who only reads a diagnosis is not to wait
+
     ranks = [rank for rank in facts.ranks if rank.samples and rank.own_s]
     if len(ranks) < 2 or len(ranks) < len(facts.ranks) or sum(rank.samples for rank in ranks) != facts.batch:
         return

@@ -8,11 +8,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from statistics import fmean
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from convoy import resources
 from convoy.comm.joining import meeting_store
 from convoy.comm.ranks import Ranks
 from convoy.doctor.diagnosis import LEAST, STEADY
-from convoy.doctor.facts import Cause, Trial
+from convoy.doctor.facts import Cause, Change, Trial
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError
 from convoy.launch.host import HostWatch, network_place
@@ -28,7 +27,7 @@ from convoy.plans.plan import plan_text
 from convoy.training.defaults import has_bf16
 from convoy.training.derived import num_threads
 from convoy.training.precision import set_numerics
-from convoy.training.recipe import DEFAULT_MICROBATCH, Recipe
+from convoy.training.recipe import DEFAULT_MICROBATCH
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
 from convoy.training.step import update_seconds
@@ -50,7 +49,7 @@ class Budget:
     """Seconds for the work of all ranks. The clock of rank 0 counts."""
 
     ranks: Ranks
-    seconds: float = math.inf
+    seconds: float
     began: float = field(default_factory=lambda: time.perf_counter())  # by `time.perf_counter`
     # Told of the work: what, and how many of the seconds have passed.
     say: Callable[[str, int, int], None] = lambda *work: None
@@ -76,26 +75,8 @@ class Budget:
 
     def tell(self, what: str) -> None:
         """Say what is done now."""
-        if math.isfinite(self.seconds):
-            total = max(1, math.ceil(self.seconds))
-            self.say(f"{what}, seconds", min(int(self.seconds - self.left), total - 1), total)
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change to try."""
-
-    cause: Cause  # what it would mend
-    arguments: tuple[str, ...]  # of the command line that make it
-    settings: dict[str, Any] = field(default_factory=dict)  # the recipe's fields that make it
-    samples: int = 1  # how many times as many samples an update has with it
-    another_training: bool = False  # it changes what is learned, or its last bits
-    alone: bool = False  # one device tries it, with the cores of all
-
-    def of(self, recipe: Recipe) -> Recipe:
-        """The recipe with the change."""
-        parallel = recipe.parallel.model_copy(update=self.settings.get("parallel"))
-        return recipe.model_copy(update=self.settings | {"parallel": parallel})
+        total = max(1, math.ceil(self.seconds))
+        self.say(f"{what}, seconds", min(int(self.seconds - self.left), total - 1), total)
 
 
 def changes(session: Session, taken: float = 0.0) -> Iterator[Change]:
@@ -190,11 +171,9 @@ def try_changes(
         is_faster = LEAST * seconds < change.samples * least
         as_it_was = fmean((least, most)) if is_faster and most <= STEADY * least else least
         before_s = after_s
-        trial = Trial(change.cause, change.arguments, seconds, as_it_was, change.samples, change.another_training)
-        if "threads" in change.settings:
-            waits = session.ranks.gather((load.waited_s or 0.0) / load.wall_s / change.settings["threads"])
-            trial = replace(trial, threads=change.settings["threads"], waited=min(max(waits), 1.0))
-        tried.append(trial)
+        waits = session.ranks.gather((load.waited_s or 0.0) / load.wall_s / change.settings.get("threads", math.inf))
+        waited = min(max(waits), 1.0)
+        tried.append(Trial(**vars(change), seconds=seconds, before_s=as_it_was, waited=waited))
     return as_it_is, tuple(tried)
 
 
@@ -202,8 +181,9 @@ def _by_all(session: Session, change: Change, share: Budget, ranks: Ranks) -> tu
     """Seconds of an update with a change, and of setting it up; None where it changes nothing."""
     with torch.random.fork_rng(devices=[session.device] if session.device.type == "cuda" else []):
         began = time.perf_counter()
-        keep = session.profiles is not None
-        other = set_up(change.of(session.recipe), session.device, None, ranks, session.data, keep=keep)
+        parallel = session.recipe.parallel.model_copy(update=change.settings.get("parallel"))
+        recipe = session.recipe.model_copy(update=change.settings | {"parallel": parallel})
+        other = set_up(recipe, session.device, None, ranks, session.data, keep=session.profiles is not None)
         if change.cause == "plan" and plan_text(other.plan) == plan_text(session.plan):
             return None
         setting_up_s = time.perf_counter() - began

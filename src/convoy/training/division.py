@@ -7,7 +7,7 @@ import socket
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -198,38 +198,19 @@ def _places(parts: Sequence[int]) -> list[list[int]]:
     return list(places.values())
 
 
-WARM_UP, MEASURED = 3, 5
+WARM_UP, MEASURED = 3, 5  # updates before speeds are measured, and those in which they are
 
 
-@dataclass
-class SpeedTest:
-    """Takes the time of a rank's microbatches.
+def divide_by_speed(microbatch_s: Sequence[float], ranks: Ranks, division: Division) -> tuple[Division, list[float]]:
+    """The division by which the slowest rank ends soonest, as microbatches have taken this rank in so many updates, and
+    milliseconds that one takes each part of the batch; the same on every rank. All ranks call it.
 
-    Gradients are exchanged apart from it. What layers exchange is in it, so under plans that divide layers, or with
+    Gradients were exchanged apart from it. What layers exchange is in it, so under plans that divide layers, or with
     batch norm over the global batch, ranks that wait for others look slower than they are.
     """
-
-    updates: int = 0
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def done(self) -> bool:
-        """Whether enough updates were seen."""
-        return self.updates >= WARM_UP + MEASURED
-
-    def add(self, seconds: float) -> None:
-        """Count one update: what one microbatch took."""
-        self.updates += 1
-        if self.updates > WARM_UP:
-            self.seconds.append(seconds)
-
-    def shares(self, ranks: Ranks, division: Division) -> tuple[Division, list[float]]:
-        """The division by which the slowest rank ends soonest, and milliseconds that a microbatch takes each part of
-        the batch; the same on every rank. All ranks call it.
-        """
-        median = sorted(self.seconds)[len(self.seconds) // 2]
-        medians = ranks.gather((ranks.sample_rank, median))
-        times = [max(s for part, s in medians if part == rank) for rank in range(ranks.num_sample_ranks)]
-        if min(times) <= 0:  # a rank's only pass is the one that waits for the others
-            return division, [1e3 * time for time in times]
-        return Division(division.sizes, soonest(len(division.sizes), times)), [1e3 * time for time in times]
+    median = sorted(microbatch_s[WARM_UP:])[MEASURED // 2]
+    medians = ranks.gather((ranks.sample_rank, median))
+    times = [max(s for part, s in medians if part == rank) for rank in range(ranks.num_sample_ranks)]
+    if min(times) > 0:  # else a rank's only pass is the one that waits for the others
+        division = Division(division.sizes, soonest(len(division.sizes), times))
+    return division, [1e3 * time for time in times]

@@ -28,9 +28,8 @@ class Interrupt:
     def __init__(self, names: Mapping[int, str] = SIGNALS, tell: Callable[[str], None] = lambda name: None) -> None:
         self.names = {number: name for number, name in names.items() if not outlives(number)}
         self.signal: str | None = None  # name of the signal that came
-        # Other ranks were asked to stop, and this one's signal may still be on its way: it then is noted, once, also
-        # after the end of this.
-        self.is_due = False
+        # By which all ranks stop; where this one's is still on its way, it is noted, once, also after the end of this.
+        self.agreed: str | None = None
         self._tell = tell
         self._as_before = ExitStack()
 
@@ -46,7 +45,7 @@ class Interrupt:
         return self
 
     def __exit__(self, *reason: object) -> None:
-        if self.signal is not None or not self.is_due:
+        if self.signal is not None or self.agreed is None:
             self._as_before.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -70,42 +69,33 @@ INTERVAL_S = 1.0  # between two meetings of all ranks; in between, the stages of
 _MAX_UPDATES = 1000
 
 
-class Stop:
-    """Whether the run is asked to stop. All ranks ask at the same time, and know the same."""
-
-    def __init__(self, ranks: Ranks, interrupt: Interrupt) -> None:
-        self.signal: str | None = None  # by which; stays when it has come
-        self.ranks, self.interrupt = ranks, interrupt
-        self.asking = Asking(self)  # after every update
-
-
 class Asking:
-    """The question after each update, or before each batch of one evaluation, whether to stop.
+    """The question after each update, or before each batch of one evaluation, whether to stop; all ranks ask at the
+    same time, and know the same.
 
-    The ranks agree about once a second: between two meetings lie as many questions (`left`) as took that long before,
-    by the clock of rank 0. Batches do not last as long as updates, so that every evaluation has a count of its own.
+    They agree about once a second: between two meetings lie as many questions (`left`) as took that long before, by the
+    clock of rank 0. Batches do not last as long as updates, so that every evaluation has a count of its own.
     """
 
-    def __init__(self, stop: Stop) -> None:
-        self._stop = stop
+    def __init__(self, ranks: Ranks, interrupt: Interrupt) -> None:
+        self._ranks, self._interrupt = ranks, interrupt
         self._wait = self.left = 1
         self._asked = time.perf_counter()
 
     def __call__(self) -> bool:
         self.left -= 1
-        return self._stop.signal is not None or (self.left <= 0 and self.meet())
+        return self._interrupt.agreed is not None or (self.left <= 0 and self.meet())
 
     def meet(self) -> bool:
-        stop, signal = self._stop, self._stop.interrupt.signal
-        if stop.ranks.num > 1:
+        signal, ranks = self._interrupt.signal, self._ranks
+        if ranks.num > 1:
             now = time.perf_counter()
             took = max(now - self._asked, 1e-6)
             wait = max(1, min(_MAX_UPDATES, int(self._wait * INTERVAL_S / took), 2 * self._wait))
-            wish = _SIGNALS.index(signal or ""), wait if stop.ranks.rank == 0 else 0
+            wish = _SIGNALS.index(signal or ""), wait if ranks.rank == 0 else 0
             with torch.inference_mode(False):  # what ranks exchange by must not become a part of an evaluation
-                number, self._wait = stop.ranks.largest(*wish)
+                number, self._wait = ranks.largest(*wish)
             self.left, self._asked = self._wait, now
             signal = _SIGNALS[number] or None
-        stop.signal = stop.signal or signal
-        stop.interrupt.is_due = stop.signal is not None
-        return stop.signal is not None
+        self._interrupt.agreed = self._interrupt.agreed or signal
+        return self._interrupt.agreed is not None

@@ -2,16 +2,16 @@
 how it stands, in `summary.json`.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from convoy.comm.ranks import Ranks
 from convoy.files import write_json
 from convoy.progress import Reporter
 from convoy.terminal import losses
@@ -23,100 +23,48 @@ from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 from convoy.training.step import Update
 
+SHOW_EVERY_S = 0.2  # so often it is said how many updates are done
+
 
 @dataclass
-class MetricsWindow:
-    """Collects losses, right answers and times; reads the device, and asks the other ranks, only for a line or a save.
-
-    The sums are those over all ranks, the same on each, once they were collected.
-    """
+class Sums:
+    """Of the updates since the last line of metrics, over all ranks, the same on each; a checkpoint keeps them."""
 
     num_updates: int = 0
     num_images: int = 0
     num_correct: float = 0.0
     loss: float = 0.0
     data_wait_s: float = 0.0  # of the rank that waited longest
-    seconds: float = 0.0  # of work on this rank: updates, and what it takes to collect them
+    before_s: float = 0.0  # of work on this rank before now: updates, and what it takes to collect them
     left_out: int = 0  # updates not made, as loss or gradient were not finite
-    # Every rank's own work, without waits for the others; empty where nobody has taken it.
-    ranks_s: list[float] = field(default_factory=list)
-    updates: list[Update] = field(default_factory=list)  # that are to be collected
 
-    def averages(self) -> dict[str, float]:
-        """Mean loss, share of right answers, images a second (pauses apart), seconds waited for data: as collected."""
-        return {
-            "loss": self.loss / self.num_updates if self.num_updates else math.nan,
-            "top1": self.num_correct / self.num_images if self.num_images else math.nan,
-            "images_per_s": self.num_images / max(self.seconds, 1e-9),
-            "data_wait_s": self.data_wait_s,
-        }
-
-    def pack(self) -> dict[str, float]:
-        """The sums as collected, for a checkpoint."""
-        keys = ("num_updates", "num_images", "num_correct", "loss", "data_wait_s", "left_out")
-        return {**{key: getattr(self, key) for key in keys}, "before_s": self.seconds}
-
-    @staticmethod
-    def unpack(before_s: float = 0.0, **sums: Any) -> "MetricsWindow":
-        """Goes on with sums that were packed."""
-        return MetricsWindow(seconds=before_s, **sums)
-
-    def collect(self, ranks: Ranks) -> list[tuple[int, int, str]]:
-        """Add up what the ranks have since the last time: one after the other and in double precision, so that neither
-        a stop in between nor the number of devices changes anything. Gives the pictures that could not be read, in the
-        order of the updates. All ranks call it.
-        """
-        began = time.perf_counter()
-        updates, self.updates = self.updates, []
-        finite = [update for update in updates if update.bad is None]
-        self.num_updates += len(finite)
-        self.left_out += len(updates) - len(finite)
-        self.num_images += sum(update.images for update in finite)
-        values = iter(_read([loss for update in finite for loss in update.losses]))
-        losses = [[next(values) for _ in update.losses] for update in finite]
-        correct = sum(_read([number for update in finite for number in update.correct]))
-        wait_s, own_s = sum(update.wait_s for update in updates), sum(update.own_s for update in updates)
-        unreadable = [picture for update in updates for picture in update.unreadable]
-        everyone = ranks.gather((losses, correct, wait_s, unreadable, own_s + wait_s))
-        parts = ranks.of_parts(everyone)
-        for of_update in zip(*(part[0] for part in parts), strict=True):
-            for part in of_update:
-                for value in part:
-                    self.loss += value
-        before = self.ranks_s or [0.0] * len(everyone)
-        self.ranks_s = [seconds + rank[4] for seconds, rank in zip(before, everyone, strict=True)]
-        self.num_correct += sum(part[1] for part in parts)
-        self.data_wait_s += max(part[2] for part in parts)
-        self.seconds += sum(update.seconds for update in updates) + time.perf_counter() - began
-        return sorted((picture for part in parts for picture in part[3]), key=lambda picture: picture[0])
-
-
-def _read(scalars: list[Tensor]) -> list[float]:
-    return torch.stack(scalars).tolist() if scalars else []
-
-
-SHOW_EVERY_S = 0.2  # so often it is said how many updates are done
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.num_updates if self.num_updates else math.nan
 
 
 class Log:
-    """All ranks make it; rank 0 writes, and says things. `progress` is kept over a stop, and added to; `metrics` takes
-    the lines (None on ranks other than 0), `tell` a sentence that stays with the run.
+    """Collects records of updates, and writes a line of them. All ranks make it; rank 0 writes, and says things.
+    `progress` and `sums` are kept over a stop, and added to; `metrics` takes the lines (None on ranks other than 0),
+    `tell` a sentence that stays with the run.
     """
 
     def __init__(
         self,
         session: Session,
         progress: RunProgress,
+        sums: Sums,
         metrics: MetricsWriter | None,
         reporter: Reporter,
         tell: Callable[[str], None],
     ) -> None:
         self._clock = time.perf_counter() - progress.time_s
-        self._session = session
-        self._progress = progress
-        self._metrics = metrics
-        self._reporter = reporter
-        self._tell = tell
+        self._session, self._progress = session, progress
+        self.sums = sums
+        self.updates: list[Update] = []  # that are to be collected
+        # Every rank's own work since the last line, without waits for the others.
+        self._ranks_s = [0.0] * session.ranks.num
+        self._metrics, self._reporter, self._tell = metrics, reporter, tell
         self._slow = SlowRanks(session.ranks)
         self.shown = 0.0
 
@@ -130,27 +78,60 @@ class Log:
         self.shown = time.perf_counter()
         self._reporter.advance(done)
 
-    def train(self, done: int, window: MetricsWindow) -> None:
-        """A line on the updates of a window, as collected."""
-        seconds, values, progress = window.seconds, window.averages(), self._progress
-        left_out = {"left_out": window.left_out} if window.left_out else {}
+    def collect(self) -> None:
+        """Add up what the ranks have since the last time: one after the other and in double precision, so that neither
+        a stop in between nor the number of devices changes anything. Only for a line or a checkpoint the device is
+        read, and the other ranks are asked. All ranks call it.
+        """
+        began, sums, ranks = time.perf_counter(), self.sums, self._session.ranks
+        updates, self.updates = self.updates, []
+        finite = [update for update in updates if update.bad is None]
+        sums.num_updates += len(finite)
+        sums.left_out += len(updates) - len(finite)
+        sums.num_images += sum(update.images for update in finite)
+        values = iter(_read([loss for update in finite for loss in update.losses]))
+        of_updates = [[next(values) for _ in update.losses] for update in finite]
+        correct = sum(_read([number for update in finite for number in update.correct]))
+        wait_s, own_s = sum(update.wait_s for update in updates), sum(update.own_s for update in updates)
+        unreadable = [picture for update in updates for picture in update.unreadable]
+        everyone = ranks.gather((of_updates, correct, wait_s, unreadable, own_s + wait_s))
+        parts = ranks.of_parts(everyone)
+        for of_update in zip(*(part[0] for part in parts), strict=True):
+            for value in itertools.chain.from_iterable(of_update):
+                sums.loss += value
+        self._ranks_s = [seconds + rank[4] for seconds, rank in zip(self._ranks_s, everyone, strict=True)]
+        sums.num_correct += sum(part[1] for part in parts)
+        sums.data_wait_s += max(part[2] for part in parts)
+        sums.before_s += sum(update.seconds for update in updates) + time.perf_counter() - began
+        train = self._session.data.train
+        for _, sample, reason in sorted((one for part in parts for one in part[3]), key=lambda picture: picture[0]):
+            self._progress.add_bad(train.name(sample), reason, "train")
+
+    def train(self, done: int) -> None:
+        """A line on the updates since the last one, as collected."""
+        sums, self.sums = self.sums, Sums()
+        ranks_s, self._ranks_s = self._ranks_s, [0.0] * len(self._ranks_s)
+        seconds, progress, session = sums.before_s, self._progress, self._session
+        left_out = {"left_out": sums.left_out} if sums.left_out else {}
         progress.train_s += seconds
         if done == 1:  # in which the processes that load data start
             progress.start_s += seconds
         else:
-            progress.data_wait_s += window.data_wait_s
-        progress.num_images += window.num_images
-        rate = self._session.quantities.schedule.lr(done - 1)
-        self._write("train", done, **values, **left_out, lr=rate)
-        on_cpu = self._session.device.type == "cpu"
-        slow = self._slow.look(window.ranks_s if on_cpu else (), window.num_updates, seconds, self._session.division)
-        if slow is not None:
-            self._tell(slow)
+            progress.data_wait_s += sums.data_wait_s
+        progress.num_images += sums.num_images
+        top1 = sums.num_correct / sums.num_images if sums.num_images else math.nan
+        values = {"loss": sums.mean_loss, "top1": top1, "images_per_s": sums.num_images / max(seconds, 1e-9)}
+        rate = session.quantities.schedule.lr(done - 1)
+        self._write("train", done, **values, data_wait_s=sums.data_wait_s, **left_out, lr=rate)
+        if session.device.type == "cpu":
+            slow = self._slow.look(ranks_s, sums.num_updates, seconds, session.division)
+            if slow is not None:
+                self._tell(slow)
         self.shown = time.perf_counter()
         if done == 1:  # which takes longer than all that follow: its speed says nothing
             self._reporter.advance(done)
             return
-        wait = window.data_wait_s / max(seconds, 1e-9)
+        wait = sums.data_wait_s / max(seconds, 1e-9)
         self._reporter.advance(
             done,
             f"{self._place(done, '.2f')}  loss {values['loss']:.3f}  top-1 {values['top1']:.1%}  "
@@ -193,6 +174,10 @@ class Log:
 
     def _epoch(self, done: int) -> float:
         return done / self._session.quantities.updates_per_epoch
+
+
+def _read(scalars: list[Tensor]) -> list[float]:
+    return torch.stack(scalars).tolist() if scalars else []
 
 
 def _number(epochs: float) -> str:

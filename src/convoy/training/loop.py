@@ -19,11 +19,11 @@ from convoy.planner.comparison import Comparison
 from convoy.progress import Reporter
 from convoy.training.checkpoints import TIMEOUT_S, Automatic, CheckpointTally, Every, Saver, Young
 from convoy.training.code import OtherCodeError, difference
-from convoy.training.division import SpeedTest, text
+from convoy.training.division import MEASURED, WARM_UP, divide_by_speed, text
 from convoy.training.evaluate import Evaluation, StoppedError
 from convoy.training.finite import ADVICE, NonFiniteUpdate, NotFiniteError
-from convoy.training.interrupt import SIGNALS, Asking, Interrupt, Stop
-from convoy.training.log import SHOW_EVERY_S, Log, MetricsWindow
+from convoy.training.interrupt import SIGNALS, Asking, Interrupt
+from convoy.training.log import SHOW_EVERY_S, Log, Sums
 from convoy.training.metrics import MetricsWriter
 from convoy.training.observation import compare
 from convoy.training.recorder import REMEMBERED, Recorder, Subscriber
@@ -74,13 +74,14 @@ class Loop:
         self.run = run
         self.identity = identity(session.recipe, len(session.data.train), len(session.data.test))
         self.progress = RunProgress()  # what is kept over a stop
-        self.window = MetricsWindow()
+        self._sums = Sums()  # of the line of metrics to come, as a checkpoint has them
         self.done = 0  # weight updates
         self.finished = False  # nothing was left to do when the run was gone on with: it stays as it is
         self.evaluation: Evaluation | None = None  # the latest one
         self.comparison: Comparison | None = None  # of prediction and measurement, once enough has been seen
         auto = session.recipe.parallel.shares == "auto" and session.ranks.num_sample_ranks > 1
-        self._speed = SpeedTest() if auto else None
+        # Seconds of the first updates' microbatches, by whose speed the batch is then divided; None where it is not.
+        self._microbatch_s: list[float] | None = [] if auto else None
         self.recorder = Recorder(session)
         self._subscriber = subscribe(self) if subscribe is not None else None
         self._left_out_in_a_row = 0
@@ -132,7 +133,7 @@ class Loop:
         if changed:
             self.tell(f"from update {checkpoint.step + 1:,} on with other code: {changed}")
         values = self.session.state.unpack(checkpoint)
-        self.progress, self.window = RunProgress(**values["progress"]), MetricsWindow.unpack(**values["window"])
+        self.progress, self._sums = RunProgress(**values["progress"]), Sums(**values["window"])
         self.done = checkpoint.step
 
     def take_metrics(self) -> None:
@@ -161,10 +162,11 @@ class Loop:
             writer as metrics,
             self.saver.open(self.run.plan),
         ):
-            self._log = Log(self.session, self.progress, metrics, self.reporter, self.tell)
+            self._log = Log(self.session, self.progress, self._sums, metrics, self.reporter, self.tell)
             total = self.session.quantities.total_updates
             self.reporter.begin(self.done, total)
-            self._stop = Stop(self.session.ranks, interrupt)
+            self._interrupt = interrupt
+            self._asking = Asking(self.session.ranks, interrupt)
             self._line_at = self._next_line()
             try:
                 if self._extends:  # from now on the other run is not needed
@@ -173,50 +175,49 @@ class Loop:
             finally:
                 self.reporter.end()
             self._conclude()
-            if self._stop.signal is None:
+            if self._interrupt.agreed is None:
                 self._evaluate()
             self._save()
-            self._finish_saving(or_raise=self._stop.signal is not None)
+            self._finish_saving(or_raise=self._interrupt.agreed is not None)
             if self._subscriber is not None:
                 self._subscriber.end()
-        return self._stop.signal
+        return self._interrupt.agreed
 
     def _do_updates(self, total: int) -> None:
         """Do the updates that are left, with all that is due in between, or as many as there is time for."""
         if self.progress.to_evaluate and self.done < total:
             self._evaluate()
-        while self.done < total and self._stop.signal is None:
+        while self.done < total and self._interrupt.agreed is None:
             self._train_as_divided(total)
 
     def _train_as_divided(self, total: int) -> None:
         """Do updates until the end, a stop, or until the batches are to be divided otherwise."""
         step = self.session.step()
-        step.timed = self._speed is not None
+        step.timed = self._microbatch_s is not None
         if step.recorded is not None:
             step.recorded.tell = self.tell
         self.session.model.train()
-        asking = self._stop.asking
         with closing(self.session.batches(self.done, total - self.done, self._more_workers)) as batches:
-            self.recorder.ask(self.done, counts=self._speed is None)
+            self.recorder.ask(self.done, counts=self._microbatch_s is None)
             for batch in batches:
                 step.records = self.recorder.has_watched
                 update = self.recorder.update(step, batch, self.done)
                 self._left_out_in_a_row = 0 if update.bad is None else self._left_out(update.bad)
                 self.done += 1
-                self.window.updates.append(update)
+                self._log.updates.append(update)
                 self._after_update(total)
-                asking.left -= 1
-                stops = self._stop.signal is not None or (asking.left <= 0 and asking.meet())
+                self._asking.left -= 1
+                stops = self._interrupt.agreed is not None or (self._asking.left <= 0 and self._asking.meet())
                 if self._subscriber and (self.recorder.num % REMEMBERED == 0 or stops or self.done == total):
                     self._subscriber.look()
                 if stops:
                     return
-                if self._speed is not None:
-                    self._speed.add(update.microbatch_s)
-                    if self._speed.done:
-                        self._divide_anew(self._speed)
+                if self._microbatch_s is not None:
+                    self._microbatch_s.append(update.microbatch_s)
+                    if len(self._microbatch_s) == WARM_UP + MEASURED:
+                        self._divide_anew(self._microbatch_s)
                         return
-                self.recorder.ask(self.done, counts=self._speed is None)
+                self.recorder.ask(self.done, counts=self._microbatch_s is None)
 
     def _stopping(self, name: str) -> None:
         self.reporter.say(f"{name}: finishing this update, then saving; again to stop now, without saving")
@@ -263,11 +264,11 @@ class Loop:
         quantities = self.session.quantities
         return next(filter(quantities.logged, range(self.done + 1, quantities.total_updates + 1)), 0)
 
-    def _divide_anew(self, speed: SpeedTest) -> None:
+    def _divide_anew(self, microbatch_s: list[float]) -> None:
         """Give every rank microbatches by its speed."""
         session = self.session
-        session.division, times = speed.shares(session.ranks, session.division)
-        self._speed = None
+        session.division, times = divide_by_speed(microbatch_s, session.ranks, session.division)
+        self._microbatch_s = None
         session.notes.append(
             f"shares {text(session.division.counts)} of {len(session.division.sizes)} microbatches from update "
             f"{self.done:,} on, by measured times of {', '.join(f'{ms:.3g}' for ms in times)} ms a microbatch"
@@ -286,19 +287,12 @@ class Loop:
         notes.append(sentence)
         self.reporter.say(sentence)
 
-    def _collect(self) -> None:
-        """Add up what the ranks have; the loss becomes the same number on all of them."""
-        data = self.session.data
-        for _, sample, reason in self.window.collect(self.session.ranks):
-            self.progress.add_bad(data.train.name(sample), reason, "train")
-
     def _end_window(self) -> None:
         """Write the line of the updates since the last one."""
-        self._collect()
-        window, self.window = self.window, MetricsWindow()
-        if window.num_updates:
-            self._check_loss(window.averages()["loss"])
-        self._log.train(self.done, window)
+        self._log.collect()
+        if self._log.sums.num_updates:
+            self._check_loss(self._log.sums.mean_loss)
+        self._log.train(self.done)
 
     def _check_loss(self, loss: float) -> None:
         if not math.isfinite(loss):
@@ -318,7 +312,7 @@ class Loop:
 
     def _evaluate(self) -> None:
         try:
-            result = self.evaluation = self.session.evaluate(Asking(self._stop))
+            result = self.evaluation = self.session.evaluate(Asking(self.session.ranks, self._interrupt))
         except StoppedError:
             self.progress.to_evaluate = True
             return
@@ -335,8 +329,8 @@ class Loop:
             return
         current.to("checkpoint")
         self._log.time()
-        self._collect()
-        window = self.window.pack()
+        self._log.collect()
+        window = asdict(self._log.sums)
         self._check_loss(window["loss"])
         self.session.network.synchronize()
         self._check_weights()

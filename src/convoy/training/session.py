@@ -105,7 +105,6 @@ class Session(Prepared):
     # Predicted seconds of an update on one device; None where nothing was, or one runs.
     one_device_s: float | None = None
     stages: list[StageRecord] = field(default_factory=list)  # of the network; none where it is in one piece
-
     workers: int = 0  # processes of this rank that make pictures ready, by now
 
     @property

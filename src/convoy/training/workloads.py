@@ -74,11 +74,8 @@ def workload_in_passes(
     counts: Sequence[int] = (),
     recorded: bool = False,
 ) -> Workload:
-    """The same where microbatches have these sizes, of which a device takes `merge` in a pass.
-
-    An update goes through stages in any of `counts` passes.
-    """
-
+    """The same where microbatches have these sizes, of which a device takes `merge` in a pass; an update goes through
+    stages in any of `counts` passes."""
     together, alone = (math.ceil(len(sizes) / (merge * number)) for number in (devices, 1))
     first = workload_of(
         model,
