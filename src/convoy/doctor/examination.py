@@ -88,28 +88,28 @@ def _settled(windows: Sequence[Window]) -> Sequence[Window]:
 def _is_steady(windows: Sequence[Window], ready: float, late: bool = False) -> bool:
     """Whether the last windows have the pace that the training keeps, where so many batches may lie `ready` before they
     are asked for. It is `late` where there is no time to see whether these hide a loader that is a little too slow."""
-    settled = _settled(windows)
-    last = settled[-_WINDOWS_ALIKE:]
-    if len(last) < _WINDOWS_ALIKE:
+    settled_windows = _settled(windows)
+    last_windows = settled_windows[-_WINDOWS_ALIKE:]
+    if len(last_windows) < _WINDOWS_ALIKE:
         return False
     half = _WINDOWS_ALIKE // 2
-    faster, slower = sorted((_update_s(last[:half]), _update_s(last[half:])))
+    faster, slower = sorted((_update_s(last_windows[:half]), _update_s(last_windows[half:])))
     if faster < (1 - _WITHIN) * slower:
         return False
-    waits = all(window.waited > _WAITING * window.seconds for window in last)
-    return waits or late or sum(window.updates for window in settled) >= _TIMES_READY * ready
+    waits = all(window.waited > _WAITING * window.seconds for window in last_windows)
+    return waits or late or sum(window.updates for window in settled_windows) >= _TIMES_READY * ready
 
 
 def _counted(windows: Sequence[Window]) -> Sequence[Window]:
     """The windows that tell the pace: the last ones and all before them that are as fast, or, as long as there is none,
     the later half of those since workers started."""
-    settled = _settled(windows) or windows[1:][-1:]
+    settled_windows = _settled(windows) or windows[1:][-1:]
     if not _is_steady(windows, 0.0, late=True):
-        return settled[len(settled) // 2 :]
-    pace_s = _update_s(settled[-_WINDOWS_ALIKE:])
-    before = reversed(settled[:-_WINDOWS_ALIKE])
+        return settled_windows[len(settled_windows) // 2 :]
+    pace_s = _update_s(settled_windows[-_WINDOWS_ALIKE:])
+    before = reversed(settled_windows[:-_WINDOWS_ALIKE])
     as_fast = takewhile(lambda window: abs(window.update_s - pace_s) <= _NEAR * pace_s, before)
-    return settled[-_WINDOWS_ALIKE - len(list(as_fast)) :]
+    return settled_windows[-_WINDOWS_ALIKE - len(list(as_fast)) :]
 
 
 def _update_s(windows: Sequence[Window]) -> float:

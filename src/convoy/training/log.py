@@ -85,16 +85,16 @@ class Log:
         """
         began, sums, ranks = time.perf_counter(), self.sums, self._session.ranks
         updates, self.updates = self.updates, []
-        finite = [update for update in updates if update.bad is None]
-        sums.num_updates += len(finite)
-        sums.left_out += len(updates) - len(finite)
-        sums.num_images += sum(update.images for update in finite)
-        values = iter(_read([loss for update in finite for loss in update.losses]))
-        of_updates = [[next(values) for _ in update.losses] for update in finite]
-        correct = sum(_read([number for update in finite for number in update.correct]))
+        finite_updates = [update for update in updates if update.bad is None]
+        sums.num_updates += len(finite_updates)
+        sums.left_out += len(updates) - len(finite_updates)
+        sums.num_images += sum(update.images for update in finite_updates)
+        values = iter(_read([loss for update in finite_updates for loss in update.losses]))
+        losses_of_updates = [[next(values) for _ in update.losses] for update in finite_updates]
+        correct = sum(_read([number for update in finite_updates for number in update.correct]))
         wait_s, own_s = sum(update.wait_s for update in updates), sum(update.own_s for update in updates)
-        unreadable = [picture for update in updates for picture in update.unreadable]
-        everyone = ranks.gather((of_updates, correct, wait_s, unreadable, own_s + wait_s))
+        pictures = [picture for update in updates for picture in update.unreadable]
+        everyone = ranks.gather((losses_of_updates, correct, wait_s, pictures, own_s + wait_s))
         parts = ranks.of_parts(everyone)
         for of_update in zip(*(part[0] for part in parts), strict=True):
             for value in itertools.chain.from_iterable(of_update):
