@@ -23,8 +23,8 @@ WARM_UP = 3  # updates that are slower than all that follow
 
 
 class Numbers(NamedTuple):
-    """Of updates that are watched as they are, and with gradients sent after the backward pass; after `last` none is
-    compared with a prediction any more."""
+    """Which updates are watched as they are, and which with gradients sent after the backward pass; after `last` none
+    is compared with a prediction any more."""
 
     watched: tuple[int, ...]
     separate: tuple[int, ...]
@@ -47,8 +47,8 @@ class Subscriber(Protocol):
 
 
 class Recorder:
-    """Of one process's updates of a run, by the clock of the session's device; all ranks make the same calls. The last
-    `remembered` updates are kept, or all."""
+    """Makes records of one process's updates of a run, by the clock of the session's device; all ranks make the same
+    calls. The times of the last `remembered` updates are kept, or of all."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class Recorder:
 
     @property
     def has_watched(self) -> bool:
-        """Whether from the next update on only times are taken."""
-        return self._count >= max(*self.numbers.watched, *self.numbers.separate)
+        """Whether from this update on only times are taken."""
+        return self._count > max(*self.numbers.watched, *self.numbers.separate)
 
     def ask(self, update: int, counts: bool = True) -> None:
         """The batch of an update is asked for. One that does not count is not among the first: it is neither watched
