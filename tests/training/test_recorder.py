@@ -30,8 +30,7 @@ from convoy.planner.profiling import local_op_of
 from convoy.training import Session, evaluate, loop, recorder, step
 from convoy.training.build import build_model
 from convoy.training.evaluate import EvaluationTally
-from convoy.training.observation import compare
-from convoy.training.recorder import WARM_UP, Numbers, Recorder
+from convoy.training.recorder import WARM_UP, Numbers, Recorder, compare
 from convoy.training.step import TrainingStep
 from convoy.training.workloads import measuring, workload_in_passes
 from engine.test_watched import ticking

@@ -29,8 +29,7 @@ from convoy.doctor.updates import Watch
 from convoy.errors import ConvoyError
 from convoy.training.checkpoints import Every, Saver
 from convoy.training.evaluate import StoppedError
-from convoy.training.observation import compare
-from convoy.training.recorder import Numbers, Recorder
+from convoy.training.recorder import Numbers, Recorder, compare
 from convoy.training.session import Session
 from convoy.training.step import random_batch, wait_for
 from convoy.units import per_second, plural, seconds

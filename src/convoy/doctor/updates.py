@@ -61,6 +61,7 @@ class Watch:
         in_memory = batch_maker(session.data, recipe.data, source, recipe.seed).vectorised
         facts_here = RankFacts(samples, wait_s, own_s, self._load), update_s, session.workers, network_place()
         of_ranks, of_updates, workers, places = zip(*ranks.gather(facts_here), strict=True)
+        lengths = ("evaluate_every", "checkpoint_every", "updates_per_epoch", "total_updates")
         waiting = 0.0
         if network.stages is not None:
             waiting = bubble(network.schedule, len(session.division.passes(session.merge)), session.plan.num_stages)
@@ -79,12 +80,9 @@ class Watch:
             microbatches=len(quantities.sizes),
             pictures=Pictures(in_memory=True) if in_memory else None,
             can_pack=isinstance(source, EncodedSource) and not source.is_packed,
-            evaluate_every=quantities.evaluate_every,
             test_samples=-(-len(session.data.test) // ranks.num_sample_ranks),
             ahead=samples_ahead(max(1, samples)) / max(1, samples),
-            checkpoint_every=quantities.checkpoint_every,
-            updates_per_epoch=quantities.updates_per_epoch,
-            total_updates=quantities.total_updates,
+            **{name: getattr(quantities, name) for name in lengths},
             mtbf_s=recipe.checkpoint.mtbf.seconds,
             hosts=tuple(name for name, _ in dict.fromkeys(places)) if ranks.num > 1 else (),
             bubble=waiting,

@@ -25,8 +25,7 @@ from convoy.training.finite import ADVICE, NonFiniteUpdate, NotFiniteError
 from convoy.training.interrupt import SIGNALS, Asking, Interrupt
 from convoy.training.log import SHOW_EVERY_S, Log, Sums
 from convoy.training.metrics import MetricsWriter
-from convoy.training.observation import compare
-from convoy.training.recorder import REMEMBERED, Recorder, Subscriber
+from convoy.training.recorder import REMEMBERED, Recorder, Subscriber, compare
 from convoy.training.records import RunProgress
 from convoy.training.resume import extended, identity, load_latest, moved_data, state_at_end
 from convoy.training.run_directory import RunDirectory

@@ -81,7 +81,9 @@ def set_up(
             first("opening the data", 0, 1)
         data = open_data(recipe.data, first)
         check_ranks(data, ranks)
-    sharing = num_on(device, ranks)
+    gpu = own(device).gpu
+    gpus = ranks.gather(gpu)
+    sharing = gpus.count(gpu) if gpu else ranks.on_host  # ranks that share the memory of the GPU, or of the host
     if device.type == "cuda":  # before passes are tried, which are to fit beside
         notes += bring_to(device, data, recipe.data, torch.cuda.get_device_properties(device).total_memory / sharing)
     quantities = resolve(recipe, len(data.train))
@@ -146,13 +148,6 @@ def parts_of(recipe: Recipe, plan: Plan | None, num_devices: int) -> tuple[int, 
     if plan.num_stages == 1:
         return plan.parts, plan.parts
     return plan.parts, plan.parts * min(PARTS_PER_STAGE * plan.num_stages, max(1, recipe.batch // plan.parts))
-
-
-def num_on(device: torch.device, ranks: Ranks) -> int:
-    """How many ranks share the memory of this rank's GPU, or of its host's CPUs. All ranks call it."""
-    gpu = own(device).gpu
-    every = ranks.gather(gpu)
-    return every.count(gpu) if gpu else ranks.on_host
 
 
 def check_devices(recipe: Recipe, num_devices: int) -> None:
