@@ -33,7 +33,7 @@ from convoy.errors import ConvoyError
 from convoy.planner import make_plan
 from convoy.planner.cost.link import Links, Rate
 from convoy.plans.plan import Plan
-from convoy.training import auto_plan, load_recipe
+from convoy.training import load_recipe, workloads
 from emulated_hosts import listening
 from processes import alive
 from ranks import run_ranks as run_test_ranks
@@ -229,7 +229,7 @@ def planned(folder: str, slower: float, bound: tuple[str, ...]) -> Forecast:
     with (
         patch.dict(os.environ, CONVOY_CACHE=folder),
         patch.object(Profiler, "run", taking),
-        patch.object(auto_plan, "make_plan", partial(with_links, plans=[Plan.parse("sample=2")])),
+        patch.object(workloads, "make_plan", partial(with_links, plans=[Plan.parse("sample=2")])),
         patch.object(sys.modules[forecast.__module__], "make_plan", with_links),
     ):
         return forecast(task(), ["auto", "sample=2"], bound, True, False, lambda *what: None)

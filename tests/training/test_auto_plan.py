@@ -19,7 +19,7 @@ from convoy.planner.measured import Measurements
 from convoy.planner.planner import Race, score
 from convoy.planner.planner import _raced as raced_by
 from convoy.plans.plan import Plan
-from convoy.training import Session, auto_plan
+from convoy.training import Session, workloads
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
 from training.scenarios import session
@@ -70,12 +70,12 @@ def raced(data: Path, cache: Path) -> tuple[str, list[str], float]:
     def seconds(racer: TrainingStep, *args: Any, **options: Any) -> float:
         return measure(racer, *args, **options) * (0.01 if racer.network.engine.plan == FILTERS else 1.0)
 
-    measure = auto_plan.update_seconds
+    measure = workloads.update_seconds
     with (
-        patch.object(auto_plan, "make_plan", predicting(HEIGHT, FILTERS, SAMPLES)),
-        patch.object(auto_plan, "measure_input", lambda ready: None),
+        patch.object(workloads, "make_plan", predicting(HEIGHT, FILTERS, SAMPLES)),
+        patch.object(workloads, "measure_input", lambda ready: None),
         patch.object(TrainingStep, "__call__", stepping),
-        patch.object(auto_plan, "update_seconds", seconds),
+        patch.object(workloads, "update_seconds", seconds),
     ):
         trained = planned(data, cache)
     return str(trained.plan), trained.notes, far(trained, data)
@@ -97,7 +97,7 @@ def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int,
         asked = replace(found.workload, in_passes=lambda number: workload, schedules=(schedule,))
         return replace(found, candidates=(score(asked, STAGES, found.costs, passes),))
 
-    with patch.object(auto_plan, "make_plan", planner), patch.object(auto_plan, "measure_input", lambda ready: None):
+    with patch.object(workloads, "make_plan", planner), patch.object(workloads, "measure_input", lambda ready: None):
         found = planned(data, cache, "microbatch=4")
     assert found.network.stages is not None
     return len(found.division.passes(found.merge)), found.network.schedule, far(found, data, "microbatch=4")
@@ -110,7 +110,7 @@ def test_stages_run_in_the_passes_and_the_order_that_were_predicted(data: Path, 
 
 def notes_of(data: Path, cache: Path, input_s: float | None, *settings: str) -> tuple[str, str, bool]:
     """The plan, what is said, and whether anything that was measured is kept."""
-    cost = patch.object(auto_plan, "measure_input", lambda ready: HostCost(per_sample=input_s))
+    cost = patch.object(workloads, "measure_input", lambda ready: HostCost(per_sample=input_s))
     try:
         with cost if input_s else nullcontext():
             found = planned(data, cache, *settings)

@@ -4,24 +4,12 @@ from itertools import product
 from operator import mul
 
 import pytest
-import torch
 
 from convoy.comm.ranks import Ranks
 from convoy.engine import microbatch_sizes
 from convoy.errors import ConvoyError
-from convoy.models import create
-from convoy.planner.planner import passes_of
 from convoy.plans.layout import proportional
-from convoy.plans.plan import Plan
-from convoy.plans.schedule import PARTS_PER_STAGE
-from convoy.training import load_recipe
-from convoy.training.build import divisible_sizes, merged, probed
-from convoy.training.derived import num_microbatches
 from convoy.training.division import Division, SlowRanks, divide, soonest
-from convoy.training.set_up import parts_of
-from convoy.training.workloads import workload_of_recipe
-
-CPU = torch.device("cpu")
 
 
 def test_microbatches_of_each_rank_and_the_parts_that_end_soonest() -> None:
@@ -64,17 +52,6 @@ def test_every_sample_is_in_one_pass_of_its_rank(counts: tuple[int, ...]) -> Non
             assert all(sum(piece.microbatches[rank]) == len(piece.parts[rank]) for piece in passes)
         assert sorted(position for piece in passes for position in piece.positions) == list(range(37))
         assert all(division.passes(merge, late=True)[-1].parts)  # all have something where gradients are exchanged
-
-
-def test_a_given_plan_is_predicted_in_the_passes_in_which_it_runs() -> None:
-    recipe = load_recipe("default", ["model.name=lenet", "data.path=nowhere", "batch=64", "microbatches=12"])
-    stated, shape, model = Plan.parse("stage=2,sample=2"), (1, 28, 28), create("lenet")
-    found = probed(model, recipe, shape, microbatch_sizes(recipe.batch, num_microbatches(recipe)), CPU, "nothing")
-    parts, useful = parts_of(recipe, stated, 4)
-    sizes, _ = divisible_sizes(recipe, model, parts, found, useful)
-    merge, _ = merged(recipe, found, sizes, CPU, 4 // parts, passes=PARTS_PER_STAGE * stated.num_stages * parts)
-    workload = workload_of_recipe(recipe, model, shape, 4, CPU)
-    assert passes_of(workload, stated) == len(divide(sizes, parts, None).passes(merge))
 
 
 # Which rank is called slow, and when

@@ -30,7 +30,6 @@ from convoy.planner.workload import memory_of_updates
 from convoy.plans.fit import note_on_hosts
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, bubble
-from convoy.training.auto_plan import Chosen, Shares, choose_plan
 from convoy.training.build import build_for, check_coupling, divisible_sizes, merged, on_meta, probed
 from convoy.training.code import code_of
 from convoy.training.defaults import settle
@@ -46,7 +45,7 @@ from convoy.training.resume import check_ranks
 from convoy.training.session import Prepared, Session
 from convoy.training.state import AveragedWeights, RunState
 from convoy.training.step import TrainingStep
-from convoy.training.workloads import optimizer_for
+from convoy.training.workloads import Chosen, Shares, choose_plan, optimizer_for
 from convoy.units import plural, rough_percent, size
 
 
