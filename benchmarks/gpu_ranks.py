@@ -38,7 +38,7 @@ from convoy.plans.plan import Plan
 from convoy.training import load_recipe
 from convoy.training.build import merged, probed
 from convoy.training.division import Division
-from convoy.training.parallel import Method, TrainedNetwork
+from convoy.training.parallel import TrainedNetwork
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet50": partial(models.create, "resnet50", num_classes=1000),
@@ -131,7 +131,8 @@ def convoy_update(
     """Updates as Convoy's trainer does them on rank 0, in passes of `merge` microbatches."""
     parts = len(images) // microbatch
     plan = Plan.parse("serial" if ranks == 1 else f"sample={ranks}", num_devices=ranks)
-    network = TrainedNetwork(model, plan, images[:microbatch], batch_norm=batch_norm, seed=0, method=Method())
+    recipe = load_recipe("default", ["model.name=any", f"batch_norm={batch_norm}"])
+    network = TrainedNetwork(model, plan, images[:microbatch], recipe)
     division = Division((microbatch,) * (parts * ranks), (parts,) * ranks)
     pieces = division.passes(merge)
     network.divide(division, len(pieces))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,7 @@ def train_here(
     resume: bool = False,
     watchdog: Watchdog | None = None,
     keep: bool = True,
+    **options: Any,
 ) -> Ended:
     """Train as the recipe `settings` says on all ranks that have joined. All ranks call it."""
     ranks, device = join_ranks()
@@ -78,6 +80,7 @@ def train_here(
             reporter=words,
             watchdog=watchdog,
             keep=keep,
+            **options,
             on_start=lambda session: notes.append(session.notes),
         )
     digest = hashlib.sha256((out / "weights.safetensors").read_bytes()).hexdigest()

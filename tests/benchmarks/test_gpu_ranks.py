@@ -28,7 +28,7 @@ from convoy.training import load_recipe
 from convoy.training.classification import InputPipeline
 from convoy.training.division import divide
 from convoy.training.optimizers import create_optimizer
-from convoy.training.parallel import Method, TrainedNetwork
+from convoy.training.parallel import TrainedNetwork
 from convoy.training.precision import Scaler
 from convoy.training.schedules import Schedule
 from convoy.training.state import RunState
@@ -106,8 +106,7 @@ def test_an_update_of_the_trainer_waits_for_nothing(monkeypatch: pytest.MonkeyPa
     data = DataSet("made", list("0123456789"), *sources, 32, 3, (0.5,) * 3, (0.2,) * 3, 32)
     with fake_ranks(4), FakeGpu() as gpu:
         model, example = gpu.take(models.create("alexnet-cifar")), gpu.take(torch.rand(8, 3, 32, 32))
-        plan, method = Plan.parse("sample=4"), Method()
-        network = TrainedNetwork(model, plan, example, batch_norm="microbatch", seed=0, method=method)
+        network = TrainedNetwork(model, Plan.parse("sample=4"), example, recipe)
         network.divide(division, len(passes))
         state = RunState(network, create_optimizer(model, recipe.optimizer, 0.1), Scaler(gpu.device, "fp32"))
         schedule = cast(Schedule, SimpleNamespace(lr=lambda update: 0.1))

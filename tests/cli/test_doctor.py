@@ -16,10 +16,10 @@ import pytest
 from cli.calls import Call
 from convoy.cli import doctor, doctor_run
 from convoy.doctor.diagnosis import Advice, Diagnosis
+from convoy.doctor.trials import Budget
 from convoy.errors import MachineError
 from convoy.terminal import Console
 from convoy.training import Session
-from convoy.training.trials import Budget
 from tiny import write_pictures
 
 HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"

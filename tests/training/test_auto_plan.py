@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 
 from convoy.comm.memory import NEEDS_LESS
@@ -16,12 +15,11 @@ from convoy.data import Batch
 from convoy.errors import TooLargeError
 from convoy.planner import Planned, make_plan
 from convoy.planner.cost.costs import HostCost
-from convoy.planner.cost.store import device_memory
 from convoy.planner.measured import Measurements
 from convoy.planner.planner import Race, score
 from convoy.planner.planner import _raced as raced_by
 from convoy.plans.plan import Plan
-from convoy.training import Session, auto_plan
+from convoy.training import Session, workloads
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
 from training.scenarios import session
@@ -72,12 +70,12 @@ def raced(data: Path, cache: Path) -> tuple[str, list[str], float]:
     def seconds(racer: TrainingStep, *args: Any, **options: Any) -> float:
         return measure(racer, *args, **options) * (0.01 if racer.network.engine.plan == FILTERS else 1.0)
 
-    measure = auto_plan.update_seconds
+    measure = workloads.update_seconds
     with (
-        patch.object(auto_plan, "make_plan", predicting(HEIGHT, FILTERS, SAMPLES)),
-        patch.object(auto_plan, "measure_input", lambda ready: None),
+        patch.object(workloads, "make_plan", predicting(HEIGHT, FILTERS, SAMPLES)),
+        patch.object(workloads, "measure_input", lambda ready: None),
         patch.object(TrainingStep, "__call__", stepping),
-        patch.object(auto_plan, "update_seconds", seconds),
+        patch.object(workloads, "update_seconds", seconds),
     ):
         trained = planned(data, cache)
     return str(trained.plan), trained.notes, far(trained, data)
@@ -99,7 +97,7 @@ def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int,
         asked = replace(found.workload, in_passes=lambda number: workload, schedules=(schedule,))
         return replace(found, candidates=(score(asked, STAGES, found.costs, passes),))
 
-    with patch.object(auto_plan, "make_plan", planner), patch.object(auto_plan, "measure_input", lambda ready: None):
+    with patch.object(workloads, "make_plan", planner), patch.object(workloads, "measure_input", lambda ready: None):
         found = planned(data, cache, "microbatch=4")
     assert found.network.stages is not None
     return len(found.division.passes(found.merge)), found.network.schedule, far(found, data, "microbatch=4")
@@ -112,7 +110,7 @@ def test_stages_run_in_the_passes_and_the_order_that_were_predicted(data: Path, 
 
 def notes_of(data: Path, cache: Path, input_s: float | None, *settings: str) -> tuple[str, str, bool]:
     """The plan, what is said, and whether anything that was measured is kept."""
-    cost = patch.object(auto_plan, "measure_input", lambda ready: HostCost(per_sample=input_s))
+    cost = patch.object(workloads, "measure_input", lambda ready: HostCost(per_sample=input_s))
     try:
         with cost if input_s else nullcontext():
             found = planned(data, cache, *settings)
@@ -139,7 +137,6 @@ def test_plans_keep_to_the_memory_limit(data: Path, tmp_path: Path) -> None:
     cases = {
         "none": ("parallel.plan=auto", "parallel.memory_limit=10kB"),
         "auto": ("parallel.plan=auto", "parallel.memory_limit=90MB"),
-        "sample": ("parallel.plan=sample=2", "parallel.memory_limit=90MB"),
         "stages": ("parallel.plan=stage=2", "parallel.memory_limit=90MB"),
         "small": ("parallel.plan=stage=2", "parallel.memory_limit=1kB"),
         "unseen": ("parallel.plan=sample=2", "parallel.memory_limit=90MB", "model.name=tiny:TinyUnseen"),
@@ -148,13 +145,6 @@ def test_plans_keep_to_the_memory_limit(data: Path, tmp_path: Path) -> None:
     assert first == second
     assert re.match(r"no plan fits.*what the network itself computes takes most", first["none"])
     assert "within 90 MB of memory a device, as --memory-limit says" in first["auto"]
-    assert "memory" not in first["sample"] and first["stages"].endswith("freed memory is given back")
+    assert first["stages"].endswith("freed memory is given back")
     assert "that cannot be captured" in first["unseen"]
     assert re.search(r"the plan stage=2 needs [\d.]+ kB on a device.*--memory-limit is 1kB", first["small"])
-
-
-def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convoy.planner.cost.store.free_memory", lambda: 2**34)  # what is free changes all the time
-    (alone, _), (shared, source) = (device_memory(torch.device("cpu"), number) for number in (1, 4))
-    assert shared == pytest.approx(alone / 4) and alone == pytest.approx(0.6 * 2**34)
-    assert "over 4 devices" in source and "0.6 of" in source

@@ -14,13 +14,13 @@ from torch import nn
 from convoy.engine.gradients import ShardedOptimizer, sharded
 from convoy.ops.statistics import RunningStatistics
 from convoy.plans.plan import Plan
-from convoy.training import RunDirectory, division
+from convoy.training import division
 from convoy.training.classification import InputPipeline
 from convoy.training.division import Division
 from convoy.training.environment import join_ranks
 from ranks import run_ranks
 from tiny import TinyDouble
-from training.scenarios import Settings, drop_checkpoints, put, refusals, store_of, summary
+from training.scenarios import Settings, drop_checkpoints, refusals, store_of, summary
 from whole_runs import Ended, as_before, train_here, train_until
 
 BITS = {"reproducible": "true", "epochs": "3ba"}
@@ -96,65 +96,39 @@ def test_what_samples_cannot_divide_exactly_is_refused_by_name(data: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("model", "plans", "more"),
-    [
-        ("TinyStatless", ["sample=2", "stage=2"], BITS),
-        ("TinyByHand", ["sample=2"], BITS),
-        ("TinyFrozen", ["sample=2"], BITS),
-        ("TinyLazy", ["stage=2"], {}),
-        ("TinyWeighed", ["sample=2"], {}),
-        ("tiny_wrapped", ["stage=2"], {}),
-        pytest.param("TinyDrawing", ["filter=2"], {}, marks=slow),
-    ],
+    ("model", "plan", "more"),
+    [("TinyFrozen", "sample=2", BITS), ("TinyLazy", "stage=2", {}), ("tiny_wrapped", "stage=2", {})],
 )
 def test_networks_as_people_have_them_train_as_on_one_device(
-    data: Path, tmp_path: Path, model: str, plans: list[str], more: Settings
+    data: Path, tmp_path: Path, model: str, plan: str, more: Settings
 ) -> None:
     settings = {"epochs": "4ba", "evaluate_every": "2ba", "optimizer.lr": "0.01", "model.name": f"tiny:{model}"} | more
     (want,) = on_plan(data, tmp_path / "serial", "serial", settings)
-    weights = load_file(tmp_path / "serial" / "weights.safetensors")
+    found = on_plan(data, tmp_path / "run", plan, settings)[0]
+    assert found.curve == pytest.approx(want.curve, rel=1e-5) and (more != BITS or found.digest == want.digest)
+    weights, other = (load_file(tmp_path / name / "weights.safetensors") for name in ("serial", "run"))
     assert "module" not in " ".join(weights)  # as the network itself calls them
-    assert model != "TinyFrozen" or not weights["norm.running_mean"].any()
-    for plan in plans:
-        found = on_plan(data, tmp_path / plan, plan, settings)[0]
-        assert found.curve == pytest.approx(want.curve, rel=1e-5 if model != "TinyDrawing" else 1e-4), plan
-        assert more != BITS or found.digest == want.digest
-        other = load_file(tmp_path / plan / "weights.safetensors")
-        for name, tensor in weights.items():
-            torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-5)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 # Devices that come and go
 
-CRASHES = {
-    "ranks": [("sample=4", 5), ("sample=3", 8), ("sample=2", 13), ("sample=4", None)],
-    "stages": [("stage=2,sample=2", 5), ("sample=2", 8), ("stage=3", 11), ("stage=2", None)],
-}
+CRASHES = [("stage=2,sample=2", 5), ("sample=2", 8), ("stage=3", 11), ("stage=2", None)]
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("stages", "true"), ("ranks", "false")])
-def test_devices_come_and_go_after_crashes_between_checkpoints(
-    data: Path, tmp_path: Path, kind: str, bits: str
-) -> None:
-    settings = {"epochs": "16ba", "checkpoint.every": "2ba", "evaluate_every": "5ba", "reproducible": bits}
+def test_devices_come_and_go_after_crashes_between_checkpoints(data: Path, tmp_path: Path) -> None:
+    settings = {"epochs": "16ba", "checkpoint.every": "2ba", "evaluate_every": "5ba", "reproducible": "true"}
     (want,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
     out = tmp_path / "run"
-    for plan, after in CRASHES[kind]:
+    for plan, after in CRASHES:
         world = Plan.parse(plan).mesh.num_devices
         ended = run_ranks(train_until, world, data, out, settings | {"parallel.plan": plan}, after)[0]
     assert ended is not None
     going_on = re.match(r"going on after (\d+) of 16 updates", ended.said[0])
     assert going_on is not None
     assert 6 <= int(going_on[1]) <= 12  # the checkpoint on its way when the ranks were gone may be lost
-    if bits == "true":
-        assert (ended.digest, ended.curve) == (want.digest, want.curve)
-    assert ended.curve == pytest.approx(want.curve, rel=1e-4)
-    if kind == "stages":
-        run, found = RunDirectory(out), RunDirectory(out).summary()
-        (begins,) = Plan.parse(run.plan).stages[1:]
-        assert [one["layer"] for one in found["stages"]] == [found["stages"][0]["layer"], begins]
-        assert any(f", stage 2 from {begins}; " in note and "1f1b, stages wait" in note for note in found["notes"])
-        assert any((one["name"], one["value"]) == ("schedule", "1f1b") for one in found["derived"])
+    assert (ended.digest, ended.curve) == (want.digest, want.curve)
 
 
 OFTEN = {"checkpoint.every": "auto", "checkpoint.mtbf": "0.01s", "checkpoint.keep": "99"}
@@ -165,16 +139,8 @@ def test_how_often_the_clock_has_a_reproducible_run_save_changes_no_bit(data: Pa
     (never,) = run_ranks(train_here, 1, data, tmp_path / "never", shared | {"checkpoint.every": "1000ba"})
     often = run_ranks(train_here, 2, data, tmp_path / "often", shared | OFTEN)
     assert [(each.digest, each.curve) for each in often] == [(never.digest, never.curve)] * 2
-    saved = store_of(tmp_path / "often").steps()
-    assert len(saved) > max(3, len(store_of(tmp_path / "never").steps()))
-    said = [sentence for sentence in often[0].said if sentence.startswith("checkpoint every")]
-    assert "Young 1974; at most" in said[0]
-    found = summary(tmp_path / "often")
-    assert [note for note in found["notes"] if note.startswith("checkpoint every")] == said[-1:]
-    counts = found["checkpoints"]
-    assert counts["written"] >= len(saved) and counts["failed"] == 0
-    assert counts["waited_s"] >= counts["longest_wait_s"] > 0
-    assert any(f"{counts['written']} checkpoints written" in sentence for sentence in often[0].said)
+    assert len(store_of(tmp_path / "often").steps()) > max(3, len(store_of(tmp_path / "never").steps()))
+    assert any("Young 1974; at most" in sentence for sentence in often[0].said)
 
 
 # What is approximate, and called so
@@ -200,28 +166,16 @@ def test_an_approximate_run_is_called_so_and_is_near(data: Path, tmp_path: Path)
         assert first.digest == second.digest and least < apart(first, serial) < 0.2
         assert f"approximate: {words}, so the result differs from that of one device" in first.said
         assert summary(tmp_path / key)["approximate"] == words
-    alone = on_plan(data, tmp_path / "alone", "stage=2", shared | {"parallel.local_sgd": "3"})[0]  # nothing to average
-    assert "no approximation with a device for each stage, although the recipe says: local SGD" in "\n".join(alone.said)
-    assert apart(alone, serial) < 1e-5 and summary(tmp_path / "alone")["approximate"] is None
 
 
 @slow
 def test_local_sgd_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(data: Path, tmp_path: Path) -> None:
     settings = {"parallel.local_sgd": "2", "optimizer.lr": "0.02", "epochs": "7ba"}
     settings |= {"checkpoint.every": "3ba", "checkpoint.keep": "9"}
-    ended = {"whole": run_ranks(train_here, 2, data, tmp_path / "whole", settings, timeout=120)[0]}
-    for name in ("parts", "control"):
-        drop_checkpoints(shutil.copytree(tmp_path / "whole", tmp_path / name), 3)
-        if name == "control":
-            checkpoint = store_of(tmp_path / name).load(3)
-            second = [key for key in checkpoint.tensors if key.startswith("optimizer-1.")]
-            assert second
-            for key in second:
-                del checkpoint.tensors[key]
-            put(store_of(tmp_path / name), checkpoint)
-        ended[name] = run_ranks(train_here, 2, data, tmp_path / name, settings, True, timeout=120)[0]
-    assert ended["parts"] == Ended(ended["whole"].digest, ended["whole"].curve, ended["parts"].said)
-    assert ended["control"].digest != ended["whole"].digest
+    whole, *_ = run_ranks(train_here, 2, data, tmp_path / "whole", settings)
+    drop_checkpoints(shutil.copytree(tmp_path / "whole", tmp_path / "parts"), 3)
+    parts, *_ = run_ranks(train_here, 2, data, tmp_path / "parts", settings, True)
+    assert (parts.digest, parts.curve) == (whole.digest, whole.curve)
 
 
 # Devices that are not equally fast

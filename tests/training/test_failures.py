@@ -20,7 +20,6 @@ from convoy.errors import ConvoyError, MachineError, TooLargeError
 from convoy.training import finite
 from convoy.training.environment import join_ranks
 from convoy.training.evaluate import Evaluation
-from convoy.training.finite import Origin
 from convoy.training.session import Session
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
@@ -42,10 +41,8 @@ ERRORS = [
         OSError(errno.ENOSPC, "No space left on device"),
         r"cannot write to .*No space left on device.*go on with --resume",
     ),
-    (KeyboardInterrupt(), "interrupted"),
     # where the error lies, but for a user's mistake
     (RuntimeError("first line\nsecond line"), r"RuntimeError: first line \(scenarios\.py, line \d+, in failing\)"),
-    (KeyError("the odd key"), r"KeyError: 'the odd key' \(scenarios\.py, line \d+, in failing\)"),
     (ConvoyError("7.png cannot be read: mend it"), r"7\.png cannot be read: mend it"),
 ]
 
@@ -61,18 +58,10 @@ def test_an_error_is_in_the_summary_as_it_is_printed_and_the_run_goes_on(data: P
         status, sentence, step = stands(out)
         assert (status, step) == ("failed", 5) and re.fullmatch(words, sentence)
         assert sentence == str(caught.value) or not isinstance(caught.value, ConvoyError)
-    damaged = shutil.copytree(out, tmp_path / "damaged")
     # The checkpoint after 4 updates may still have been on its way.
     said = trained(data, out, EIGHT, resume=True).said
     assert {f"going on after {done} of 8 updates" for done in (2, 4)} & set(said)
     assert stands(out) == ("finished", None, 8) and digest(out) == digest(whole)
-    for out in (whole, damaged):  # all checkpoints
-        for step in store_of(out).steps():
-            shutil.rmtree(store_of(out).place(step) / "state")
-        with pytest.raises(ConvoyError, match="can be used"):
-            trained(data, out, EIGHT, resume=True)
-    assert stands(whole) == ("finished", None, 8)
-    assert stands(damaged)[0] == "failed" and "can be used" in stands(damaged)[1]
 
 
 def test_a_run_without_a_checkpoint_begins_anew(data: Path, tmp_path: Path) -> None:
@@ -150,20 +139,6 @@ def test_no_checkpoint_holds_what_is_not_finite(data: Path, tmp_path: Path, monk
     assert store_of(tmp_path / "run").steps() == [2]
 
 
-class Middle(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        inside = x.clone()
-        inside.register_hook(lambda gradient: gradient * float("inf"))
-        return inside.clone()
-
-
-def test_a_gradient_that_is_not_finite_is_named_by_its_layer() -> None:
-    net, origin = nn.Sequential(nn.Linear(3, 3), Middle(), nn.Linear(3, 2)), Origin()
-    with origin.watching(net):
-        net(torch.ones(4, 3)).sum().backward()
-    assert str(origin.found) == "the gradient of layer 0"
-
-
 def test_a_run_whose_every_update_is_left_out_ends(data: Path, tmp_path: Path) -> None:
     settings = SKIP | {"model.name": "tiny:TinyNet", "optimizer.lr": "1e30", "epochs": "30ba"}
     assert "the 20th in a row to be left out: lower optimizer.lr" in refusals(data, tmp_path / "run", [settings])[0]
@@ -212,17 +187,12 @@ def test_memory_lacks(
         assert "ran out of memory" in (tmp_path / "run" / "summary.json").read_text()
 
 
-SMALL_DISK = """mount -t tmpfs -o size=$0k convoy-test "$1" && run=$1 && kept=$2 && shift 2 &&
+SMALL_DISK = """mount -t tmpfs -o size=230k convoy-test "$0" && run=$0 && kept=$1 && shift 1 &&
     { "$@"; status=$?; }; cp -r "$run" "$kept" && exit $status"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size_k", "options"), [(230, ["--devices", "2"]), (130, ["--set", "checkpoint.on_error=continue"])]
-)
-def test_on_a_full_disk_a_run_stops_or_goes_on_with_its_last_whole_checkpoint(
-    data: Path, tmp_path: Path, size_k: int, options: list[str]
-) -> None:
+def test_on_a_full_disk_a_run_stops_with_its_last_whole_checkpoint(data: Path, tmp_path: Path) -> None:
     """A small file system in a mount namespace of its own; what there is in the end is copied from it."""
     disk, kept = tmp_path / "disk", tmp_path / "kept"
     disk.mkdir()
@@ -230,23 +200,19 @@ def test_on_a_full_disk_a_run_stops_or_goes_on_with_its_last_whole_checkpoint(
     if subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("needs the right to mount a small file system")
     settings = ["checkpoint.every=2ba", "checkpoint.keep=9", "log_every=1ba", "threads=1", "evaluate_every=1000ba"]
-    options += [part for each in settings for part in ("--set", each)]
+    options = ["--devices", "2", *(part for each in settings for part in ("--set", each))]
     options += ["--batch", "24", "--microbatches", "2", "--epochs", "16ba", "--data", str(data)]
     command = [sys.executable, "-m", "convoy", "train", "tiny:TinyNet", "--out", str(disk / "run"), *options]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-    arguments = ["unshare", "--mount", "sh", "-c", SMALL_DISK, str(size_k), str(disk), str(kept), *command]
+    arguments = ["unshare", "--mount", "sh", "-c", SMALL_DISK, str(disk), str(kept), *command]
     found = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=150)
     assert found.returncode == 2 and "Traceback" not in found.stderr + found.stdout, found.stderr
     (sentence,) = [line for line in found.stderr.splitlines() if line.startswith("convoy: ")]
     store = store_of(kept / "run")
     newest = store.steps()[-1]
     assert store.load(newest).step == newest < 16 and "No space left on device" in sentence
-    if size_k == 230:
-        assert f"could not be written to {disk}/run/checkpoints" in sentence
-        assert f"the newest whole one is of update {newest}" in sentence and not list(store.folder.glob(".*"))
-    else:
-        assert "the run goes on" in found.stdout and "cannot write to" in sentence
-        assert "the checkpoint of update 16 could not be written" in found.stdout
+    assert f"could not be written to {disk}/run/checkpoints" in sentence
+    assert f"the newest whole one is of update {newest}" in sentence and not list(store.folder.glob(".*"))
 
 
 # Signals during an evaluation
@@ -287,15 +253,12 @@ def test_an_evaluation_that_a_signal_breaks_off_is_done_anew(data: Path, tmp_pat
             assert (name, done) == ("SIGTERM", steps) and stop_at <= count < stop_at + each - 1
     assert 4 not in [step for (step,) in lines(parts, "step", split="test")]
     assert not (parts / "weights.safetensors").exists()
-    unnoted, crashed = (shutil.copytree(parts, tmp_path / name) for name in ("unnoted", "crashed"))
+    unnoted = shutil.copytree(parts, tmp_path / "unnoted")
     run_ranks(signalled, 2, data, parts, [None])
     assert lines(parts) == lines(whole) and digest(parts) == digest(whole)
     # Without the note in the checkpoint it would be missing.
     checkpoint = store_of(unnoted).load(4)
-    assert checkpoint.values["loop"]["progress"]["to_evaluate"] is True
     checkpoint.values["loop"]["progress"]["to_evaluate"] = False
     put(store_of(unnoted), checkpoint)
-    shutil.rmtree(store_of(crashed).place(4))  # the line of update 2 is written already, and is not written twice
-    for out, steps in ((unnoted, [2, 6]), (crashed, [2, 4, 6])):
-        run_ranks(signalled, 2, data, out, [None])
-        assert [step for (step,) in lines(out, "step", split="test")] == steps
+    run_ranks(signalled, 2, data, unnoted, [None])
+    assert [step for (step,) in lines(unnoted, "step", split="test")] == [2, 6]

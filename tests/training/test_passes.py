@@ -1,33 +1,15 @@
 """How a batch is divided: over ranks, by what they take, and in passes that exchange gradients once."""
 
-from collections.abc import Callable
 from itertools import product
 from operator import mul
-from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-from convoy import models
 from convoy.comm.ranks import Ranks
 from convoy.engine import microbatch_sizes
 from convoy.errors import ConvoyError
-from convoy.models import create
-from convoy.planner.planner import passes_of
 from convoy.plans.layout import proportional
-from convoy.plans.plan import Plan
-from convoy.plans.schedule import PARTS_PER_STAGE
-from convoy.training import load_recipe
-from convoy.training.build import divisible_sizes, merged, probed
-from convoy.training.derived import num_microbatches
 from convoy.training.division import Division, SlowRanks, divide, soonest
-from convoy.training.set_up import parts_of
-from convoy.training.workloads import workload_of_recipe
-
-CPU = torch.device("cpu")
-slow = pytest.mark.slow
 
 
 def test_microbatches_of_each_rank_and_the_parts_that_end_soonest() -> None:
@@ -51,7 +33,7 @@ def test_microbatches_of_each_rank_and_the_parts_that_end_soonest() -> None:
         with pytest.raises(ConvoyError, match=words):
             divide(microbatch_sizes(batch, num), ranks, shares)
     for times in ((1.0, 3.3), (2.0, 1.0, 1.5, 5.0)):
-        for total in range(len(times), 14):
+        for total in (5, 9, 13):
             counts, every = soonest(total, times), product(range(1, total), repeat=len(times))
             last = min(max(map(mul, some, times)) for some in every if sum(some) == total)
             assert sum(counts) == total and min(counts) >= 1 and max(map(mul, counts, times)) == last
@@ -72,82 +54,6 @@ def test_every_sample_is_in_one_pass_of_its_rank(counts: tuple[int, ...]) -> Non
         assert all(division.passes(merge, late=True)[-1].parts)  # all have something where gradients are exchanged
 
 
-@pytest.mark.parametrize(
-    ("plan", "settings"),
-    [
-        ("stage=4", ["batch=100"]),
-        ("stage=2,sample=2", ["batch=64", "microbatches=12"]),
-    ],
-)
-def test_a_given_plan_is_predicted_in_the_passes_in_which_it_runs(plan: str, settings: list[str]) -> None:
-    recipe = load_recipe("default", ["model.name=lenet", "data.path=nowhere", *settings])
-    stated, shape, model = Plan.parse(plan), (1, 28, 28), create("lenet")
-    devices = stated.mesh.num_devices
-    found = probed(model, recipe, shape, microbatch_sizes(recipe.batch, num_microbatches(recipe)), CPU, "nothing")
-    parts, useful = parts_of(recipe, stated, devices)
-    sizes, _ = divisible_sizes(recipe, model, parts, found, useful)
-    merge, _ = merged(recipe, found, sizes, CPU, devices // parts, passes=PARTS_PER_STAGE * stated.num_stages * parts)
-    workload = workload_of_recipe(recipe, model, shape, devices, CPU)
-    assert passes_of(workload, stated) == len(divide(sizes, parts, None).passes(merge))
-
-
-# What is exact is not decided by numbers in low precision: TF32 rounds to 11 bits, and otherwise for other batches
-
-
-@pytest.fixture
-def tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Convolutions and linear layers as a GPU computes them, by algorithms that hang on the number of samples."""
-
-    def rounded(x: Tensor, samples: int) -> Tensor:
-        if x.dtype != torch.float32:
-            return x
-        half = 0x1000 if samples % 4 else 0
-        bits = (x.detach().contiguous().view(torch.int32) + half) & ~0x1FFF
-        return x + (bits.view(torch.float32) - x.detach())
-
-    def patched(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda x, w, *rest, **named: function(rounded(x, len(x)), rounded(w, len(x)), *rest, **named)
-
-    for name in ("conv2d", "linear"):
-        monkeypatch.setattr(F, name, patched(getattr(F, name)))
-
-
-ENDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda x: x - x.mean(0),
-    "softmax": lambda x: x.softmax(0),
-    "uncaptured": lambda x: x - x.mean(0) if float(x.detach().sum()) < 1e9 else x,
-    "batch norm by hand": lambda x: F.batch_norm(x, None, None, training=True),
-    "uncaptured, and apart": lambda x: x if float(x.detach().sum()) < 1e9 else x * 2,
-}
-
-
-class End(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
-
-    def forward(self, x: Tensor) -> Any:
-        return ENDS[self.kind](self.layers(x))
-
-
-@pytest.mark.parametrize("name", ["lenet", pytest.param("googlenet", marks=slow)])
-def test_no_network_of_the_registry_is_taken_for_coupled_and_those_that_are_are_found(tf32: None, name: str) -> None:
-    def merge_of(model: nn.Module, channels: int, size: int) -> tuple[int, str]:
-        recipe, sizes = load_recipe("default", ["model.name=any", "batch=12", "microbatch=3"]), (3, 3, 3, 3)
-        probe = probed(model, recipe, (channels, size, size), sizes, CPU, "nothing")
-        return merged(recipe, probe, sizes, CPU, sharing=2**30)  # memory aside
-
-    torch.manual_seed(0)
-    channels, size = (1, 28) if name == "lenet" else (3, 64)
-    merge, why = merge_of(models.create(name, num_classes=10, in_channels=channels), channels, size)
-    assert merge == 4, why
-    for kind in ENDS if name == "lenet" else ():
-        merge, why = merge_of(End(kind), 3, 8)
-        assert merge == (4 if "apart" in kind else 1), kind
-        assert "apart" in kind or why == "one by one: the network couples the samples of a batch"
-
-
 # Which rank is called slow, and when
 
 
@@ -164,11 +70,8 @@ def test_a_rank_that_stays_slow_is_named_now_and_then(monkeypatch: pytest.Monkey
         return [number for number, sentence in enumerate(said, 1) if sentence]
 
     assert named([0, 1, 2], even, *[one] * 13) == [3, 6, 12]
-    for wolf in ([one, one, [1.0] * 3], [one, [2.0, 1.0, 1.0]], [[0.001, 0.003, 0.001]]):
-        assert named([0, 1, 2], even, *wolf * 6) == []
+    assert named([0, 1, 2], even, *[one, one, [1.0] * 3] * 6) == []
     assert named([0, 1, 2], more, *[[1.0, 4.0, 1.0]] * 9) == []  # it was given more
-    assert named([0, 1, 2], more, *[[2.0, 4.0, 1.0]] * 9)
     # Only ranks in the same place of their groups are compared, and of stages those of one stage.
     assert named([0, 0, 1, 1, 2, 2], even, *[[1.0, 3.0, 1.0, 3.0, 1.0, 3.0]] * 6) == []
     assert named([0, 0, 1, 1, 2, 2], even, *[[1.0, 3.0, 2.0, 3.0, 1.0, 3.0]] * 6) == [3, 6]
-    assert named([0, 1, 2, 0, 1, 2], even, *[[3.0, 3.0, 3.0, 1.0, 2.0, 1.0]] * 6) == [3, 6]

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.engine.recorded import Recorded
-from convoy.models import create
 from convoy.ops.context import StepContext
-from convoy.training.recipe import load_recipe
-from convoy.training.workloads import workload_of_recipe
 from ranks import run_ranks
 from replayed import ReplayedGraph, recording
 from training.scenarios import session as session_of
@@ -26,7 +23,7 @@ def train(data: Path, record: type[ReplayedGraph] | None, *settings: str) -> Bit
     """Weights and buffers, and EMA's, after twenty updates; their losses; what was said of recording."""
     with recording(record) if record else nullcontext():
         session = session_of(data, *ALL, *settings)
-        step, averaged, said, losses = session.step(), session.state.averaged, list[str](), list[float]()
+        step, said, losses = session.step(), list[str](), list[float]()
         step.records = True
         if record:
             assert step.recorded is not None
@@ -35,7 +32,6 @@ def train(data: Path, record: type[ReplayedGraph] | None, *settings: str) -> Bit
         with closing(session.batches(0, 20)) as batches:
             for update, batch in enumerate(batches):
                 losses.append(float(sum(step(batch, update).losses)))
-                averaged.update(session.model)
         state = {name: x.clone() for name, x in session.model.state_dict().items()}
         state |= {f"average of {n}": x.clone() for n, x in session.state.contents({})[0] if "average" in n}
         return state, losses, said
@@ -66,14 +62,6 @@ def test_replayed_updates_have_the_bits_of_updates_that_run(data: Path, plan: st
         for alike, (sentence,) in found:
             assert alike and sentence.startswith("updates are replayed as a CUDA graph"), sentence
             assert "has the same bits" in sentence
-
-
-def test_a_plan_is_chosen_for_updates_as_they_will_run() -> None:
-    for settings, recorded in (((), True), (("cuda_graphs=off",), False)):
-        recipe = load_recipe("default", ["model.name=lenet", "data.path=nowhere", "batch=16", *settings])
-        with recording():
-            job = workload_of_recipe(recipe, create("lenet"), (1, 28, 28), 2, torch.device("cpu"))
-        assert job.recorded == recorded
 
 
 class Forgetful:

@@ -15,7 +15,7 @@ from convoy.cli import main
 from ranks import run_ranks
 from whole_runs import as_before
 
-MOST_BEFORE, MOST_IN_AN_UPDATE = 127, 33
+MOST_BEFORE, MOST_IN_AN_UPDATE = 119, 30
 ROOT = Path(convoy.__file__).parent
 UPDATES = 72
 QUIET = range(66, 71)
@@ -35,7 +35,7 @@ def files_entered(command: list[str]) -> tuple[list[str], list[list[str]]]:
         if code not in names:
             path = Path(code.co_filename)
             names[code] = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else ""
-        if names[code] == "training/loop.py" and code.co_name == "_ask":
+        if names[code] == "training/recorder.py" and code.co_name == "ask":
             sets.append(set())
         if names[code] and code.co_flags & inspect.CO_OPTIMIZED:  # no module or class that is made as it is imported
             sets[-1].add(names[code])

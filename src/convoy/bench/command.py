@@ -37,6 +37,7 @@ from convoy.bench.records import (
 from convoy.bench.study import Prepared, assumed, prepare, recipe_for, too_coarse
 from convoy.comm.position import current
 from convoy.data import open_data
+from convoy.doctor.updates import RunDoctor
 from convoy.errors import ConvoyError
 from convoy.progress import Reporter
 from convoy.report.run_directory import column, read_metrics
@@ -296,7 +297,13 @@ def train_rank(task: MeasurementTask, out: Path, command: str, keep: bool, say: 
     """A rank's part of a training, in the folder `out`; the name of the signal that stopped it, None at its end. All
     ranks call it. `command` repeats the study; `keep` uses times that were measured before, and stores new ones."""
     ranks, device = join(task)
-    options: dict[str, Any] = {"command": command, "reporter": Latest(), "handed_on": True, "keep": keep}
+    options: dict[str, Any] = {
+        "command": command,
+        "reporter": Latest(),
+        "handed_on": True,
+        "keep": keep,
+        "subscribe": RunDoctor,
+    }
     with heard(options["reporter"], say):
         return train(task.recipe, out, resume=True, device=device, ranks=ranks, **options).signal
 

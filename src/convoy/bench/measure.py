@@ -43,7 +43,7 @@ from convoy.training import Recipe, choose_device
 from convoy.training.build import build_model
 from convoy.training.classification import ClassificationLoss, InputPipeline
 from convoy.training.derived import resolve
-from convoy.training.division import MEASURED, WARM_UP, SpeedTest
+from convoy.training.division import MEASURED, WARM_UP, divide_by_speed
 from convoy.training.division import text as text_of
 from convoy.training.optimizers import create_optimizer
 from convoy.training.precision import autocast_of, set_numerics
@@ -88,17 +88,16 @@ def _divide_by_speed(session: Session, losses: list[Tensor]) -> int:
     """With `shares=auto`, divide the batch by each device's time for a microbatch; the number of updates that took."""
     if session.recipe.parallel.shares != "auto" or session.ranks.num_sample_ranks == 1:
         return 0
-    speed, step, updates = SpeedTest(), session.step(), 0
+    step, microbatch_s = session.step(), list[float]()
     step.timed = True
     with closing(session.batches(0, WARM_UP + MEASURED)) as batches:
-        for batch in batches:
-            result = step(batch, updates)
-            if updates == 0:
+        for number, batch in enumerate(batches):
+            result = step(batch, number)
+            if number == 0:
                 losses.extend(result.losses)
-            speed.add(result.seconds)
-            updates += 1
-    session.division, _ = speed.shares(session.ranks, session.division)
-    return updates
+            microbatch_s.append(result.microbatch_s)
+    session.division, _ = divide_by_speed(microbatch_s, session.ranks, session.division)
+    return len(microbatch_s)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from convoy.cli.options import is_verbose
 from convoy.cli.requests import TrainRequest
 from convoy.comm.ranks import Ranks
 from convoy.doctor.diagnosis import Diagnosis
+from convoy.doctor.examination import examine
+from convoy.doctor.trials import Budget
 from convoy.progress import ConsoleReporter
 from convoy.terminal import Console
 from convoy.training import choose_device
-from convoy.training.examination import examine
 from convoy.training.parallel_config import num_devices
 from convoy.training.set_up import check_devices, set_up
-from convoy.training.trials import Budget
 
 Complete = Callable[[Diagnosis], Diagnosis]
 

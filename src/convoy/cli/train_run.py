@@ -13,6 +13,7 @@ from convoy.cli.requests import TrainRequest
 from convoy.comm.joining import leave, meeting_store
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
+from convoy.doctor.updates import RunDoctor
 from convoy.errors import ConvoyError
 from convoy.launch.rank import HANDED_ON
 from convoy.planner.comparison import comparison_text, headline
@@ -136,6 +137,7 @@ def _train(
             watchdog=watchdog,
             explicit_keys=request.explicit_keys,
             accept_code_change=request.accept_code_change,
+            subscribe=RunDoctor,
         )
 
 

@@ -242,15 +242,14 @@ def _gain_of(facts: Facts, trial: Trial) -> float:
 
 def _shares(facts: Facts) -> Iterator[Advice]:
     """Devices that are not equally fast, and get equal parts."""
+    from convoy.training.division import soonest  # with torch, for which who only reads a diagnosis is not to wait
+
     ranks = [rank for rank in facts.ranks if rank.samples and rank.own_s]
     if len(ranks) < 2 or len(ranks) < len(facts.ranks) or sum(rank.samples for rank in ranks) != facts.batch:
         return
     of_sample = [rank.own_s / rank.samples for rank in ranks]
     of_microbatch = [cost * facts.batch / facts.microbatches for cost in of_sample]
-    counts = [1] * len(ranks)
-    for _ in range(facts.microbatches - len(ranks)):
-        next_rank = min(range(len(ranks)), key=lambda rank: (counts[rank] + 1) * of_microbatch[rank])
-        counts[next_rank] += 1
+    counts = soonest(facts.microbatches, of_microbatch)
     after = max(count * cost for count, cost in zip(counts, of_microbatch, strict=True))
     slowest, fastest = max(of_sample), min(of_sample)
     yield _advice(

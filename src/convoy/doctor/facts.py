@@ -55,22 +55,29 @@ class RankFacts:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """Updates with one thing changed, beside those of the training as it is; without their input."""
+class Change:
+    """A change to try."""
 
-    cause: Cause  # what the change would mend
-    arguments: tuple[str, ...]  # of the command line that make the change
+    cause: Cause  # what it would mend
+    arguments: tuple[str, ...]  # of the command line that make it
+    settings: dict[str, Any] = field(default_factory=dict)  # the recipe's fields that make it
+    samples: int = 1  # how many times as many samples an update has with it
+    another_training: bool = False  # it changes what is learned, or its last bits
+    alone: bool = False  # one device tries it, with the cores of all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial(Change):
+    """Updates with a change, beside those of the training as it is; without their input."""
+
     seconds: float  # of an update with the change
     before_s: float  # of an update as it is, measured in turns with it
-    samples: float = 1.0  # times as many samples in an update
-    another_training: bool = False  # it changes what is learned, or its last bits
-    threads: int | None = None  # of each rank, where their number is the change
     waited: float = 0.0  # part of the time with the change in which threads waited for a core
 
     @property
-    def gain(self) -> float:
-        """How many times as many samples a second there are with the change."""
-        return self.samples * self.before_s / self.seconds if self.seconds else 1.0
+    def threads(self) -> int | None:
+        """Of each rank, where their number is the change."""
+        return self.settings.get("threads")
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,29 +24,13 @@ _READERS = 8
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
-@dataclass(frozen=True)
-class _Spent:
-    """Seconds of this thread: by the clock, of the processor, and in which another had the core."""
-
-    wall: float
-    cpu: float
-    preempted: float
-
-    @classmethod
-    def now(cls) -> "_Spent":
-        try:
-            preempted = int(_SCHEDSTAT.read_text().split()[1]) / 1e9
-        except (OSError, ValueError, IndexError):
-            preempted = 0.0
-        return cls(time.perf_counter(), time.thread_time(), preempted)
-
-    def __sub__(self, other: "_Spent") -> "_Spent":
-        return _Spent(self.wall - other.wall, self.cpu - other.cpu, self.preempted - other.preempted)
-
-    @property
-    def idle(self) -> float:
-        """Seconds in which this thread waited for something else than a core."""
-        return max(0.0, self.wall - self.cpu - self.preempted)
+def _idle_s() -> float:
+    """A clock that goes on while this thread waits for something else than a core, and stands still otherwise."""
+    try:
+        preempted = int(_SCHEDSTAT.read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        preempted = 0.0
+    return time.perf_counter() - time.thread_time() - preempted
 
 
 class _Stored(EncodedSource):
@@ -73,37 +55,36 @@ def measure_pictures(
     The training `samples` are ones that nobody has read yet, so that they come from where they are stored. All of it
     takes about `most_s` seconds, but each kind looks at one picture at least.
     """
-    each_s = most_s / _KINDS
+    each_s, source = most_s / _KINDS, data.train
     try:
-        maker = batch_maker(data, config, data.train, seed)
+        maker = batch_maker(data, config, source, seed)
         side = max(data.resize, data.image_size)
-        if not isinstance(data.train, EncodedSource):
+        if not isinstance(source, EncodedSource):
             return Pictures(cpu_s=_cpu(maker, samples, each_s), in_memory=maker.vectorised, short_side=side)
         half = max(1, len(samples) // 2)
-        read_s, read = _reading(data.train, samples[:half], each_s)
+        read_s, read = _reading(source, samples[:half], each_s)
         if maker.skip_bad:
-            read = np.array([sample for sample in read.tolist() if _is_good(data.train, sample)], np.int64)
+            read = np.array([sample for sample in read.tolist() if _is_good(source, sample)], np.int64)
             if not len(read):
                 return None
-        pictures = Pictures(
-            read_s, _at_once(data.train, samples[half:], each_s), _cpu(maker, read, each_s), short_side=side
-        )
+        turbo_s = None
         if maker.decoder != "turbo" and not missing():
-            turbo = batch_maker(data, config.model_copy(update={"decoder": "turbo"}), data.train, seed)
-            pictures = replace(pictures, turbo_s=_cpu(turbo, read, each_s))
-        packed = [_packed(maker, data.train, read, PackOptions(side, raw), each_s) for raw in (False, True)]
-        return replace(pictures, packed_s=packed[0], raw_s=packed[1])
+            turbo = batch_maker(data, config.model_copy(update={"decoder": "turbo"}), source, seed)
+            turbo_s = _cpu(turbo, read, each_s)
+        packed_s, raw_s = (_packed(maker, source, read, PackOptions(side, raw), each_s) for raw in (False, True))
+        at_once_s, cpu_s = _at_once(source, samples[half:], each_s), _cpu(maker, read, each_s)
+        return Pictures(read_s, at_once_s, cpu_s, packed_s, raw_s, turbo_s, short_side=side)
     except (BadImage, ConvoyError):
         return None
 
 
 def _reading(source: EncodedSource, samples: NDArray[np.int64], most_s: float) -> tuple[float, NDArray[np.int64]]:
     """Seconds that a picture's bytes are waited for, and the samples that were read."""
-    began, read = _Spent.now(), 0
-    while read < len(samples) and (not read or time.perf_counter() - began.wall < most_s):
+    began, idle_s, read = time.perf_counter(), _idle_s(), 0
+    while read < len(samples) and (not read or time.perf_counter() - began < most_s):
         source.read(int(samples[read]))
         read += 1
-    return (_Spent.now() - began).idle / max(1, read), samples[:read]
+    return max(0.0, _idle_s() - idle_s) / max(1, read), samples[:read]
 
 
 def _is_good(source: EncodedSource, sample: int) -> bool:
@@ -115,20 +96,19 @@ def _is_good(source: EncodedSource, sample: int) -> bool:
 
 
 def _at_once(source: EncodedSource, samples: NDArray[np.int64], most_s: float) -> float:
-    """Seconds for each of several pictures that are read at once."""
-    began = _Spent.now()
+    """Seconds for each of several pictures that are read at once; none is begun after the time is over."""
+    began = time.perf_counter()
+
+    def read(sample: int) -> tuple[bool, float]:
+        before = time.thread_time()
+        if in_time := time.perf_counter() < began + most_s:
+            source.read(sample)
+        return in_time, time.thread_time() - before
+
     with ThreadPoolExecutor(_READERS) as readers:
-        read = list(readers.map(partial(_read_until, source, began.wall + most_s), samples.tolist()))
-    spent = _Spent.now() - began
-    return max(0.0, spent.wall - sum(seconds for _, seconds in read)) / max(1, sum(done for done, _ in read))
-
-
-def _read_until(source: EncodedSource, ends: float, sample: int) -> tuple[bool, float]:
-    """Whether a picture was read, which is not begun after a time, and seconds of the processor for it."""
-    before = time.thread_time()
-    if in_time := time.perf_counter() < ends:
-        source.read(sample)
-    return in_time, time.thread_time() - before
+        of_samples = list(readers.map(read, samples.tolist()))
+    wall_s = time.perf_counter() - began
+    return max(0.0, wall_s - sum(cpu_s for _, cpu_s in of_samples)) / max(1, sum(done for done, _ in of_samples))
 
 
 def _cpu(maker: BatchMaker, samples: NDArray[np.int64], most_s: float) -> float:

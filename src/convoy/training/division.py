@@ -7,7 +7,7 @@ import socket
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -141,12 +141,13 @@ class SlowRanks:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks.gather((ranks.sample_rank, socket.gethostname()))
         self._places = _places([part for part, _ in self._ranks])
+        self._begin()
+        # Who was slow in the last stretch, in how many in a row, and after how many it is said.
+        self._slow: tuple[int | None, int, int] = (None, 0, IN_A_ROW)
+
+    def _begin(self) -> None:
         self._seconds = [0.0] * len(self._ranks)
-        self._updates = 0
-        self._took_s = 0.0
-        self._slow: int | None = None
-        self._times = 0
-        self._next = IN_A_ROW
+        self._updates, self._took_s = 0, 0.0
 
     def look(self, own_s: Sequence[float], updates: int, took_s: float, division: Division) -> str | None:
         """Take up some updates, which took all ranks together `took_s`, and give a sentence if there is anything to
@@ -159,9 +160,9 @@ class SlowRanks:
         self._took_s += took_s
         if self._updates < STRETCH_UPDATES or self._took_s < STRETCH_S:
             return None
-        seconds, updates, took_s = self._seconds, self._updates, self._took_s
-        self._seconds, self._updates, self._took_s = [0.0] * len(seconds), 0, 0.0
-        return self._judge([s / updates for s in seconds], took_s / updates, division)
+        update_s, took_s = [s / self._updates for s in self._seconds], self._took_s / self._updates
+        self._begin()
+        return self._judge(update_s, took_s, division)
 
     def _judge(self, update_s: Sequence[float], took_s: float, division: Division) -> str | None:
         samples = [len(division.positions(part)) for part, _ in self._ranks]
@@ -175,14 +176,13 @@ class SlowRanks:
                 losses.append(((per_sample[worst] - middle) * samples[worst], worst, middle))
         lost_s, slowest, median_s = max(losses, default=(0.0, 0, 0.0))
         if median_s == 0 or per_sample[slowest] < RATIO * median_s or lost_s < LOSS_SHARE * took_s:
-            self._slow, self._times, self._next = None, 0, IN_A_ROW
+            self._slow = (None, 0, IN_A_ROW)
             return None
-        if self._slow != slowest:
-            self._slow, self._times, self._next = slowest, 0, IN_A_ROW
-        self._times += 1
-        if self._times < self._next:
+        before, times, due = self._slow
+        times, due = (times + 1, due) if before == slowest else (1, IN_A_ROW)
+        self._slow = (slowest, times, 2 * due if times == due else due)
+        if times < due:
             return None
-        self._next *= 2
         return (
             f"rank {slowest} on host {self._ranks[slowest][1]} is slow: its part of an update takes it "
             f"{1e3 * update_s[slowest]:.3g} ms, {per_sample[slowest] / median_s:.2g} times as long as the others need "
@@ -198,38 +198,19 @@ def _places(parts: Sequence[int]) -> list[list[int]]:
     return list(places.values())
 
 
-WARM_UP, MEASURED = 3, 5
+WARM_UP, MEASURED = 3, 5  # updates before speeds are measured, and those in which they are
 
 
-@dataclass
-class SpeedTest:
-    """Takes the time of a rank's microbatches.
+def divide_by_speed(microbatch_s: Sequence[float], ranks: Ranks, division: Division) -> tuple[Division, list[float]]:
+    """The division by which the slowest rank ends soonest, as microbatches have taken this rank in so many updates, and
+    milliseconds that one takes each part of the batch; the same on every rank. All ranks call it.
 
-    Gradients are exchanged apart from it. What layers exchange is in it, so under plans that divide layers, or with
+    Gradients were exchanged apart from it. What layers exchange is in it, so under plans that divide layers, or with
     batch norm over the global batch, ranks that wait for others look slower than they are.
     """
-
-    updates: int = 0
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def done(self) -> bool:
-        """Whether enough updates were seen."""
-        return self.updates >= WARM_UP + MEASURED
-
-    def add(self, seconds: float) -> None:
-        """Count one update: what one microbatch took."""
-        self.updates += 1
-        if self.updates > WARM_UP:
-            self.seconds.append(seconds)
-
-    def shares(self, ranks: Ranks, division: Division) -> tuple[Division, list[float]]:
-        """The division by which the slowest rank ends soonest, and milliseconds that a microbatch takes each part of
-        the batch; the same on every rank. All ranks call it.
-        """
-        median = sorted(self.seconds)[len(self.seconds) // 2]
-        medians = ranks.gather((ranks.sample_rank, median))
-        times = [max(s for part, s in medians if part == rank) for rank in range(ranks.num_sample_ranks)]
-        if min(times) <= 0:  # a rank's only pass is the one that waits for the others
-            return division, [1e3 * time for time in times]
-        return Division(division.sizes, soonest(len(division.sizes), times)), [1e3 * time for time in times]
+    median = sorted(microbatch_s[WARM_UP:])[MEASURED // 2]
+    medians = ranks.gather((ranks.sample_rank, median))
+    times = [max(s for part, s in medians if part == rank) for rank in range(ranks.num_sample_ranks)]
+    if min(times) > 0:  # else a rank's only pass is the one that waits for the others
+        division = Division(division.sizes, soonest(len(division.sizes), times))
+    return division, [1e3 * time for time in times]

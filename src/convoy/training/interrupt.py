@@ -28,9 +28,8 @@ class Interrupt:
     def __init__(self, names: Mapping[int, str] = SIGNALS, tell: Callable[[str], None] = lambda name: None) -> None:
         self.names = {number: name for number, name in names.items() if not outlives(number)}
         self.signal: str | None = None  # name of the signal that came
-        # Other ranks were asked to stop, and this one's signal may still be on its way: it then is noted, once, also
-        # after the end of this.
-        self.is_due = False
+        # By which all ranks stop; where this one's is still on its way, it is noted, once, also after the end of this.
+        self.agreed: str | None = None
         self._tell = tell
         self._as_before = ExitStack()
 
@@ -46,7 +45,7 @@ class Interrupt:
         return self
 
     def __exit__(self, *reason: object) -> None:
-        if self.signal is not None or not self.is_due:
+        if self.signal is not None or self.agreed is None:
             self._as_before.close()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -70,43 +69,33 @@ INTERVAL_S = 1.0  # between two meetings of all ranks; in between, the stages of
 _MAX_UPDATES = 1000
 
 
-class Stop:
-    """Whether the run is asked to stop. All ranks ask at the same time, and know the same."""
+class Asking:
+    """The question after each update, or before each batch of one evaluation, whether to stop; all ranks ask at the
+    same time, and know the same.
+
+    They agree about once a second: between two meetings lie as many questions (`left`) as took that long before, by the
+    clock of rank 0. Batches do not last as long as updates, so that every evaluation has a count of its own.
+    """
 
     def __init__(self, ranks: Ranks, interrupt: Interrupt) -> None:
-        self.signal: str | None = None  # by which; stays when it has come
         self._ranks, self._interrupt = ranks, interrupt
-        self.after_update = self.asking()  # says whether to stop; all ranks call it after every update
+        self._wait = self.left = 1
+        self._asked = time.perf_counter()
 
-    def asking(self) -> Callable[[], bool]:
-        """What says after each update, or before each batch of one evaluation, whether to stop.
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self._interrupt.agreed is not None or (self.left <= 0 and self.meet())
 
-        The ranks agree about once a second: between two questions lie as many calls as took that long before, by
-        the clock of rank 0. Batches do not last as long as updates, so that every evaluation has a count of its own.
-        """
-        wait = left = 1
-        asked = time.perf_counter()
-
-        def signal_of_any() -> str | None:
-            nonlocal wait, left, asked
-            signal = self._interrupt.signal
-            if self._ranks.num == 1:
-                return signal
-            left -= 1
-            if left > 0:
-                return None
+    def meet(self) -> bool:
+        signal, ranks = self._interrupt.signal, self._ranks
+        if ranks.num > 1:
             now = time.perf_counter()
-            took = max(now - asked, 1e-6)
-            wait = max(1, min(_MAX_UPDATES, int(wait * INTERVAL_S / took), 2 * wait))
-            wish = _SIGNALS.index(signal or ""), wait if self._ranks.rank == 0 else 0
+            took = max(now - self._asked, 1e-6)
+            wait = max(1, min(_MAX_UPDATES, int(self._wait * INTERVAL_S / took), 2 * self._wait))
+            wish = _SIGNALS.index(signal or ""), wait if ranks.rank == 0 else 0
             with torch.inference_mode(False):  # what ranks exchange by must not become a part of an evaluation
-                number, wait = self._ranks.largest(*wish)
-            left, asked = wait, now
-            return _SIGNALS[number] or None
-
-        def is_asked() -> bool:
-            self.signal = self.signal or signal_of_any()
-            self._interrupt.is_due = self.signal is not None
-            return self.signal is not None
-
-        return is_asked
+                number, self._wait = ranks.largest(*wish)
+            self.left, self._asked = self._wait, now
+            signal = _SIGNALS[number] or None
+        self._interrupt.agreed = self._interrupt.agreed or signal
+        return self._interrupt.agreed is not None

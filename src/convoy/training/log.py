@@ -2,15 +2,16 @@
 how it stands, in `summary.json`.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from convoy.comm.ranks import Ranks
 from convoy.files import write_json
 from convoy.progress import Reporter
 from convoy.terminal import losses
@@ -20,138 +21,52 @@ from convoy.training.metrics import MetricsWriter
 from convoy.training.records import RunProgress, RunSummary, SkippedImage, Status
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
-from convoy.training.step import StepResult
+from convoy.training.step import Update
 
-UnreadablePicture = tuple[int, int, str]  # update, sample and reason
+SHOW_EVERY_S = 0.2  # so often it is said how many updates are done
 
 
 @dataclass
-class MetricsWindow:
-    """Collects losses, right answers and times; reads the device, and asks the other ranks, only for a line or a save.
-
-    The sums are those over all ranks, the same on each, once they were collected.
-    """
+class Sums:
+    """Of the updates since the last line of metrics, over all ranks, the same on each; a checkpoint keeps them."""
 
     num_updates: int = 0
     num_images: int = 0
     num_correct: float = 0.0
     loss: float = 0.0
     data_wait_s: float = 0.0  # of the rank that waited longest
-    before_s: float = 0.0  # of work before the run was stopped and resumed
-    paused_s: float = 0.0  # of evaluations and checkpoints, which do not count as work
-    paused_at: float | None = None  # when the present pause began
+    before_s: float = 0.0  # of work on this rank before now: updates, and what it takes to collect them
     left_out: int = 0  # updates not made, as loss or gradient were not finite
-    started: float = field(default_factory=time.perf_counter)
-    # Every rank's own work, without waits for the others; empty where nobody has taken it.
-    ranks_s: list[float] = field(default_factory=list)
-    _own_s: float = 0.0
-    _results: list[StepResult] = field(default_factory=list)
-    wait_s: float = 0.0  # this rank's waits for data, since the last collection
-    bad: list[UnreadablePicture] = field(default_factory=list)  # that this rank could not read, since then
-
-    def add(self, result: StepResult, num_images: int) -> None:
-        """Count one update of a global batch of so many images, unless it was left out."""
-        self._own_s += result.own_s
-        if result.bad is not None:
-            self.left_out += 1
-            return
-        self.num_updates += 1
-        self.num_images += num_images
-        self._results.append(result)
-
-    def pause(self) -> None:
-        """Evaluations and checkpoints begin."""
-        self.paused_at = time.perf_counter()
-
-    def go_on(self) -> None:
-        """Training goes on."""
-        if self.paused_at is not None:
-            self.paused_s += time.perf_counter() - self.paused_at
-            self.paused_at = None
-
-    def averages(self) -> dict[str, float]:
-        """Mean loss, share of right answers, images a second (pauses apart), seconds waited for data: as collected."""
-        return {
-            "loss": self.loss / self.num_updates if self.num_updates else math.nan,
-            "top1": self.num_correct / self.num_images if self.num_images else math.nan,
-            "images_per_s": self.num_images / max(self.seconds, 1e-9),
-            "data_wait_s": self.data_wait_s,
-        }
-
-    def pack(self) -> dict[str, float]:
-        """The sums as collected, for a checkpoint; `MetricsWindow(**sums)` goes on with them."""
-        return {
-            "num_updates": self.num_updates,
-            "num_images": self.num_images,
-            "num_correct": self.num_correct,
-            "loss": self.loss,
-            "data_wait_s": self.data_wait_s,
-            "before_s": self.seconds,
-            "left_out": self.left_out,
-        }
 
     @property
-    def seconds(self) -> float:
-        """Seconds of work."""
-        now = time.perf_counter() if self.paused_at is None else self.paused_at
-        return self.before_s + now - self.started - self.paused_s
-
-    def collect(self, ranks: Ranks) -> list[UnreadablePicture]:
-        """Add up what the ranks have since the last time: one after the other and in double precision, so that neither
-        a stop in between nor the number of devices changes anything. Gives the pictures that could not be read, in the
-        order of the updates. All ranks call it.
-        """
-        results, self._results = self._results, []
-        losses = iter(_read([loss for result in results for loss in result.losses]))
-        mine = [[next(losses) for _ in result.losses] for result in results]
-        correct = sum(_read([number for result in results for number in result.correct]))
-        bad: list[UnreadablePicture] = []
-        wait_s = 0.0
-        everyone = ranks.gather((mine, correct, self.wait_s, self.bad, self._own_s + self.wait_s))
-        parts = ranks.of_parts(everyone)
-        for update in zip(*(part[0] for part in parts), strict=True):
-            for part in update:
-                for value in part:
-                    self.loss += value
-        before = self.ranks_s or [0.0] * len(everyone)
-        self.ranks_s = [seconds + rank[4] for seconds, rank in zip(before, everyone, strict=True)]
-        for _, num_correct, rank_wait_s, rank_bad, _ in parts:
-            self.num_correct += num_correct
-            wait_s = max(wait_s, rank_wait_s)
-            bad += rank_bad
-        self.data_wait_s += wait_s
-        self.wait_s, self._own_s, self.bad = 0.0, 0.0, []
-        return sorted(bad, key=lambda entry: entry[0])
-
-
-def _read(scalars: list[Tensor]) -> list[float]:
-    return torch.stack(scalars).tolist() if scalars else []
-
-
-SHOW_EVERY_S = 0.2
+    def mean_loss(self) -> float:
+        return self.loss / self.num_updates if self.num_updates else math.nan
 
 
 class Log:
-    """All ranks make it; rank 0 writes, and says things. `progress` is kept over a stop, and added to; `metrics` takes
-    the lines (None on ranks other than 0), `tell` a sentence that stays with the run.
+    """Collects records of updates, and writes a line of them. All ranks make it; rank 0 writes, and says things.
+    `progress` and `sums` are kept over a stop, and added to; `metrics` takes the lines (None on ranks other than 0),
+    `tell` a sentence that stays with the run.
     """
 
     def __init__(
         self,
         session: Session,
         progress: RunProgress,
+        sums: Sums,
         metrics: MetricsWriter | None,
         reporter: Reporter,
         tell: Callable[[str], None],
     ) -> None:
         self._clock = time.perf_counter() - progress.time_s
-        self._session = session
-        self._progress = progress
-        self._metrics = metrics
-        self._reporter = reporter
-        self._tell = tell
+        self._session, self._progress = session, progress
+        self.sums = sums
+        self.updates: list[Update] = []  # that are to be collected
+        # Every rank's own work since the last line, without waits for the others.
+        self._ranks_s = [0.0] * session.ranks.num
+        self._metrics, self._reporter, self._tell = metrics, reporter, tell
         self._slow = SlowRanks(session.ranks)
-        self._shown = 0.0
+        self.shown = 0.0
 
     def time(self) -> float:
         """Seconds since the run began, stops apart; the progress has them then."""
@@ -159,32 +74,64 @@ class Log:
         return self._progress.time_s
 
     def show(self, done: int) -> None:
-        """So many updates are done: say so now and then."""
-        if time.perf_counter() - self._shown > SHOW_EVERY_S:
-            self._shown = time.perf_counter()
-            self._reporter.advance(done)
+        """So many updates are done."""
+        self.shown = time.perf_counter()
+        self._reporter.advance(done)
 
-    def train(self, done: int, window: MetricsWindow) -> None:
-        """A line on the updates of a window, as collected."""
-        seconds, values, progress = window.seconds, window.averages(), self._progress
-        left_out = {"left_out": window.left_out} if window.left_out else {}
+    def collect(self) -> None:
+        """Add up what the ranks have since the last time: one after the other and in double precision, so that neither
+        a stop in between nor the number of devices changes anything. Only for a line or a checkpoint the device is
+        read, and the other ranks are asked. All ranks call it.
+        """
+        began, sums, ranks = time.perf_counter(), self.sums, self._session.ranks
+        updates, self.updates = self.updates, []
+        finite_updates = [update for update in updates if update.bad is None]
+        sums.num_updates += len(finite_updates)
+        sums.left_out += len(updates) - len(finite_updates)
+        sums.num_images += sum(update.images for update in finite_updates)
+        values = iter(_read([loss for update in finite_updates for loss in update.losses]))
+        losses_of_updates = [[next(values) for _ in update.losses] for update in finite_updates]
+        correct = sum(_read([number for update in finite_updates for number in update.correct]))
+        wait_s, own_s = sum(update.wait_s for update in updates), sum(update.own_s for update in updates)
+        pictures = [picture for update in updates for picture in update.unreadable]
+        everyone = ranks.gather((losses_of_updates, correct, wait_s, pictures, own_s + wait_s))
+        parts = ranks.of_parts(everyone)
+        for of_update in zip(*(part[0] for part in parts), strict=True):
+            for value in itertools.chain.from_iterable(of_update):
+                sums.loss += value
+        self._ranks_s = [seconds + rank[4] for seconds, rank in zip(self._ranks_s, everyone, strict=True)]
+        sums.num_correct += sum(part[1] for part in parts)
+        sums.data_wait_s += max(part[2] for part in parts)
+        sums.before_s += sum(update.seconds for update in updates) + time.perf_counter() - began
+        train = self._session.data.train
+        for _, sample, reason in sorted((one for part in parts for one in part[3]), key=lambda picture: picture[0]):
+            self._progress.add_bad(train.name(sample), reason, "train")
+
+    def train(self, done: int) -> None:
+        """A line on the updates since the last one, as collected."""
+        sums, self.sums = self.sums, Sums()
+        ranks_s, self._ranks_s = self._ranks_s, [0.0] * len(self._ranks_s)
+        seconds, progress, session = sums.before_s, self._progress, self._session
+        left_out = {"left_out": sums.left_out} if sums.left_out else {}
         progress.train_s += seconds
         if done == 1:  # in which the processes that load data start
             progress.start_s += seconds
         else:
-            progress.data_wait_s += window.data_wait_s
-        progress.num_images += window.num_images
-        rate = self._session.quantities.schedule.lr(done - 1)
-        self._write("train", done, **values, **left_out, lr=rate)
-        on_cpu = self._session.device.type == "cpu"
-        slow = self._slow.look(window.ranks_s if on_cpu else (), window.num_updates, seconds, self._session.division)
-        if slow is not None:
-            self._tell(slow)
-        self._shown = time.perf_counter()
+            progress.data_wait_s += sums.data_wait_s
+        progress.num_images += sums.num_images
+        top1 = sums.num_correct / sums.num_images if sums.num_images else math.nan
+        values = {"loss": sums.mean_loss, "top1": top1, "images_per_s": sums.num_images / max(seconds, 1e-9)}
+        rate = session.quantities.schedule.lr(done - 1)
+        self._write("train", done, **values, data_wait_s=sums.data_wait_s, **left_out, lr=rate)
+        if session.device.type == "cpu":
+            slow = self._slow.look(ranks_s, sums.num_updates, seconds, session.division)
+            if slow is not None:
+                self._tell(slow)
+        self.shown = time.perf_counter()
         if done == 1:  # which takes longer than all that follow: its speed says nothing
             self._reporter.advance(done)
             return
-        wait = window.data_wait_s / max(seconds, 1e-9)
+        wait = sums.data_wait_s / max(seconds, 1e-9)
         self._reporter.advance(
             done,
             f"{self._place(done, '.2f')}  loss {values['loss']:.3f}  top-1 {values['top1']:.1%}  "
@@ -229,6 +176,10 @@ class Log:
         return done / self._session.quantities.updates_per_epoch
 
 
+def _read(scalars: list[Tensor]) -> list[float]:
+    return torch.stack(scalars).tolist() if scalars else []
+
+
 def _number(epochs: float) -> str:
     return f"{epochs:.3g}" if epochs < 100 else f"{epochs:,.0f}"
 
@@ -244,7 +195,10 @@ def write_summary(
 ) -> None:
     """Write `summary.json` after `steps` updates; `evaluation` is the latest one, if any, `error` why it failed."""
     run.check_there(steps)
-    recipe, data, counts = session.recipe, session.data, session.counts
+    recipe, data, counts, quantities = session.recipe, session.data, session.counts, session.quantities
+    of_evaluation: dict[str, Any] = {name: getattr(evaluation, name, None) for name in ("top1", "top5", "loss")}
+    of_progress = ("best_top1", "best_step", "time_s", "checkpoints", "left_out")
+    waiting_s = progress.train_s - progress.start_s  # in which batches may have been waited for
     summary = RunSummary.model_construct(  # nothing in it may end a run
         status=status,
         error=error,
@@ -258,18 +212,12 @@ def write_summary(
         num_train=len(data.train),
         num_test=len(data.test),
         steps=steps,
-        total_steps=session.quantities.total_updates,
-        epochs=steps / session.quantities.updates_per_epoch,
-        top1=evaluation.top1 if evaluation else None,
-        top5=evaluation.top5 if evaluation else None,
-        loss=evaluation.loss if evaluation else None,
-        best_top1=progress.best_top1,
-        best_step=progress.best_step,
-        time_s=progress.time_s,
+        total_steps=quantities.total_updates,
+        epochs=steps / quantities.updates_per_epoch,
+        **of_evaluation,
+        **{name: getattr(progress, name) for name in of_progress},
         images_per_s=progress.num_images / progress.train_s if progress.train_s else None,
-        data_wait_share=progress.data_wait_s / after if (after := progress.train_s - progress.start_s) > 0 else 0.0,
-        checkpoints=progress.checkpoints,
-        left_out=progress.left_out,
+        data_wait_share=progress.data_wait_s / waiting_s if waiting_s > 0 else 0.0,
         bad_images=[SkippedImage(**entry) for entry in progress.bad_images],
         derived=session.derived,
         stages=session.stages,

@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Generator
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict
 from typing import NoReturn
 
 import torch
@@ -12,8 +12,6 @@ import torch
 from convoy.checkpoint.files import Checkpoint, values_explained
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.position import current
-from convoy.doctor.diagnosis import WORTH_SAYING, Diagnosis
-from convoy.doctor.facts import Facts
 from convoy.errors import ConvoyError
 from convoy.files import write_json, write_text
 from convoy.launch.rank import HANDED_ON
@@ -21,13 +19,13 @@ from convoy.planner.comparison import Comparison
 from convoy.progress import Reporter
 from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver, Timetable
 from convoy.training.code import OtherCodeError, difference
-from convoy.training.division import SpeedTest, text
+from convoy.training.division import MEASURED, WARM_UP, divide_by_speed, text
 from convoy.training.evaluate import Evaluation, StoppedError
 from convoy.training.finite import ADVICE, NonFiniteUpdate, NotFiniteError
-from convoy.training.interrupt import SIGNALS, Interrupt, Stop
-from convoy.training.log import Log, MetricsWindow
+from convoy.training.interrupt import SIGNALS, Asking, Interrupt
+from convoy.training.log import SHOW_EVERY_S, Log, Sums
 from convoy.training.metrics import MetricsWriter
-from convoy.training.observation import LEAST, UPDATES, Observation
+from convoy.training.recorder import REMEMBERED, Recorder, Subscriber, compare
 from convoy.training.records import RunProgress
 from convoy.training.resume import extended, identity, load_latest, moved_data, state_at_end
 from convoy.training.run_directory import RunDirectory
@@ -52,6 +50,7 @@ class Loop:
         handed_on: bool = False,
         timeout_s: float = TIMEOUT_S,
         accept_code_change: bool = False,
+        subscribe: Callable[["Loop"], Subscriber] | None = None,
     ) -> None:
         self.handed_on = handed_on  # another process hands signals on to this rank
         self._accepts = accept_code_change
@@ -64,7 +63,7 @@ class Loop:
             self.store,
             Timetable(every, session.ranks, recipe.checkpoint.mtbf.seconds, recipe.parallel.local_sgd or 1),
             session.ranks,
-            self._tell,
+            self.tell,
             goes_on=recipe.checkpoint.on_error == "continue",
             on_processor=session.device.type == "cpu",
             timeout_s=timeout_s,
@@ -73,15 +72,17 @@ class Loop:
         self.run = run
         self.identity = identity(session.recipe, len(session.data.train), len(session.data.test))
         self.progress = RunProgress()  # what is kept over a stop
-        self.window = MetricsWindow()
+        self._sums = Sums()  # of the line of metrics to come, as a checkpoint has them
         self.done = 0  # weight updates
         self.finished = False  # nothing was left to do when the run was gone on with: it stays as it is
         self.evaluation: Evaluation | None = None  # the latest one
         self.comparison: Comparison | None = None  # of prediction and measurement, once enough has been seen
         auto = session.recipe.parallel.shares == "auto" and session.ranks.num_sample_ranks > 1
-        self._speed = SpeedTest() if auto else None
-        self._observation = Observation(session)
-        self._skipped_in_a_row = 0
+        # Seconds of the first updates' microbatches, by whose speed the batch is then divided; None where it is not.
+        self._microbatch_s: list[float] | None = [] if auto else None
+        self.recorder = Recorder(session)
+        self._subscriber = subscribe(self) if subscribe is not None else None
+        self._left_out_in_a_row = 0
         self._extends = False
 
     def resume(self) -> None:
@@ -91,7 +92,7 @@ class Loop:
         current.to("reading")
         checkpoint, refused = load_latest(self.store, self.identity, self.session.ranks)
         for sentence in refused:
-            self._tell(f"{sentence}; the one before it was used")
+            self.tell(f"{sentence}; the one before it was used")
         if checkpoint is not None:
             with values_explained(f"the checkpoint of update {checkpoint.step:,}"):
                 self._take(checkpoint)
@@ -117,7 +118,7 @@ class Loop:
         self.progress.to_evaluate = False
         self._extends = True
         for sentence in sentences:
-            self._tell(sentence)
+            self.tell(sentence)
 
     def _take(self, checkpoint: Checkpoint) -> None:
         was, now = checkpoint.values["loop"].get("code"), self.session.code
@@ -128,9 +129,9 @@ class Loop:
                 "with the new code by --accept-code-change"
             )
         if changed:
-            self._tell(f"from update {checkpoint.step + 1:,} on with other code: {changed}")
+            self.tell(f"from update {checkpoint.step + 1:,} on with other code: {changed}")
         values = self.session.state.unpack(checkpoint)
-        self.progress, self.window = RunProgress(**values["progress"]), MetricsWindow(**values["window"])
+        self.progress, self._sums = RunProgress(**values["progress"]), Sums(**values["window"])
         self.done = checkpoint.step
 
     def take_metrics(self) -> None:
@@ -153,17 +154,17 @@ class Loop:
         """
         writer: AbstractContextManager[MetricsWriter | None] = nullcontext()
         if self.session.ranks.rank == 0:
-            writer = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done, self._tell, self.run.check_there)
+            writer = MetricsWriter(self.run.metrics, self.run.tensorboard, self.done, self.tell, self.run.check_there)
         with (
             Interrupt(HANDED_ON if self.handed_on else SIGNALS, self._stopping) as interrupt,
             writer as metrics,
             self.saver.open(self.run.plan),
         ):
-            self._log = Log(self.session, self.progress, metrics, self.reporter, self._tell)
+            self._log = Log(self.session, self.progress, self._sums, metrics, self.reporter, self.tell)
             total = self.session.quantities.total_updates
             self.reporter.begin(self.done, total)
-            self.window.started = time.perf_counter()
-            self._stop = Stop(self.session.ranks, interrupt)
+            self._interrupt = interrupt
+            self._asking = Asking(self.session.ranks, interrupt)
             self._line_at = self._next_line()
             try:
                 if self._extends:  # from now on the other run is not needed
@@ -172,139 +173,86 @@ class Loop:
             finally:
                 self.reporter.end()
             self._conclude()
-            if self._stop.signal is None:
+            if self._interrupt.agreed is None:
                 self._evaluate()
             self._save()
-            self._finish_saving(or_raise=self._stop.signal is not None)
-            self._diagnose(at_end=True)
-        return self._stop.signal
+            self._finish_saving(or_raise=self._interrupt.agreed is not None)
+            if self._subscriber is not None:
+                self._subscriber.end()
+        return self._interrupt.agreed
 
     def _do_updates(self, total: int) -> None:
         """Do the updates that are left, with all that is due in between, or as many as there is time for."""
         if self.progress.to_evaluate and self.done < total:
-            self.window.pause()
             self._evaluate()
-            self.window.go_on()
-        while self.done < total and self._stop.signal is None:
-            with closing(self._updates()) as updates:
-                for _ in updates:
-                    if self._stop.after_update():
-                        self._observation.look()
-                        return
+        while self.done < total and self._interrupt.agreed is None:
+            self._train_as_divided(total)
 
-    def _updates(self) -> Generator[None, None, None]:
-        """Do one update after the other; yields after each, when everything that is due after it has been done.
-
-        Ends before the last one where the batches are to be divided otherwise from then on.
-        """
+    def _train_as_divided(self, total: int) -> None:
+        """Do updates until the end, a stop, or until the batches are to be divided otherwise."""
         step = self.session.step()
-        step.timed = self._speed is not None
+        step.timed = self._microbatch_s is not None
         if step.recorded is not None:
-            step.recorded.tell = self._tell
-        averaged = self.session.state.averaged
+            step.recorded.tell = self.tell
         self.session.model.train()
-        left = self.session.quantities.total_updates - self.done
-        with closing(self.session.batches(self.done, left, self._more_workers)) as batches:
-            self._ask()
+        with closing(self.session.batches(self.done, total - self.done, self._more_workers)) as batches:
+            self.recorder.ask(self.done, counts=self._microbatch_s is None)
             for batch in batches:
-                self.window.wait_s += self._observation.got()
-                self.window.bad += [(self.done, sample, reason) for sample, reason in batch.bad]
-                with self._observation.update(step):
-                    step.records = self._observation.has_watched
-                    result = step(batch, self.done)
-                    if result.bad is not None:
-                        self._skipped(result.bad)
-                    else:
-                        self._skipped_in_a_row = 0
-                        if averaged is not None:
-                            averaged.update(self.session.model)
+                step.records = self.recorder.has_watched
+                update = self.recorder.update(step, batch, self.done)
+                self._left_out_in_a_row = 0 if update.bad is None else self._left_out(update.bad)
                 self.done += 1
-                self._observation.add(result)
-                self.window.add(result, step.num_samples)
-                self._after_update()
-                yield
-                self.window.go_on()
-                if self._speed is not None:
-                    self._speed.add(result.seconds)
-                    if self._speed.done:
-                        self._divide_anew(self._speed)
+                self._log.updates.append(update)
+                self._after_update(total)
+                self._asking.left -= 1
+                stops = self._interrupt.agreed is not None or (self._asking.left <= 0 and self._asking.meet())
+                if self._subscriber and (self.recorder.num % REMEMBERED == 0 or stops or self.done == total):
+                    self._subscriber.look()
+                if stops:
+                    return
+                if self._microbatch_s is not None:
+                    self._microbatch_s.append(update.microbatch_s)
+                    if len(self._microbatch_s) == WARM_UP + MEASURED:
+                        self._divide_anew(self._microbatch_s)
                         return
-                self._ask()
+                self.recorder.ask(self.done, counts=self._microbatch_s is None)
 
     def _stopping(self, name: str) -> None:
         self.reporter.say(f"{name}: finishing this update, then saving; again to stop now, without saving")
 
-    def _skipped(self, bad: NonFiniteUpdate) -> None:
-        """Count an update that was not made; a ConvoyError after too many in a row."""
+    def _left_out(self, bad: NonFiniteUpdate) -> int:
+        """Count an update that was not made: how many in a row; a ConvoyError after too many."""
         self.progress.left_out += 1
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row == GIVE_UP:
+        if self._left_out_in_a_row + 1 == GIVE_UP:
             raise ConvoyError(f"{bad}: the {GIVE_UP}th in a row to be left out: {ADVICE}")
         number = self.progress.left_out
         if number <= TOLD:
-            self._tell(f"{bad}: left out, with {number} so far{'; others are only counted' if number == TOLD else ''}")
-
-    def _ask(self) -> None:
-        """The next batch is asked for."""
-        current.update = self.done
-        current.to("data")
-        self._observation.ask(counts=self._speed is None)
+            self.tell(f"{bad}: left out, with {number} so far{'; others are only counted' if number == TOLD else ''}")
+        return self._left_out_in_a_row + 1
 
     def _conclude(self) -> None:
         """Say what was seen of the first updates, and keep it. All ranks call it."""
         if self.comparison is not None:
             return
         session = self.session
-        self.comparison = self._observation.conclude(session.scored, session.profiles, self.run.trace)
+        self.comparison = compare(self.recorder, session.scored, session.profiles, self.run.trace)
         session.scored = None
         if session.ranks.rank == 0 and (self.comparison.timed or not self.run.prediction.exists()):
             try:
                 write_json(self.run.prediction, self.comparison.to_document())
             except OSError as error:
-                self._tell(f"{self.run.prediction} could not be written ({error.strerror})")
+                self.tell(f"{self.run.prediction} could not be written ({error.strerror})")
 
-    def _diagnose(self, at_end: bool = False) -> None:
-        """See what holds the run back, keep it, and say it once if that is much. All ranks call it."""
-        if self.comparison is None or self._observation.num < LEAST:
-            return
-        facts = self._with_pauses(self._observation.facts(self.comparison, since=LEAST // 2))
-        if self.session.ranks.rank > 0:
-            return
-        try:
-            counted = min(self._observation.num, UPDATES) - LEAST // 2
-            diagnosis = Diagnosis.of(facts, (self.done - counted + 1, self.done))
-        except Exception as error:  # no reason to stop a training
-            self._tell(f"what holds the run back is not known ({type(error).__name__}: {error})")
-            return
-        with suppress(OSError):  # neither is a full disk
-            write_json(self.run.diagnosis, diagnosis.to_document())
-        if not at_end and diagnosis.advice and diagnosis.advice[0].gain > WORTH_SAYING:
-            self._tell(f"{diagnosis.brief} convoy doctor {self.run.path} looks closer")
-
-    def _with_pauses(self, facts: Facts) -> Facts:
-        """With what evaluations and checkpoints have taken."""
-        tally, evaluation = self.saver.tally, self.evaluation
-        if evaluation is not None:
-            facts = replace(facts, evaluation_s=evaluation.seconds)
-        return replace(facts, checkpoint_s=tally.waited_s / tally.written) if tally.written else facts
-
-    def _after_update(self) -> None:
+    def _after_update(self, total: int) -> None:
         """What is due now: a line of metrics, an evaluation, a checkpoint."""
-        quantities = self.session.quantities
-        total = quantities.total_updates
         if self.done == self._line_at:
             self._end_window()
             self._line_at = self._next_line()
-        else:
+        elif time.perf_counter() > self._log.shown + SHOW_EVERY_S:
             self._log.show(self.done)
-        self.window.pause()
-        if self._observation.done:
+        if self.recorder.done:
             self._conclude()
-        if self._observation.num % UPDATES == 0 or self.done == total:
-            self._observation.look()
-        if self._observation.num == UPDATES:
-            self._diagnose()
-        if self.done % quantities.evaluate_every == 0 and self.done < total:
+        if self.done % self.session.quantities.evaluate_every == 0 and self.done < total:
             self._evaluate()
         if self.saver.due(self.done) and self.done < total:
             self._save()
@@ -314,11 +262,11 @@ class Loop:
         quantities = self.session.quantities
         return next(filter(quantities.logged, range(self.done + 1, quantities.total_updates + 1)), 0)
 
-    def _divide_anew(self, speed: SpeedTest) -> None:
+    def _divide_anew(self, microbatch_s: list[float]) -> None:
         """Give every rank microbatches by its speed."""
         session = self.session
-        session.division, times = speed.shares(session.ranks, session.division)
-        self._speed = None
+        session.division, times = divide_by_speed(microbatch_s, session.ranks, session.division)
+        self._microbatch_s = None
         session.notes.append(
             f"shares {text(session.division.counts)} of {len(session.division.sizes)} microbatches from update "
             f"{self.done:,} on, by measured times of {', '.join(f'{ms:.3g}' for ms in times)} ms a microbatch"
@@ -326,10 +274,9 @@ class Loop:
         self.reporter.say(session.notes[-1])
 
     def _more_workers(self, number: int) -> None:
-        self._observation.workers = number
-        self._tell(f"data workers: {number} from update {self.done + 1:,} on, as batches were waited for")
+        self.tell(f"data workers: {number} from update {self.done + 1:,} on, as batches were waited for")
 
-    def _tell(self, sentence: str) -> None:
+    def tell(self, sentence: str) -> None:
         """Say something that stays with the run; of what is decided again and again, the last word alone stays."""
         notes = self.session.notes
         for subject in _DECIDED_ANEW:
@@ -338,19 +285,12 @@ class Loop:
         notes.append(sentence)
         self.reporter.say(sentence)
 
-    def _collect(self) -> None:
-        """Add up what the ranks have; the loss becomes the same number on all of them."""
-        data = self.session.data
-        for _, sample, reason in self.window.collect(self.session.ranks):
-            self.progress.add_bad(data.train.name(sample), reason, "train")
-
     def _end_window(self) -> None:
         """Write the line of the updates since the last one."""
-        self._collect()
-        window, self.window = self.window, MetricsWindow()
-        if window.num_updates:
-            self._check_loss(window.averages()["loss"])
-        self._log.train(self.done, window)
+        self._log.collect()
+        if self._log.sums.num_updates:
+            self._check_loss(self._log.sums.mean_loss)
+        self._log.train(self.done)
 
     def _check_loss(self, loss: float) -> None:
         if not math.isfinite(loss):
@@ -370,7 +310,7 @@ class Loop:
 
     def _evaluate(self) -> None:
         try:
-            result = self.evaluation = self.session.evaluate(self._stop.asking())
+            result = self.evaluation = self.session.evaluate(Asking(self.session.ranks, self._interrupt))
         except StoppedError:
             self.progress.to_evaluate = True
             return
@@ -387,8 +327,8 @@ class Loop:
             return
         current.to("checkpoint")
         self._log.time()
-        self._collect()
-        window = self.window.pack()
+        self._log.collect()
+        window = asdict(self._log.sums)
         self._check_loss(window["loss"])
         self.session.network.synchronize()
         self._check_weights()

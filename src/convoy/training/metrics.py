@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
@@ -21,11 +21,6 @@ from convoy.errors import ConvoyError
 from convoy.files import to_json
 
 _VERSION = "brain.Event:2"
-
-
-def new_file(folder: Path) -> Path:
-    """A name in the form that TensorBoard looks for, and in whose order it reads."""
-    return folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
 
 
 def beginning(first_step: int) -> bytes:
@@ -72,7 +67,7 @@ class AppendedFile:
             self.kept = self.kept[self._file.write(self.kept) :]
 
     def close(self) -> None:
-        """Write what is kept, if that is possible, and let go of the file; an OSError where something is lost."""
+        """Write what is kept, if that is possible; an OSError where something is lost."""
         try:
             self.write(b"")
         finally:
@@ -97,7 +92,9 @@ class MetricsWriter:
     ) -> None:
         self._lines = AppendedFile(metrics)
         try:
-            self._events = AppendedFile(new_file(tensorboard))
+            # A name in the form that TensorBoard looks for, and in whose order it reads.
+            name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+            self._events = AppendedFile(tensorboard / name)
         except BaseException:
             self._lines.close()
             raise
@@ -105,8 +102,7 @@ class MetricsWriter:
         self._failed = False
         self._append(self._events, beginning(first_step + 1))
 
-    def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> dict[str, Any]:
-        """Append, after what is kept from before; an OSError where not all of it could be written: the rest is kept."""
+    def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> None:
         self._check(step)
         line = {"split": split, "step": step, "epoch": round(epoch, 6), "time_s": round(time_s, 4), **values}
         self._append(self._lines, f"{to_json(line)}\n".encode())
@@ -115,7 +111,6 @@ class MetricsWriter:
         if self._failed and not self._lines.kept and not self._events.kept:
             self._failed = False
             self._tell("the metrics are written again, those that were kept too")
-        return line
 
     def _append(self, file: AppendedFile, content: bytes) -> None:
         try:

@@ -4,7 +4,7 @@ import contextlib
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,12 +16,11 @@ from convoy.engine.gradients import GradientReducer, TreeReducer
 from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
 from convoy.engine.gradients.reducer import LocalSgd
 from convoy.engine.optimizers import divide_update
-from convoy.engine.parallelize import BatchNorm, take_part
+from convoy.engine.parallelize import take_part
 from convoy.engine.stage import Flight
 from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
 from convoy.ops.memory import memory_in_stages, what_is_recomputed
-from convoy.ops.recompute import Recompute
 from convoy.ops.registry import under_autocast
 from convoy.plans.explain import rows_of_stages
 from convoy.plans.mesh import Axes
@@ -29,20 +28,11 @@ from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import Action, Schedule, in_flight
 from convoy.training.division import Division, Pass
+from convoy.training.precision import lowered
+from convoy.training.recipe import Recipe
 from convoy.training.records import StageRecord
 
 _IN_TURN: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
-
-
-@dataclass(frozen=True)
-class Method:
-    """How gradients become an update of all ranks."""
-
-    # Add them in the fixed tree over the microbatches; every pass is then one microbatch of each rank.
-    tree: bool = False
-    compression: torch.dtype | None = None  # approximate: the type in which they are sent
-    # Approximate: updates that every rank makes by itself before the weights are averaged.
-    local_updates: int | None = None
 
 
 class TrainedNetwork:
@@ -54,34 +44,22 @@ class TrainedNetwork:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        example: Tensor,
-        *,
-        batch_norm: BatchNorm,
-        seed: int,
-        method: Method,
-        compile: bool = False,
-        recompute: Recompute = False,
-        schedule: Schedule = "1f1b",
-        returns_memory: bool = False,
+        self, model: nn.Module, plan: Plan, example: Tensor, recipe: Recipe, schedule: Schedule = "1f1b"
     ) -> None:
         """Make the plain model, on its device, this rank's part of it, in place. All ranks call it; a ConvoyError says
         that a layer cannot be divided as the plan says. `example` are images of one microbatch; only shape, type and
-        device matter. With `compile`, what lies between the exchanges is compiled. Passes go through stages by
-        `schedule`; with `returns_memory` stages give freed memory back to the system.
+        device matter. Passes go through stages by `schedule`.
         """
-        self.model = model
+        self.model, self.schedule = model, schedule
         self.engine = take_part(
             model,
             plan,
             example,
-            batch_norm=batch_norm,
+            batch_norm=recipe.batch_norm,
             loss="part",
-            seed=seed,
-            compile=compile,
-            recompute=recompute,
+            seed=recipe.seed,
+            compile=recipe.compile,
+            recompute=recipe.recompute,
             devices=plan.mesh.num_devices,
         )
         if self.engine.counts_passes and plan.mesh.num_devices > 1:
@@ -90,22 +68,25 @@ class TrainedNetwork:
                 f"{why}, but how many passes an update has depends on the plan, so that results would too: take that "
                 "out of forward, or train with convoy.parallelize in a loop of your own"
             )
+        # Gradients are added in the fixed tree over the microbatches; every pass is then one microbatch of each rank.
+        self._adds_in_tree = recipe.reproducible
+        # Approximate: the type in which gradients are sent, and updates of a rank before the weights are averaged.
+        self._compression = torch.bfloat16 if recipe.parallel.gradient_compression == "bf16" else None
+        self._local_updates = recipe.parallel.local_sgd
         self.context = self.engine.context  # of the step, for all layers
-        self.context.statistics.in_order = method.tree
+        self.context.statistics.in_order = self._adds_in_tree
         self.context.in_turns = True
-        self.schedule = schedule
         # The same network, if its plan has stages: this rank runs one of them.
         self.stages = self.engine if isinstance(self.engine, StagedNetwork) else None
         if self.stages is not None:
-            self.stages.returns_memory = returns_memory
+            self.stages.returns_memory = recipe.parallel.memory_limit is not None
         self._sizes: deque[tuple[int, ...]] = deque()  # of the passes through stages to come
         self._running: deque[Flight] = deque()
-        # The loss is to be the mean over this rank's own samples: approximate methods alone.
-        self.local_mean = method.local_updates is not None
+        # The loss is to be the mean over this rank's own samples: local SGD alone.
+        self.local_mean = self._local_updates is not None
         # Which of the optimizer's states is this rank's.
         self.version = self.engine.sample_rank if self.local_mean else 0
-        self._method = method
-        self._device = example.device
+        self._device, self._precision = example.device, lowered(recipe)
         self._tree: TreeReducer | None = None
         self._local: LocalSgd | None = None
         self._left_over = False
@@ -118,11 +99,15 @@ class TrainedNetwork:
             for name, p in model.named_parameters()
             if self.engine.owns(name)
         ]
-        if self.engine.reducer is not None and (method.tree or method.compression or self.local_mean):
+        if self.engine.reducer is not None and not self._reduces_plainly:
             self.engine.reducer.remove()
             self.engine.reducer = None
-            if not method.tree:
-                self.engine.reducer = GradientReducer(self._reduced, self.engine.groups, compress=method.compression)
+            if not self._adds_in_tree:
+                self.engine.reducer = GradientReducer(self._reduced, self.engine.groups, compress=self._compression)
+
+    @property
+    def _reduces_plainly(self) -> bool:
+        return not (self._adds_in_tree or self._compression or self.local_mean)
 
     @property
     def divides_gradients(self) -> bool:
@@ -132,7 +117,7 @@ class TrainedNetwork:
 
     def leaves_out(self, update: int, piece: Pass) -> bool:
         """Whether this rank leaves out a pass without samples that is not the last: no other needs it there."""
-        if self._method.tree or not self.engine.silent:
+        if self._adds_in_tree or not self.engine.silent:
             return False
         self._announce(update, piece)
         owners = [rank for rank, own in enumerate(piece.microbatches) for _ in own]
@@ -148,43 +133,33 @@ class TrainedNetwork:
     def _announce(self, update: int, piece: Pass) -> None:
         self.context.enter(update, piece.positions, piece.sizes, self._device)
 
-    def what_is_recomputed(self, passes: Sequence[Pass], precision: torch.dtype | None) -> str | None:
+    def what_is_recomputed(self, passes: Sequence[Pass]) -> str | None:
         """A sentence on the activations that are computed again, for the largest of an update's passes, and what that
-        saves, where autocast computes in `precision` (None: it is off).
-        """
+        saves."""
         if not self.engine.recomputes:
             return None
-        placement = self.largest(passes, precision)
+        placement = self.largest(passes)
         return what_is_recomputed(placement, self.engine.staged(placement), self._in_flight(len(passes)))
 
-    def largest(self, passes: Sequence[Pass], precision: torch.dtype | None) -> Placement:
-        """The network at the samples of the largest pass; arguments as for `what_is_recomputed`."""
+    def largest(self, passes: Sequence[Pass]) -> Placement:
+        """The network at the samples of the largest pass, with the types that autocast gives its values."""
         most = max((tuple(map(len, piece.parts)) for piece in passes), key=max)
         placement = self.engine.example_placement(True, most)
-        return replace(placement, graph=under_autocast(placement.graph, precision, self._device.type))
+        return replace(placement, graph=under_autocast(placement.graph, self._precision, self._device.type))
 
-    def describe(self, passes: Sequence[Pass], precision: torch.dtype | None) -> list[StageRecord]:
-        """The stages, if there are any, for the largest pass; arguments as for `what_is_recomputed`."""
+    def describe(self, passes: Sequence[Pass]) -> list[StageRecord]:
+        """The stages, if there are any, for the largest pass."""
         if self.stages is None:
             return []
-        placement = self.largest(passes, precision)
+        placement = self.largest(passes)
         staged = self.stages.staged(placement)
         memory = memory_in_stages(placement, staged, self._in_flight(len(passes)))
         records = []
         for row in rows_of_stages(placement, staged):
             held = max((memory[rank] for rank in row.ranks), key=lambda each: each.total)
-            records.append(
-                StageRecord(
-                    layer=row.begins,
-                    ranks=list(row.ranks),
-                    takes=list(row.takes),
-                    forward=row.received_bytes.forward,
-                    backward=row.received_bytes.backward,
-                    parameters=held.parameters,
-                    gradients=held.gradients,
-                    activations=held.activations,
-                )
-            )
+            sent = {"forward": row.received_bytes.forward, "backward": row.received_bytes.backward}
+            kept = {name: getattr(held, name) for name in ("parameters", "gradients", "activations")}
+            records.append(StageRecord(layer=row.begins, ranks=list(row.ranks), takes=list(row.takes), **sent, **kept))
         return records
 
     def _in_flight(self, passes: int) -> Sequence[int]:
@@ -195,7 +170,7 @@ class TrainedNetwork:
     @property
     def shares_updates(self) -> bool:
         """Whether ranks with the same weights may divide the optimizer's work and state."""
-        return self.stages is None and not (self._method.tree or self._method.compression or self.local_mean)
+        return self.stages is None and self._reduces_plainly
 
     def share(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer with its work divided over ranks that have the same weights, where that is faster."""
@@ -206,13 +181,13 @@ class TrainedNetwork:
         engine = self.engine
         if self._tree is not None:
             self._tree.set_shares(division.counts, num_passes)
-        elif self._method.tree:
+        elif self._adds_in_tree:
             axes, shares = engine.sample_axes, division.counts
             self._tree = TreeReducer(self._reduced, engine.groups, sample_axes=axes, shares=shares, passes=num_passes)
-        if self._method.local_updates is not None:
-            weight, every = len(division.positions(engine.sample_rank)), self._method.local_updates
+        if self._local_updates is not None:
+            weight, axes = len(division.positions(engine.sample_rank)), engine.sample_axes
             parameters = list(self.model.parameters())
-            self._local = LocalSgd(parameters, engine.groups, engine.sample_axes, every=every, weight=weight)
+            self._local = LocalSgd(parameters, engine.groups, axes, every=self._local_updates, weight=weight)
 
     def order(self, passes: Sequence[Pass]) -> list[Action]:
         """What this rank does of an update's passes, in which order."""
@@ -283,7 +258,12 @@ class TrainedNetwork:
 
     def clip(self, max_norm: float) -> None:
         """Scale the gradient down to a norm, taken over the whole parameters."""
-        clip_grad_norm(self._divided, self.engine.groups, max_norm, self._pieces())
+        if self.divides_gradients:
+            clip_grad_norm(self._divided, self.engine.groups, max_norm, self._pieces())
+        else:  # to the bit the same, and no other rank is asked
+            parameters = list(self.model.parameters())
+            norm = nn.utils.get_total_norm([p.new_zeros(0) if p.grad is None else p.grad for p in parameters])
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
         """While entered, norms that the optimizer takes are those of whole tensors."""

@@ -82,26 +82,16 @@ class Derived:
 
 
 class StageRecord(Record):
-    """A stage of a network, with what a rank of it is sent in a pass and holds, in bytes.
+    """A stage of a network, with what a rank of it is sent in a pass and holds, in bytes."""
 
-    Attributes:
-        layer: at which it begins.
-        ranks: that run it.
-        takes: the layers of earlier stages whose output it is sent.
-        forward, backward: what a rank is sent in a pass, and sends back.
-        parameters: of the rank that has most, as the two that follow.
-        gradients: of these.
-        activations: kept at once for backward passes, in the schedule that ran.
-    """
-
-    layer: str
-    ranks: list[int]
-    takes: list[str]
-    forward: int
-    backward: int
-    parameters: int
+    layer: str  # at which it begins
+    ranks: list[int]  # that run it
+    takes: list[str]  # the layers of earlier stages whose output it is sent
+    forward: int  # what a rank is sent in a pass
+    backward: int  # what it sends back
+    parameters: int  # of the rank that has most, as the two that follow
     gradients: int
-    activations: int
+    activations: int  # kept at once for backward passes, in the schedule that ran
 
 
 class RunSummary(Record):

@@ -28,6 +28,7 @@ from convoy.training.finite import ADVICE, SKIP, NotFiniteError
 from convoy.training.log import write_summary
 from convoy.training.loop import Loop
 from convoy.training.recipe import Recipe, load_recipe, to_yaml
+from convoy.training.recorder import Subscriber
 from convoy.training.resume import (
     check_data,
     check_extension,
@@ -59,7 +60,7 @@ def trace_back(session: Session, store: CheckpointStore, identity: str, error: N
     (too_long,) = session.ranks.largest(int((error.by - begin) * update_s > LIMIT_S))
     if too_long:
         return f"{error}; to see where it begins takes too long here: save more often (--set checkpoint.every=…)"
-    step, averaged = session.step(), session.state.averaged
+    step = session.step()
     step.guard = session.guard()
     session.model.train()
     batches = session.batches(begin, error.by - begin)
@@ -68,8 +69,6 @@ def trace_back(session: Session, store: CheckpointStore, identity: str, error: N
             result = step(batch, update)
             if result.bad is not None:
                 return f"{result.bad}: {ADVICE}{SKIP} ({error.saved})"
-            if averaged is not None:
-                averaged.update(session.model)
     finally:
         batches.close()
     return f"{error}; done again, all updates were finite"
@@ -108,6 +107,7 @@ def train(
     keep: bool = True,
     explicit_keys: Collection[str] = (),
     accept_code_change: bool = False,
+    subscribe: Callable[[Loop], Subscriber] | None = None,
 ) -> Outcome:
     """Train a network as its recipe says, and leave everything about it in the folder `out`: a new or empty one, or
     with `resume` that of this very run. On several devices every rank calls it with the same recipe and folder; rank 0
@@ -122,7 +122,7 @@ def train(
 
     The watchdog watches already, patiently, and goes on to do so afterwards; None makes one for the run alone. `keep`
     says whether measured times are kept for later plans, and those that are kept are used; `explicit_keys` are keys of
-    the recipe that the user has set just now, which are to have an effect.
+    the recipe that the user has set just now, which are to have an effect; `subscribe` makes what looks at the updates.
     """
     run = RunDirectory(out)
     ranks = ranks or Ranks()
@@ -139,7 +139,7 @@ def train(
         current.to("start")
         if first:
             on_start(session)
-        loop = Loop(session, run, reporter, handed_on, watchdog.timeout_s, accept_code_change)
+        loop = Loop(session, run, reporter, handed_on, watchdog.timeout_s, accept_code_change, subscribe)
         stack.enter_context(disk_explained(run.path))
         if recipe.extends is not None and not resuming:
             loop.extend()

@@ -12,6 +12,7 @@ from convoy.comm.ranks import Ranks
 from convoy.data import Batch, DataSet, Order, training_batches
 from convoy.engine import Probe
 from convoy.engine.recorded import Recorded, graph_on
+from convoy.engine.uncaptured import Uncaptured
 from convoy.planner import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
@@ -104,6 +105,19 @@ class Session(Prepared):
     # Predicted seconds of an update on one device; None where nothing was, or one runs.
     one_device_s: float | None = None
     stages: list[StageRecord] = field(default_factory=list)  # of the network; none where it is in one piece
+    workers: int = 0  # processes of this rank that make pictures ready, by now
+
+    @property
+    def normed_samples(self) -> int:
+        """Samples over which batch norm takes its statistics; 0 where that is no microbatch."""
+        return self.division.sizes[0] if self.recipe.batch_norm == "microbatch" else 0
+
+    @property
+    def why_unwatched(self) -> str | None:
+        """Why the calls of the network cannot be watched; None where they can."""
+        if isinstance(self.network.engine, Uncaptured):
+            return "layers are not watched in a network that is not seen as one graph"
+        return "layers are not watched in a compiled network" if self.recipe.compile else None
 
     @property
     def plan_with_cuts(self) -> Plan:
@@ -138,7 +152,12 @@ class Session(Prepared):
         self, first_update: int, num_updates: int, told: Callable[[int], None] = lambda _: None
     ) -> Generator[Batch, None, None]:
         """This rank's samples of the batches of some updates; `told` learns of more worker processes."""
-        return self.batches_of(self.division.positions(self.ranks.sample_rank), first_update, num_updates, told)
+
+        def more_workers(number: int) -> None:
+            self.workers = number
+            told(number)
+
+        return self.batches_of(self.division.positions(self.ranks.sample_rank), first_update, num_updates, more_workers)
 
     def guard(self) -> FiniteGuard:
         """What looks at every update before it is made."""

@@ -30,23 +30,22 @@ from convoy.planner.workload import memory_of_updates
 from convoy.plans.fit import note_on_hosts
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, bubble
-from convoy.training.auto_plan import Chosen, Shares, choose_plan
 from convoy.training.build import build_for, check_coupling, divisible_sizes, merged, on_meta, probed
 from convoy.training.code import code_of
 from convoy.training.defaults import settle
 from convoy.training.derived import derive, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import Division, Pass, divide, text
 from convoy.training.optimizers import create_optimizer
-from convoy.training.parallel import Method, TrainedNetwork
+from convoy.training.parallel import TrainedNetwork
 from convoy.training.parallel_config import ParallelConfig, check_shares, plan_of
-from convoy.training.precision import Scaler, check_precision, lowered, set_numerics
+from convoy.training.precision import Scaler, check_precision, set_numerics
 from convoy.training.recipe import LossConfig, Recipe
 from convoy.training.records import Derived, StageRecord
 from convoy.training.resume import check_ranks
 from convoy.training.session import Prepared, Session
 from convoy.training.state import AveragedWeights, RunState
 from convoy.training.step import TrainingStep
-from convoy.training.workloads import optimizer_for
+from convoy.training.workloads import Chosen, Shares, choose_plan, optimizer_for
 from convoy.units import plural, rough_percent, size
 
 
@@ -81,7 +80,9 @@ def set_up(
             first("opening the data", 0, 1)
         data = open_data(recipe.data, first)
         check_ranks(data, ranks)
-    sharing = num_on(device, ranks)
+    gpu = own(device).gpu
+    gpus = ranks.gather(gpu)
+    sharing = gpus.count(gpu) if gpu else ranks.on_host  # ranks that share the memory of the GPU, or of the host
     quantities = resolve(recipe, len(data.train))
     notes += left_out_of_epochs(recipe.batch, len(data.train))
     model, build_notes = build_for(recipe, data, plan, ranks)
@@ -146,13 +147,6 @@ def parts_of(recipe: Recipe, plan: Plan | None, num_devices: int) -> tuple[int, 
     return plan.parts, plan.parts * min(PARTS_PER_STAGE * plan.num_stages, max(1, recipe.batch // plan.parts))
 
 
-def num_on(device: torch.device, ranks: Ranks) -> int:
-    """How many ranks share the memory of this rank's GPU, or of its host's CPUs. All ranks call it."""
-    gpu = own(device).gpu
-    every = ranks.gather(gpu)
-    return every.count(gpu) if gpu else ranks.on_host
-
-
 def check_devices(recipe: Recipe, num_devices: int) -> None:
     """Refuse devices and shares that the plan or the batch cannot have: another number of devices, too few
     microbatches, or not as many shares as parts of the batch.
@@ -200,18 +194,8 @@ def _assemble(
     sizes = ready.quantities.sizes
     counts = models.count(model, ready.image_shape)
     schedule = recipe.parallel.schedule or (staging.schedule if staging is not None else "1f1b")
-    network = TrainedNetwork(
-        model.train(),
-        plan,
-        torch.empty(sizes[0], *ready.image_shape, device=device),
-        batch_norm=recipe.batch_norm,
-        seed=recipe.seed,
-        method=method_of(recipe),
-        compile=recipe.compile,
-        recompute=recipe.recompute,
-        schedule=schedule,
-        returns_memory=recipe.parallel.memory_limit is not None,
-    )
+    example = torch.empty(sizes[0], *ready.image_shape, device=device)
+    network = TrainedNetwork(model.train(), plan, example, recipe, schedule)
     ranks.follow(plan.mesh, network.engine.sample_axes)
     sharing = ranks.num // ranks.num_sample_ranks
     passes = 1
@@ -222,18 +206,18 @@ def _assemble(
     check_coupling(recipe, ready.probe, model, ranks)
     division = _division(recipe, sizes, ranks, notes, shares)
     pieces = division.passes(merge, late=not recipe.reproducible)
-    stages = network.describe(pieces, lowered(recipe))
+    stages = network.describe(pieces)
     if stages:
         notes.append(_cuts(recipe, model, plan, stages, len(pieces), network.schedule))
     notes += _within_limit(recipe, plan, network, pieces, device.type == "cpu")
     optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
-    recomputation = network.what_is_recomputed(pieces, lowered(recipe))
+    recomputation = network.what_is_recomputed(pieces)
     notes += [recomputation] if recomputation is not None else []
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
     workers, why = num_workers(data, recipe.data)
-    if first_workers(recipe.data, workers) < workers:
+    if (num_first := first_workers(recipe.data, workers)) < workers:
         why += "; half of them begin, others follow when batches are waited for"
     derived = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes) + ready.derived
     derived.append(Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"))
@@ -256,6 +240,7 @@ def _assemble(
         merge=merge,
         notes=[*recipe.notes(), *data.notes, *notes],
         stages=stages,
+        workers=num_first,
     )
 
 
@@ -268,7 +253,7 @@ def _within_limit(
         return []
     if isinstance(network.engine, Uncaptured):
         return ["--memory-limit has no effect: the memory of a network that cannot be captured is not predicted"]
-    placement = network.largest(passes, lowered(recipe))
+    placement = network.largest(passes)
     staging = Staging.of(plan, placement.graph, tuple(placement.outputs), [len(piece.positions) for piece in passes])
     if staging is not None:
         staging = staging.scheduled(network.schedule)
@@ -310,16 +295,6 @@ def _cuts(
 
 def _has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(layer, _BatchNorm) for layer in model.modules())
-
-
-def method_of(recipe: Recipe) -> Method:
-    """How gradients become an update."""
-    section = recipe.parallel
-    return Method(
-        tree=recipe.reproducible,
-        compression=torch.bfloat16 if section.gradient_compression == "bf16" else None,
-        local_updates=section.local_sgd,
-    )
 
 
 def describe(section: ParallelConfig, plan: Plan, num_devices: int, division: Division) -> list[Derived]:

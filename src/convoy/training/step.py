@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -18,7 +18,6 @@ from convoy.comm.ranks import Ranks
 from convoy.data import Batch, mix
 from convoy.engine.profiling import steady
 from convoy.engine.recorded import Recorded
-from convoy.engine.watched import Kind
 from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
 from convoy.training.classification import ClassificationLoss, InputPipeline, heads, num_correct
@@ -36,27 +35,29 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+StepPart = Literal["input", "forward", "backward", "gradient", "update", "rest"]
 # A pass between its forward and its backward pass: its loss (None in all stages but the last), outputs and targets.
 _RunningPass = tuple[Tensor | None, Any, Tensor]
 
 
 @dataclass
-class StepResult:
-    """What this rank's passes of one update gave, as scalars on the device: over all ranks `losses` add up to the mean
-    loss, `correct` to the number of right answers. They are not added here: on small networks every operation counts.
+class Update:
+    """The record of one update on this rank, which whoever looks at a training reads; the last four are the recorder's.
+
+    Losses and right answers are scalars on the device, which add up, over all ranks, to the mean loss and the number of
+    right answers. They are not added here: on small networks every operation counts.
     """
 
-    losses: list[Tensor]
-    correct: list[Tensor]
-    seconds: float  # of a microbatch's computation, without waiting for other ranks; only where the step is `timed`
-    # This rank's work by the clock of the host, without its waits for other ranks; 0 on a GPU, which that clock does
-    # not see.
-    own_s: float = 0.0
+    images: int  # of the global batch
+    losses: list[Tensor] = field(default_factory=list)
+    correct: list[Tensor] = field(default_factory=list)
+    microbatch_s: float = 0.0  # to compute one, without waiting for other ranks; only where the step is `timed`
     bad: NonFiniteUpdate | None = None  # why the weights were left as they are; None where they were changed
-
-
-def unmarked(kind: Kind) -> None:
-    """Nobody looks."""
+    seconds: float = 0.0  # from asking for its batch to its end
+    wait_s: float = 0.0  # for its batch
+    # Work by the clock of the host, without waits for other ranks; 0 on a GPU, which that clock does not see.
+    own_s: float = 0.0
+    unreadable: list[tuple[int, int, str]] = field(default_factory=list)  # pictures: update, sample and reason
 
 
 @dataclass
@@ -73,7 +74,7 @@ class TrainingStep:
     last_waits: bool = False  # the last pass waits for other ranks all the same, so its time says nothing
     guard: FiniteGuard | None = None  # leaves out updates that are not finite; None makes all
     timed: bool = False  # take the time of the passes, and exchange gradients after them instead of meanwhile
-    mark: Callable[[Kind], None] = unmarked  # told of the parts of an update as they begin
+    mark: Callable[[StepPart], None] = current.to  # told of the parts of an update as they begin
 
     recorded: Recorded | None = None  # replays the passes; None: not recorded yet, they run as ever
     records: bool = False  # the passes are to be recorded
@@ -85,11 +86,10 @@ class TrainingStep:
         self._autocast = autocast_of(self.recipe, self.pipeline.device)
         self._loss = ClassificationLoss(self.recipe.loss.label_smoothing, self.recipe.loss.aux_weight)
 
-    def __call__(self, batch: Batch, update: int) -> StepResult:
+    def __call__(self, batch: Batch, update: int) -> Update:
         """Do weight update number `update` (counted from 0) with this rank's samples of a global batch."""
         current.update = update
-        began, waited_s = time.perf_counter(), current.waited_s
-        self._begin("rest")
+        self.mark("rest")
         if self.guard is not None:
             self.guard.begin()
         result = self._whole_gradient(batch, update)
@@ -101,62 +101,55 @@ class TrainingStep:
         if self.recipe.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             self.network.clip(self.recipe.clip_norm)
-        self._begin("update")
+        self.mark("update")
         with self.network.stepping(self.optimizer):
             self.scaler.step(self.optimizer)
-        self._begin("rest")
+        self.mark("rest")
         self.scaler.update()
         self.network.updated()
-        if self.pipeline.device.type == "cpu":
-            result.own_s = time.perf_counter() - began - (current.waited_s - waited_s)
+        if self.state.averaged is not None:
+            self.state.averaged.update(self.network.model)
         return result
 
-    def _whole_gradient(self, batch: Batch, update: int) -> StepResult:
+    def _whole_gradient(self, batch: Batch, update: int, replays: bool = True) -> Update:
         """Leave the gradient of the global batch in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
         labels = self.pipeline.labels(batch)
         inputs = partial(self._input, batch, labels, update)
-        watched = self.timed or self.mark is not unmarked
-        if self.recorded is None or not self.records or watched:
+        if self.recorded is None or not (replays and self.records) or self.timed:
             return self._passes(update, inputs)
         given = [tensor for piece in self.passes for tensor in inputs(piece)]
-        self._begin("forward")
+        self.mark("forward")
         losses, correct = self.recorded(update, given)
-        self._begin("rest")
-        return StepResult(list(losses.unbind()), list(correct.unbind()), 0.0)
+        self.mark("rest")
+        return Update(self.num_samples, list(losses.unbind()), list(correct.unbind()))
 
     def to_record(self, update: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The passes of an update as one function of the images and targets of each: their losses, and how many
         answers were right."""
-        by_pass = dict(zip(map(id, self.passes), zip(inputs[::2], inputs[1::2], strict=True), strict=True))
-        result = self._passes(update, lambda piece: by_pass[id(piece)])
+        by_pass = dict(zip(self.passes, zip(inputs[::2], inputs[1::2], strict=True), strict=True))
+        result = self._passes(update, by_pass.__getitem__)
         nothing = inputs[0].new_zeros(0)
         return [torch.stack(tensors) if tensors else nothing for tensors in (result.losses, result.correct)]
 
-    def _passes(self, update: int, inputs: Callable[[Pass], tuple[Tensor, Tensor]]) -> StepResult:
+    def _passes(self, update: int, inputs: Callable[[Pass], tuple[Tensor, Tensor]]) -> Update:
         result = self._gradient(update, inputs)
-        self._begin("gradient")
+        self.mark("gradient")
         self.network.finish_update()
-        self._begin("rest")
+        self.mark("rest")
         return result
 
-    def _left_out(self, batch: Batch, update: int, result: StepResult, guard: FiniteGuard) -> StepResult:
+    def _left_out(self, batch: Batch, update: int, result: Update, guard: FiniteGuard) -> Update:
         """Change nothing, and find out why."""
         guard.restore()
-        self.records, records = False, self.records
-        bad = guard.explain(update, result.losses, lambda: self._whole_gradient(batch, update))
-        self.records = records
+        bad = guard.explain(update, result.losses, lambda: self._whole_gradient(batch, update, replays=False))
         guard.restore()
         self.optimizer.zero_grad(set_to_none=True)
         self.network.updated()
-        return StepResult([], [], result.seconds, bad=bad)
+        return Update(self.num_samples, microbatch_s=result.microbatch_s, bad=bad)
 
-    def _begin(self, part: Literal["input", "forward", "backward", "gradient", "update", "rest"]) -> None:
-        current.to(part)
-        self.mark(part)
-
-    def _gradient(self, update: int, inputs: Callable[[Pass], tuple[Tensor, Tensor]]) -> StepResult:
-        result, seconds = StepResult([], [], 0.0), 0.0
+    def _gradient(self, update: int, inputs: Callable[[Pass], tuple[Tensor, Tensor]]) -> Update:
+        result, seconds = Update(self.num_samples), 0.0
         running: dict[int, _RunningPass] = {}
         *others, final = self.passes
         passes = [piece for piece in others if piece.parts[self.rank] or not self.network.leaves_out(update, piece)]
@@ -168,36 +161,36 @@ class TrainingStep:
             elif kind == "backward":
                 self._backward(running.pop(number), last and not self.timed, result)
             else:
-                self._begin("backward")
+                self.mark("backward")
                 self.network.compute_weight_gradients(number, last and not self.timed)
-                self._begin("rest")
+                self.mark("rest")
             if self.timed and not (last and self.last_waits):
                 wait_for(self.pipeline.device)
                 seconds += time.perf_counter() - began
         timed = self.passes[: -1 if self.last_waits else None]
-        result.seconds = seconds / max(1, sum(len(piece.microbatches[self.rank]) for piece in timed))
+        result.microbatch_s = seconds / max(1, sum(len(piece.microbatches[self.rank]) for piece in timed))
         return result
 
     def _forward(self, inputs: Callable[[Pass], tuple[Tensor, Tensor]], update: int, piece: Pass) -> _RunningPass:
-        self._begin("input")
+        self.mark("input")
         images, targets = inputs(piece)
-        self._begin("rest")
+        self.mark("rest")
         self.network.enter(update, piece)
         if self.reseed:
             torch.manual_seed(fold(self.recipe.seed, update, piece.parts[self.rank].start))
         with self._autocast:
-            self._begin("forward")
+            self.mark("forward")
             outputs = self.network.forward(images)
-            self._begin("rest")
+            self.mark("rest")
             loss = None if outputs is None else self._part_of_mean(outputs, targets)
         return loss, outputs, targets
 
-    def _backward(self, running: _RunningPass, last: bool, result: StepResult) -> None:
+    def _backward(self, running: _RunningPass, last: bool, result: Update) -> None:
         loss, outputs, targets = running
-        self._begin("backward")
+        self.mark("backward")
         with _deterministic():
             self.network.backward(None if loss is None else self.scaler.scale(loss), last)
-        self._begin("rest")
+        self.mark("rest")
         if loss is not None and len(targets):
             result.losses.append(loss.detach() * self._share if self.network.local_mean else loss.detach())
             result.correct.append(num_correct(outputs, targets))
@@ -252,8 +245,6 @@ _IN_A_ROW = 100  # updates of one measurement, at most
 
 def update_seconds(
     step: TrainingStep,
-    image_shape: tuple[int, int, int],
-    device: torch.device,
     ranks: Ranks,
     *,
     enough: int = 3,
@@ -261,13 +252,12 @@ def update_seconds(
     least_s: float = 0.0,
     patience_s: float = math.inf,
 ) -> float:
-    """Seconds of an update of the slowest rank, of random images [channels, height, width] that are ready. All ranks
-    call it.
+    """Seconds of an update of the slowest rank, of random images that are ready. All ranks call it.
 
     It ends when `enough` measurements are near the fastest, after `most` in any case, and after two once rank 0 has
     seen `patience_s`. All but the first measurement take at least `least_s`, by more updates in a row.
     """
-    batch = random_batch(step, image_shape, device)
+    batch, device = random_batch(step), step.pipeline.device
     updates, in_a_row, measured_s = itertools.count(), updates_in_a_row(device), list[float]()
 
     def measure() -> float:
@@ -289,12 +279,12 @@ def update_seconds(
     return statistics.median(counted)
 
 
-def random_batch(step: TrainingStep, image_shape: tuple[int, int, int], device: torch.device) -> Batch:
+def random_batch(step: TrainingStep) -> Batch:
     """A rank's samples of a global batch, of random images."""
-    samples = sum(len(piece.parts[step.rank]) for piece in step.passes)
-    images = torch.randint(0, 256, (samples, *image_shape), dtype=torch.uint8)
+    data, samples = step.pipeline.data, sum(len(piece.parts[step.rank]) for piece in step.passes)
+    images = torch.randint(0, 256, (samples, data.channels, data.image_size, data.image_size), dtype=torch.uint8)
     batch = Batch(images, torch.zeros(samples, dtype=torch.int64), torch.arange(samples))
-    return batch.pin_memory() if device.type == "cuda" else batch  # as in training
+    return batch.pin_memory() if step.pipeline.device.type == "cuda" else batch  # as in training
 
 
 def updates_in_a_row(device: torch.device) -> int:

@@ -12,7 +12,7 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -148,42 +148,38 @@ def classify(
 
 
 class _Reader:
-    """Reads names ahead in a thread of its own, up to `most` batches for a turn: nobody waits for the next ones who
-    need not.
-    """
+    """Reads names ahead in threads, up to `most` batches for a turn: nobody waits for the next ones who need not. The
+    threads end with the process, also while they wait for a name that nobody types."""
 
     def __init__(self, names: Iterable[str], batch: int, most: int) -> None:
-        self._most = most
-        self._batches: queue.Queue[list[str] | BaseException | None] = queue.Queue(maxsize=2 * most)
-        self._end: BaseException | None = None
-        self._ended = False
-        threading.Thread(target=self._read, args=(iter(names), batch), daemon=True, name="convoy-names").start()
+        self._names, self._batch, self._most = iter(names), batch, most
+        self._next = self._ahead()
 
-    def _read(self, names: Iterator[str], batch: int) -> None:
-        try:
-            while together := list(itertools.islice(names, batch)):
-                self._batches.put(together)
-            self._batches.put(None)
-        except BaseException as error:
-            self._batches.put(error)
+    def _ahead(self) -> Future[list[str]]:
+        batch = Future[list[str]]()
+
+        def read() -> None:
+            try:
+                batch.set_result(list(itertools.islice(self._names, self._batch)))
+            except BaseException as error:
+                batch.set_exception(error)
+
+        threading.Thread(target=read, daemon=True, name="convoy-names").start()
+        return batch
 
     def next(self, patience: float | None) -> list[list[str]] | None:
         """The batches that are there; none where the next does not come within so many seconds, None at the end."""
         turn: list[list[str]] = []
-        while len(turn) < self._most and not self._ended:
-            try:
-                batch = self._batches.get(timeout=_SOON_S if turn else patience)
-            except queue.Empty:
-                return turn
-            if isinstance(batch, list):
-                turn.append(batch)
-            else:
-                self._ended, self._end = True, batch
-        if turn:
-            return turn
-        if self._end is not None:
-            raise self._end
-        return None if self._ended else []
+        while len(turn) < self._most:
+            done = wait([self._next], _SOON_S if turn else patience).done
+            if not done or (turn and (self._next.exception() is not None or not self._next.result())):
+                return turn  # what is said of the end, or of an error, is for the next turn
+            names = self._next.result()
+            if not names:
+                return None
+            turn.append(names)
+            self._next = self._ahead()
+        return turn
 
 
 def export(run: TrainedRun, form: ExportFormat, path: Path) -> float:

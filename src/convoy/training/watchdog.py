@@ -45,11 +45,15 @@ class RankState:
     collective: str
     still_s: float  # since it moved, when it wrote that
     count: int  # how often it has written
-    silent_s: float = 0.0  # since it wrote
+    heard: float = field(default_factory=time.monotonic)  # when it wrote that, as its reader has noticed
     # What it has given its GPU to exchange, by names of groups.
     groups: dict[str, GroupState] = field(default_factory=dict)
     stage: int = 0  # of the network, from 1; 0: there are none
     late: str = ""  # who has not delivered which samples, while it waits for some
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self.heard
 
     def name(self, rank: int) -> str:
         """The rank, with its stage and host."""
@@ -188,7 +192,7 @@ class Watchdog:
         self._count = 0
         self._stop = threading.Event()
         self._host = socket.gethostname()
-        self._known: dict[int, tuple[RankState, float]] = {}
+        self._known: dict[int, RankState] = {}
         self._groups: dict[str, GroupState] = {}
         if store is None or ranks.num == 1:
             return
@@ -230,7 +234,7 @@ class Watchdog:
                 if still_s > min(2 * self._interval_s, self.timeout_s):
                     self._read()
             except (RuntimeError, OSError):  # the host of the store is not to be reached, or the file is gone
-                self._known[self._rank] = (self._own(), time.monotonic())
+                self._known[self._rank] = self._own()
             still_s = time.monotonic() - self._position.moved
             if self._is_stuck(still_s) and not self._stop.is_set():
                 self.end(self._sentence(still_s))
@@ -250,12 +254,8 @@ class Watchdog:
         waits = bool(self._own().collective)
         if self._patient:
             return waits and still_s > _BEFORE * collective_limit_s(self.timeout_s)
-        others = [seen for rank, seen in self._as_seen().items() if rank != self._rank]
+        others = [seen for rank, seen in self._known.items() if rank != self._rank]
         return still_s > self.timeout_s and not (waits and any(seen.works(self.timeout_s) for seen in others))
-
-    def _as_seen(self) -> dict[int, RankState]:
-        now = time.monotonic()
-        return {rank: replace(seen, silent_s=now - then) for rank, (seen, then) in self._known.items()}
 
     def _own(self) -> RankState:
         at = self._position
@@ -281,14 +281,13 @@ class Watchdog:
     def _read(self) -> None:
         if self._store is None:
             return
-        now = time.monotonic()
         for rank, text in enumerate(self._store.multi_get([str(rank) for rank in range(self._num)])):
-            seen = RankState(**json.loads(text))
-            if rank not in self._known or self._known[rank][0].count != seen.count:
-                self._known[rank] = (seen, now)
+            seen = RankState(**{**json.loads(text), "heard": time.monotonic()})
+            if rank not in self._known or self._known[rank].count != seen.count:
+                self._known[rank] = seen
 
     def _sentence(self, still_s: float) -> str:
-        known = {**self._as_seen(), self._rank: self._own()}
+        known = {**self._known, self._rank: self._own()}
         silence_s = 3 * self._interval_s + max(1.0, 2 * self._interval_s)
         return explain(self._rank, known, still_s, silence_s, self._num, "" if self._patient else " (--timeout)")
 

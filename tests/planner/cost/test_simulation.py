@@ -21,7 +21,7 @@ from convoy.planner.text import trace
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import Task
-from convoy.training.observation import middle_update
+from convoy.training.recorder import middle_update
 
 
 def compute(

@@ -8,11 +8,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from statistics import fmean
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from convoy import resources
 from convoy.comm.joining import meeting_store
 from convoy.comm.ranks import Ranks
 from convoy.doctor.diagnosis import LEAST, STEADY
-from convoy.doctor.facts import Cause, Trial
+from convoy.doctor.facts import Cause, Change, Trial
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError
 from convoy.launch.host import HostWatch, network_place
@@ -28,13 +27,14 @@ from convoy.plans.plan import plan_text
 from convoy.training.defaults import has_bf16
 from convoy.training.derived import num_threads
 from convoy.training.precision import set_numerics
-from convoy.training.recipe import DEFAULT_MICROBATCH, Recipe
+from convoy.training.recipe import DEFAULT_MICROBATCH
 from convoy.training.session import Session
-from convoy.training.step import TrainingStep, update_seconds
+from convoy.training.set_up import set_up
+from convoy.training.step import update_seconds
 
-SetUp = Callable[..., Session]
 _MOST = 10  # measurements, at most
 _LEAST_S = 0.1  # of a measurement: more than the slices in which a system hands out cores
+_seconds = partial(update_seconds, most=_MOST, least_s=_LEAST_S)
 # How many times as large batches are tried, but only small ones more than 4 times as large.
 _LARGER, _SMALL = (2, 4, 16), 64
 _LONGEST = timedelta(minutes=10)  # the time that one rank may take for a trial while others wait
@@ -49,11 +49,10 @@ class Budget:
     """Seconds for the work of all ranks. The clock of rank 0 counts."""
 
     ranks: Ranks
-    seconds: float = math.inf
+    seconds: float
     began: float = field(default_factory=lambda: time.perf_counter())  # by `time.perf_counter`
-    say: Callable[[str, int, int], None] = lambda *work: (
-        None
-    )  # told of the work: what, and how many of the seconds have passed
+    # Told of the work: what, and how many of the seconds have passed.
+    say: Callable[[str, int, int], None] = lambda *work: None
     missed: list[str] = field(default_factory=list)  # what there was no time for
 
     @property
@@ -76,26 +75,8 @@ class Budget:
 
     def tell(self, what: str) -> None:
         """Say what is done now."""
-        if math.isfinite(self.seconds):
-            total = max(1, math.ceil(self.seconds))
-            self.say(f"{what}, seconds", min(int(self.seconds - self.left), total - 1), total)
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change to try."""
-
-    cause: Cause  # what it would mend
-    arguments: tuple[str, ...]  # of the command line that make it
-    settings: dict[str, Any] = field(default_factory=dict)  # the recipe's fields that make it
-    samples: int = 1  # how many times as many samples an update has with it
-    another_training: bool = False  # it changes what is learned, or its last bits
-    alone: bool = False  # one device tries it, with the cores of all
-
-    def of(self, recipe: Recipe) -> Recipe:
-        """The recipe with the change."""
-        parallel = recipe.parallel.model_copy(update=self.settings.get("parallel"))
-        return recipe.model_copy(update=self.settings | {"parallel": parallel})
+        total = max(1, math.ceil(self.seconds))
+        self.say(f"{what}, seconds", min(int(self.seconds - self.left), total - 1), total)
 
 
 def changes(session: Session, taken: float = 0.0) -> Iterator[Change]:
@@ -141,13 +122,7 @@ def changes(session: Session, taken: float = 0.0) -> Iterator[Change]:
 
 
 def try_changes(
-    session: Session,
-    set_up: SetUp,
-    budget: Budget,
-    *,
-    update_s: float = 0.0,
-    taken: float = 0.0,
-    wanted: bool = True,
+    session: Session, budget: Budget, *, update_s: float = 0.0, taken: float = 0.0, wanted: bool = True
 ) -> tuple[float | None, tuple[Trial, ...]]:
     """Seconds of an update whose input is ready, and, where `wanted`, a trial of each change that goes; the session's
     weights change. All ranks call it.
@@ -163,20 +138,13 @@ def try_changes(
     if not budget.allows(_UPDATES * update_s):
         budget.missed.extend(" ".join(change.arguments) for change in possible)
         return None, ()
-    before_s = as_it_is = _seconds(session, step, budget.part(1 / (1 + len(possible))).left)
+    before_s = as_it_is = _seconds(step, session.ranks, patience_s=budget.part(1 / (1 + len(possible))).left)
     setting_up_s = 0.0
-
-    def timed_set_up(*args: Any) -> Session:
-        nonlocal setting_up_s
-        began = time.perf_counter()
-        other = set_up(*args)
-        setting_up_s = time.perf_counter() - began
-        return other
-
     for number, change in enumerate(possible):
         name = " ".join(change.arguments)
-        if change.cause == "batch" and any(trial.cause == "batch" and trial.gain < LEAST for trial in tried):
-            continue  # a smaller one brings nothing
+        smaller = [trial for trial in tried if trial.cause == change.cause == "batch"]
+        if any(trial.samples * trial.before_s < LEAST * trial.seconds for trial in smaller):  # which brings nothing
+            continue
         needed_s = setting_up_s + _PREPARING_S.get(change.cause, 0.0) + _UPDATES * (1 + change.samples) * as_it_is
         if not budget.allows(needed_s, name):
             continue
@@ -184,71 +152,61 @@ def try_changes(
         share = budget.part(1 / (len(possible) - number))
         watch = HostWatch()
         try:
-            what = partial(_by_one if change.alone else _by_all, session, timed_set_up, change, share)
+            what = partial(_by_one if change.alone else _by_all, session, change, share)
             raced = change.cause == "plan"  # each of its plans is tried by itself
-            seconds = what(session.ranks) if raced else session.ranks.trying(f"trying {name}", what)
+            outcome = what(session.ranks) if raced else session.ranks.trying(f"trying {name}", what)
         except ConvoyError:
             continue  # it does not go with this network, or does not fit
         finally:
             set_numerics(session.recipe)
             release_freed_memory(session.device)
-        if seconds is None:
+        if outcome is None:
             continue
+        seconds, setting_up_s = outcome
         load = watch.read()
-        after_s = _seconds(session, step, share.left)
+        after_s = _seconds(step, session.ranks, patience_s=share.left)
         # A machine's speed drifts, so the mean of both counts; but what is a gain beside one of them alone is none, and
         # where the two are far apart the mean says nothing.
         least, most = sorted((before_s, after_s))
         is_faster = LEAST * seconds < change.samples * least
         as_it_was = fmean((least, most)) if is_faster and most <= STEADY * least else least
         before_s = after_s
-        trial = Trial(change.cause, change.arguments, seconds, as_it_was, change.samples, change.another_training)
-        if "threads" in change.settings:
-            waits = session.ranks.gather((load.waited_s or 0.0) / load.wall_s / change.settings["threads"])
-            waited = min(max(waits), 1.0)
-            trial = replace(trial, threads=change.settings["threads"], waited=waited)
-        tried.append(trial)
+        waits = session.ranks.gather((load.waited_s or 0.0) / load.wall_s / change.settings.get("threads", math.inf))
+        waited = min(max(waits), 1.0)
+        tried.append(Trial(**vars(change), seconds=seconds, before_s=as_it_was, waited=waited))
     return as_it_is, tuple(tried)
 
 
-def _seconds(session: Session, step: TrainingStep, patience_s: float) -> float:
-    return update_seconds(
-        step,
-        session.image_shape,
-        session.device,
-        session.ranks,
-        most=_MOST,
-        least_s=_LEAST_S,
-        patience_s=patience_s,
-    )
-
-
-def _by_all(session: Session, set_up: SetUp, change: Change, share: Budget, ranks: Ranks) -> float | None:
-    with _random_numbers_kept(session.device):
-        other = set_up(change.of(session.recipe), session.device, None, ranks, session.data)
-        if plan_text(other.plan) == plan_text(session.plan) and change.cause == "plan":
+def _by_all(session: Session, change: Change, share: Budget, ranks: Ranks) -> tuple[float, float] | None:
+    """Seconds of an update with a change, and of setting it up; None where it changes nothing."""
+    with torch.random.fork_rng(devices=[session.device] if session.device.type == "cuda" else []):
+        began = time.perf_counter()
+        parallel = session.recipe.parallel.model_copy(update=change.settings.get("parallel"))
+        recipe = session.recipe.model_copy(update=change.settings | {"parallel": parallel})
+        other = set_up(recipe, session.device, None, ranks, session.data, keep=session.profiles is not None)
+        if change.cause == "plan" and plan_text(other.plan) == plan_text(session.plan):
             return None
-        return _seconds(other, other.step(), share.left / 2)
+        setting_up_s = time.perf_counter() - began
+        return _seconds(other.step(), other.ranks, patience_s=share.left / 2), setting_up_s
 
 
-def _by_one(session: Session, set_up: SetUp, change: Change, share: Budget, ranks: Ranks) -> float | None:
+def _by_one(session: Session, change: Change, share: Budget, ranks: Ranks) -> tuple[float, float] | None:
     """By rank 0 with the cores of all on its host, while the others wait."""
     host = network_place()
     members = ranks.gather((host, resources.own_cores()))
     all_cores = sorted({core for place, of_rank in members if place == host for core in of_rank})
-    update_s, done = None, f"convoy/trial/{ranks.broadcast(uuid.uuid4().hex)}"
+    outcome, done = None, f"convoy/trial/{ranks.broadcast(uuid.uuid4().hex)}"
     store = meeting_store()
     if ranks.rank > 0 and store is not None:  # without a core: those who wait in a collective look again and again
         store.wait([done], _LONGEST)
     elif ranks.rank == 0:
         try:
-            with _random_numbers_kept(session.device), _on(all_cores):
-                other = set_up(change.of(session.recipe), session.device, None, Ranks(), session.data)
-                update_s = _seconds(other, other.step(), share.left / 2)
+            with _on(all_cores):
+                outcome = _by_all(session, change, share, Ranks())
         finally:
             if store is not None:
                 store.set(done, "")
-    return ranks.broadcast(update_s)
+    return ranks.broadcast(outcome)
 
 
 @contextmanager
@@ -261,9 +219,3 @@ def _on(wanted: Sequence[int]) -> Iterator[None]:
         resources.pin(own)
         if pinned is None:
             os.environ.pop(resources.PINNED, None)
-
-
-@contextmanager
-def _random_numbers_kept(device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -24,17 +24,17 @@ from convoy.data import Order
 from convoy.data.workers import samples_ahead
 from convoy.doctor.facts import Facts
 from convoy.doctor.pictures import measure_pictures
+from convoy.doctor.trials import Budget, try_changes
+from convoy.doctor.updates import Watch
 from convoy.errors import ConvoyError
 from convoy.training.checkpoints import Saver, Timetable
 from convoy.training.evaluate import StoppedError
-from convoy.training.observation import Observation
+from convoy.training.recorder import Numbers, Recorder, compare
 from convoy.training.session import Session
-from convoy.training.set_up import set_up
 from convoy.training.step import random_batch, wait_for
-from convoy.training.trials import Budget, try_changes
 from convoy.units import per_second, plural, seconds
 
-_WATCHED = (2, 4, 6)  # the updates whose parts are looked at; few and early, as that takes longer
+_WATCHED = Numbers((2, 4, 6), (), last=6)  # the updates whose parts are looked at; few and early, as that takes longer
 # What each part of the work may take of the time that is left when it begins; trials have the rest.
 _UPDATES_PART, _PICTURES_PART, _EVALUATION_PART, _CHECKPOINTS_PART = 0.4, 0.2, 0.15, 0.25
 _WINDOWS = 24  # windows of updates in their part of the time
@@ -60,67 +60,55 @@ _TIMES_READY = 10
 
 @dataclass(frozen=True)
 class Window:
-    """Some updates in a row: how many, and the seconds that they took and waited for their batches, on any rank."""
+    """Some updates in a row: how many, the seconds that they took and waited for their batches, on any rank."""
 
     updates: int
     seconds: float
     waited: float
+    grew: bool  # other worker processes have started in it
 
     @property
     def update_s(self) -> float:
         return self.seconds / self.updates
 
 
-@dataclass
-class Pace:
-    """The updates of a training so far, in windows.
+def _settled(windows: Sequence[Window]) -> Sequence[Window]:
+    """The windows since all workers make batches. The first holds what happens once (kernels are tried out, memory
+    grows), and the first batch, for which worker processes start. Others may start while batches are waited for, and
+    take as long until they have made one."""
+    since, starting_s = 1, 0.0
+    for number, window in enumerate(windows[1:], 1):
+        starting_s = windows[0].waited if window.grew else starting_s - window.seconds
+        if window.grew or starting_s > 0:
+            since = number + 1
+    return windows[since:]
 
-    The first window holds what happens once (kernels are tried out, memory grows), and the first batch, for which
-    worker processes start. Others may start while batches are waited for, and take as long until they have made one.
-    """
 
-    ready: float  # batches that may lie ready before they are asked for
-    windows: list[Window] = field(default_factory=list)  # all of them but the first
-    _start_s: float | None = None
-    _since: int = 0
-    _starting_s: float = 0.0
+def _is_steady(windows: Sequence[Window], ready: float, late: bool = False) -> bool:
+    """Whether the last windows have the pace that the training keeps, where so many batches may lie `ready` before they
+    are asked for. It is `late` where there is no time to see whether these hide a loader that is a little too slow."""
+    settled_windows = _settled(windows)
+    last_windows = settled_windows[-_WINDOWS_ALIKE:]
+    if len(last_windows) < _WINDOWS_ALIKE:
+        return False
+    half = _WINDOWS_ALIKE // 2
+    faster, slower = sorted((_update_s(last_windows[:half]), _update_s(last_windows[half:])))
+    if faster < (1 - _WITHIN) * slower:
+        return False
+    waits = all(window.waited > _WAITING * window.seconds for window in last_windows)
+    return waits or late or sum(window.updates for window in settled_windows) >= _TIMES_READY * ready
 
-    def add(self, window: Window, grew: bool = False) -> None:
-        """A window has ended, in which other worker processes may have started."""
-        if self._start_s is None:
-            self._start_s = window.waited
-            return
-        self.windows.append(window)
-        self._starting_s = self._start_s if grew else self._starting_s - window.seconds
-        if grew or self._starting_s > 0:
-            self._since = len(self.windows)
 
-    def is_steady(self, late: bool = False) -> bool:
-        """Whether the last windows have the pace that the training keeps. It is `late` where there is no time to see
-        whether batches that lie ready hide a loader that is a little too slow.
-        """
-        since = self.windows[self._since :]
-        last = since[-_WINDOWS_ALIKE:]
-        if len(last) < _WINDOWS_ALIKE:
-            return False
-        half = _WINDOWS_ALIKE // 2
-        faster, slower = sorted((_update_s(last[:half]), _update_s(last[half:])))
-        if faster < (1 - _WITHIN) * slower:
-            return False
-        waits = all(window.waited > _WAITING * window.seconds for window in last)
-        return waits or late or sum(window.updates for window in since) >= _TIMES_READY * self.ready
-
-    def counted(self) -> Sequence[Window]:
-        """The windows that tell the pace: the last ones and all before them that are as fast, or, as long as there is
-        none, the later half of those since workers started."""
-        since = self.windows[self._since :] or self.windows[-1:]
-        if not self.is_steady(late=True):
-            return since[len(since) // 2 :]
-        pace = _update_s(since[-_WINDOWS_ALIKE:])
-        as_fast = takewhile(
-            lambda window: abs(window.update_s - pace) <= _NEAR * pace, reversed(since[:-_WINDOWS_ALIKE])
-        )
-        return since[-_WINDOWS_ALIKE - len(list(as_fast)) :]
+def _counted(windows: Sequence[Window]) -> Sequence[Window]:
+    """The windows that tell the pace: the last ones and all before them that are as fast, or, as long as there is none,
+    the later half of those since workers started."""
+    settled_windows = _settled(windows) or windows[1:][-1:]
+    if not _is_steady(windows, 0.0, late=True):
+        return settled_windows[len(settled_windows) // 2 :]
+    pace_s = _update_s(settled_windows[-_WINDOWS_ALIKE:])
+    before = reversed(settled_windows[:-_WINDOWS_ALIKE])
+    as_fast = takewhile(lambda window: abs(window.update_s - pace_s) <= _NEAR * pace_s, before)
+    return settled_windows[-_WINDOWS_ALIKE - len(list(as_fast)) :]
 
 
 def _update_s(windows: Sequence[Window]) -> float:
@@ -157,9 +145,8 @@ def examine(session: Session, budget: Budget, *, trials: bool = True, folder: Pa
     if folder is not None:
         facts = _with_checkpoints(session, facts, folder, budget)
     busy_cores = max((rank.load.others_cores or 0.0 for rank in facts.ranks if rank.load is not None), default=0.0)
-    make = partial(set_up, keep=session.profiles is not None)
     ready_s = facts.update_s - facts.wait_s
-    compute_s, tried = try_changes(session, make, budget, update_s=ready_s, taken=busy_cores, wanted=trials)
+    compute_s, tried = try_changes(session, budget, update_s=ready_s, taken=busy_cores, wanted=trials)
     if compute_s is not None:
         if any(trial.threads is not None and trial.threads < facts.threads <= facts.cores for trial in tried):
             # Others have cores of its threads, and an update takes now twice, now five times as long: the mean of many.
@@ -186,61 +173,54 @@ def _measure_updates(session: Session, budget: Budget) -> Facts:
     """The facts that updates tell which run with their input, as they come, once they have their pace."""
     ranks, recipe = session.ranks, session.recipe
     step = session.step()
-    watch = Observation(session, watched=_WATCHED, separate=(), last=max(_WATCHED), gpu=True, remembered=None)
+    recorder = Recorder(session, _WATCHED, remembered=None)
+    watch = Watch(recorder, gpu=True)
     samples = max(1, len(session.division.positions(ranks.sample_rank)))
-    pace = Pace(max(ranks.gather(samples_ahead(samples) / samples if watch.workers else 0.0)))
-    part = budget.part(_UPDATES_PART)
+    ready = max(ranks.gather(samples_ahead(samples) / samples if session.workers else 0.0))
+    part, windows = budget.part(_UPDATES_PART), list[Window]()
     window_s, number, done, bad = part.seconds / _WINDOWS, 1, 0, set[int]()
     budget.tell("timing updates")
-
-    def more_workers(number: int) -> None:
-        watch.workers = number
-
-    with closing(session.batches(0, _MOST, more_workers)) as batches:
+    with closing(session.batches(0, _MOST)) as batches:
         while True:
-            began, waited, workers = time.perf_counter(), 0.0, watch.workers
+            began, waited, workers = time.perf_counter(), 0.0, session.workers
             for place in range(number):
-                watch.ask()
-                made = next(batches)
-                waited += watch.got()
-                bad.update(sample for sample, _ in made.bad)
-                with watch.update(step):
-                    result = step(made, done)
+                recorder.ask(done)
+                # The host of a GPU may be ahead of it by many updates.
+                update = recorder.update(step, next(batches), done, waits=place == number - 1)
+                waited += update.wait_s
+                bad.update(sample for _, sample, _ in update.unreadable)
                 done += 1
-                if place == number - 1:  # the host of a GPU may be ahead of it by many updates
-                    wait_for(session.device)
-                watch.add(result)
-            mine = time.perf_counter() - began, waited, watch.workers > workers
-            spans, waits, grew = zip(*ranks.gather(mine), strict=True)  # all know the same
-            window = Window(number, max(spans), max(waits))
-            pace.add(window, any(grew))
+            seconds_here = time.perf_counter() - began, waited, session.workers > workers
+            spans, waits, grew = zip(*ranks.gather(seconds_here), strict=True)  # all know the same
+            window = Window(number, max(spans), max(waits), any(grew))
+            windows.append(window)
             budget.tell(f"timing updates, {per_second(recipe.batch / window.update_s)} images a second so far")
             if done == 1:
                 if not budget.allows(window.update_s):
                     break
                 watch.begin()
-            elif pace.is_steady(late=not part.allows(part.seconds / 2)) or not part.allows(window.update_s):
+            elif _is_steady(windows, ready, not part.allows(part.seconds / 2)) or not part.allows(window.update_s):
                 break
             # No more than four times as many as in the window before, which may have been faster than usual.
             fitting = math.ceil(min(window_s, part.left) / max(window.update_s, 1e-9))
             number = ranks.broadcast(max(1, min(fitting, 4 * number)))
         watch.look()
-    counted = sum(window.updates for window in pace.counted()) or 1
-    facts = watch.facts(watch.conclude(session.scored, None), since=watch.num - counted)
+    counted = sum(window.updates for window in _counted(windows)) or 1
+    facts = watch.facts(compare(recorder, session.scored, None), counted)
     unread = len(set().union(*ranks.gather(bad)))
     told = f"{plural(unread, 'picture')} cannot be read: convoy data {recipe.data.path} --check names them, and others."
-    return replace(facts, notes=(*_of_few(facts, counted, pace), *([told] if unread else [])))
+    return replace(facts, notes=(*_of_few(facts, counted, windows), *([told] if unread else [])))
 
 
-def _of_few(facts: Facts, counted: int, pace: Pace) -> tuple[str, ...]:
+def _of_few(facts: Facts, counted: int, windows: Sequence[Window]) -> tuple[str, ...]:
     """What to say where there was no time to see the pace that a training keeps."""
-    if not pace.windows:
+    if len(windows) == 1:
         return (f"The first update took {seconds(facts.update_s)}, and was the only one that there was time for.",)
-    if pace.is_steady(late=True):
+    if _is_steady(windows, 0.0, late=True):
         return ()
     if counted < _FEW:
         return (f"An update takes {seconds(facts.update_s)}, so that only {plural(counted, 'update')} could be timed.",)
-    rates = [facts.batch / window.update_s for window in pace.counted()]
+    rates = [facts.batch / window.update_s for window in _counted(windows)]
     between = f"{per_second(min(rates))} to {per_second(max(rates))} images a second"
     return (f"The pace changed as long as there was time to look: {between}.",)
 
@@ -307,7 +287,7 @@ def _checkpoint_s(session: Session, every: int, facts: Facts, folder: Path, part
     ranks = session.ranks
     fitting = ranks.broadcast(max(1, int(part.left / _RUNS / facts.update_s)))
     step, between = session.step(), min(every, fitting)
-    batch = random_batch(step, session.image_shape, session.device)
+    batch = random_batch(step)
 
     def updates() -> float:
         ranks.barrier()
