@@ -39,7 +39,6 @@ def _even(dtype, group):
         assert torch.equal(collectives.all_gather(everyones[rank], group), everyones)
         rows = torch.stack([_of(10 * rank + r, *shape, dtype=dtype) for r in range(ranks)])
         columns = torch.stack([_of(10 * r + rank, *shape, dtype=dtype) for r in range(ranks)])
-        assert torch.equal(collectives.all_to_all(rows, group), columns)
         assert torch.equal(collectives.reduce_scatter(rows, group), columns.sum(0).to(dtype))
         z = collectives.broadcast(everyones[rank].clone(), group, source=1)
         assert torch.equal(z, everyones[1])
@@ -118,29 +117,9 @@ def test_one_rank_alone():
     assert collectives.size(None) == 1
     assert collectives.all_reduce(x, None) is x and collectives.broadcast(x, None) is x
     assert torch.equal(collectives.all_gather(x, None), x[None])
-    assert torch.equal(collectives.all_to_all(x[None], None), x[None])
     assert torch.equal(collectives.reduce_scatter(x[None], None), x)
     assert torch.equal(collectives.exchange([x], [(3,)], None)[0], x)
     assert collectives.gather_ints([4, 2], None) == [[4, 2]]
-
-
-def _compiled():
-    group, rank = dist.group.WORLD, dist.get_rank()
-
-    def run(x):
-        y = collectives.all_reduce(x * 1, group)
-        y = y + collectives.all_gather(x, group).sum(0)
-        y = y + collectives.reduce_scatter(torch.stack([x, 2 * x]), group)
-        first, second = collectives.exchange([x[: rank + 1], x[: rank + 1]], [(1,), (2,)], group)
-        return y + first.sum() + second.sum()
-
-    x = _of(rank, 4)
-    torch.testing.assert_close(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x))
-
-
-@pytest.mark.slow
-def test_the_private_functional_collectives_of_torch_are_still_there():
-    run_ranks(_compiled, 2, timeout=120)
 
 
 def _numbers_of_gpus():

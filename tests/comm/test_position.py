@@ -31,15 +31,6 @@ def test_a_group_may_end_while_its_state_is_read() -> None:
     assert ledger.state() == {}
 
 
-def test_what_is_done_is_forgotten_and_little_is_shown() -> None:
-    ledger, done = Ledger(), set[int]()
-    for number in range(1, 41):
-        ledger.add("group", lambda: [0], "exchange", lambda number=number: number in done)
-    done |= {1, 2, 4}
-    members, count, unfinished = ledger.state()["group"]
-    assert (members, count, [number for number, _, _ in unfinished]) == ([0], 40, [3, *range(5, 20)])
-
-
 class Nccl(dist._Work):
     """Work that forbids to be asked itself, with the result that NCCL's thread completes."""
 

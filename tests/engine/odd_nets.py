@@ -35,18 +35,10 @@ def _without_first(x: Tensor) -> Tensor:
 COUPLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x - x.mean(0),
     "softmax": lambda x: x * torch.softmax(x, 0),
-    "cumsum": lambda x: x + x.cumsum(0),
     "flip": lambda x: x + x.flip(0),
-    "roll": lambda x: x + x.roll(1, 0),
-    "std": lambda x: x / (x.std(0) + 1),
     "gram": lambda x: x + 0.1 * (x @ x.t()) @ x,
     "size": lambda x: x * x.shape[0],
-    "sort": lambda x: x + x.sort(0)[0],
-    "largest": lambda x: x - x.max(0)[0],
     "first": lambda x: x - x[:1],
-    "neighbour": lambda x: x + torch.cat([x[1:], x[:1]]),
-    "norm": lambda x: x / x.norm(),
-    "flat": lambda x: x + x.reshape(-1).cumsum(0).view_as(x),
     "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
     "einsum": lambda x: x + 0.1 * torch.einsum("bi,bj,cj->ci", x, x, x),
 }
@@ -79,20 +71,14 @@ def coupled(couple: Callable[[Tensor], Tensor], gives: str = "") -> Callable[[],
 
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "normalize": lambda x: F.normalize(x, dim=1),
-    "flip": lambda x: x.flip(3),
     "cumsum": lambda x: x.cumsum(2),
-    "roll": lambda x: x.roll((1, 1), (2, 3)),
-    "sort": lambda x: x.sort(3)[0],
     "topk": lambda x: x.topk(2, dim=2)[0],
-    "std": lambda x: x / (x.std((2, 3), keepdim=True) + 1),
-    "repeat": lambda x: x.repeat_interleave(2, dim=2),
     "patches": lambda x: F.fold(F.unfold(x, 3), (6, 6), 3),
-    "windows": lambda x: x.unfold(2, 3, 1).mean(-1),
     "attention": lambda x: F.scaled_dot_product_attention(x, x * 2, x + 1),
     "one head's keys": lambda x: F.scaled_dot_product_attention(x, x[:, :1], x[:, 1:2] + 1),
 }
 """Calls without a rule of their own, which mix some dimensions and not others."""
-BIASED = {"a bias": (1, 4, 6, 6), "one bias": (6, 6), "each head's bias": (4, 6, 6)}
+BIASED = {"a bias": (1, 4, 6, 6), "one bias": (6, 6)}
 """Attention with a parameter of some shape as its mask."""
 
 
@@ -118,18 +104,17 @@ def relu_of_a_view(net: Layers, x: Tensor) -> Tensor:
     return y.flatten(2).relu() + y.flatten(2).exp()
 
 
-OVERWRITING: dict[str, tuple[Work, int]] = {
-    "relu of conv": (lambda net, x: F.relu(net.conv(x)), 1),
-    "relu of norm": (lambda net, x: F.relu(net.norm(net.conv(x)), inplace=True), 1),
-    "relu of sum": (lambda net, x: F.relu(net.norm(net.conv(x)) + net.other(x)), 2),
-    "relu of joined": (lambda net, x: torch.cat([net.conv(x), net.other(x)], 1).relu(), 1),
-    "sum with a vector": (lambda net, x: net.conv(x).mean((2, 3), keepdim=True) + net.other(x), 1),
-    "relu of relu": (lambda net, x: F.relu(F.relu(net.conv(x))), 1),  # of the inner one's output comes its gradient
-    "read twice": (read_twice, 0),
-    "relu of a view": (relu_of_a_view, 0),
-    "relu of the images": (lambda net, x: net.conv(F.relu(x)), 0),
+OVERWRITING: dict[str, Work] = {
+    "relu of norm": lambda net, x: F.relu(net.norm(net.conv(x)), inplace=True),
+    "relu of sum": lambda net, x: F.relu(net.norm(net.conv(x)) + net.other(x)),
+    "relu of joined": lambda net, x: torch.cat([net.conv(x), net.other(x)], 1).relu(),
+    "sum with a vector": lambda net, x: net.conv(x).mean((2, 3), keepdim=True) + net.other(x),
+    "relu of relu": lambda net, x: F.relu(F.relu(net.conv(x))),  # of the inner one's output comes its gradient
+    "read twice": read_twice,
+    "relu of a view": relu_of_a_view,
+    "relu of the images": lambda net, x: net.conv(F.relu(x)),
 }
-"""What a network does, and how many of its calls may overwrite an input."""
+"""What may be overwritten, and what must not be."""
 
 
 def _between_heads(net: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -325,7 +310,7 @@ ODD_NETS: dict[str, Callable[[], nn.Module]] = {
     **{f"unseen, gives {gives}": coupled(UNSEEN["choice"], gives) for gives in ("scalar", "vector")},
     "gives weight": coupled(lambda x: x, "weight"),
     **{f"calls {kind}": between(kind) for kind in (*CALLS, *BIASED)},
-    **{kind: (lambda work=work: Layers(work)) for kind, (work, _) in OVERWRITING.items()},
+    **{kind: (lambda work=work: Layers(work)) for kind, work in OVERWRITING.items()},
     **GIVEN,
     "joined": Joined,
     "pools": Pools,

@@ -5,15 +5,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
-from exactness import all_distances, build
+from exactness import all_distances
 from odd_nets import BIASED, CALLS, COUPLINGS, GIVEN, OVERWRITING, STAGED, UNSEEN
 
-from convoy.engine.program import overwriting
 from convoy.ops.memory import Readers
-from convoy.planner import workload_of
 from convoy.plans.plan import Plan
-from convoy.plans.traffic import transfer_traffic
 from ranks import RankFailed, replace_processes, run_ranks
 from small_nets import SMALL_NETS
 
@@ -78,7 +74,7 @@ CASES: dict[str, Cases] = {
         *((net, {}) for net in ("dense", "dropping")),
         ("dense", PARTS),
         *((f"calls {kind}", ODD) for kind in (*CALLS, *BIASED)),
-        *((net, TURNS) for net in ("permuted", "unseen choice", "training heads")),
+        *((net, TURNS) for net in ("permuted", "unseen choice")),
     ],
     "sample=2 and coupled samples": [
         *((f"coupled by {kind}", ODD) for kind in COUPLINGS),
@@ -92,8 +88,8 @@ CASES: dict[str, Cases] = {
         ("joined", PARTS),
         *((f"calls {kind}", ODD) for kind in (*CALLS, *BIASED)),
         *((kind, ODD) for kind in ("weight", "spectral beside weight", "instance norm that tracks", "by hand")),
-        *((kind, ODD) for kind in ("relu of joined", "read twice", "relu of a view", "unseen part", "unseen choice")),
-        *((net, TURNS) for net in ("dense", "training heads", "shuffle")),
+        *((kind, ODD) for kind in ("relu of joined", "relu of a view", "unseen part")),
+        *((net, TURNS) for net in ("dense", "training heads")),
     ],
     "filter=3": [("dense", {}), ("shuffle", {})],
     "filter=4": [("lenet", {})],
@@ -149,7 +145,7 @@ def as_on_a_gpu(cases: Any) -> list[dict[str, float]]:
         return all_distances(cases)
 
 
-@pytest.mark.parametrize(("plan", "microbatches"), [("sample=3", 3), ("height=2", 1), ("sample=2,filter=2", 3)])
+@pytest.mark.parametrize(("plan", "microbatches"), [("height=2", 1), ("sample=2,filter=2", 3)])
 def test_batch_norm_as_on_a_gpu_is_exact(plan: str, microbatches: int) -> None:
     """With the ReLU that follows in the same operation; the reference is the plain layer."""
     check(plan, [("dense", PARTS | {"microbatches": microbatches})], as_on_a_gpu)
@@ -167,14 +163,10 @@ def test_channels_in_uneven_parts_are_exact_between_hosts() -> None:
 
 SABOTAGED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("local batch norm", "dense", "sample=2", {}),
-    ("local batch norm", "dense", "sample=2", {"microbatches": 3}),
     ("unweighted mean", "dense", "sample=2", {}),
-    ("missing gradient sum", "dense", "sample=2", {}),
     ("missing gradient sum", "dense", "height=2", {}),
-    *((f"missing backward reduction:{which}", "dense", "filter=2", {}) for which in range(5)),
-    *((f"missing backward reduction:{which}", "dense", "height=2", {}) for which in range(3)),
-    ("wrong dropout key", "dropping", "sample=2", {}),
-    ("wrong dropout key", "dropping", "filter=2", {}),
+    *((f"missing backward reduction:{which}", "dense", "filter=2", {}) for which in (0, 3)),
+    ("missing backward reduction:1", "dense", "height=2", {}),
     ("wrong dropout key", "dropping", "height=2", {"microbatches": 3}),
     ("careless overwriting", "read twice", "sample=2", {}),
 ]
@@ -195,39 +187,6 @@ def unnoticed() -> list[str]:
 
 def test_every_sabotage_is_noticed_on_every_rank() -> None:
     assert run_ranks(unnoticed, 2, timeout=150) == [[], []]
-
-
-def test_samples_that_a_rank_would_couple_by_itself_are_noticed() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(5, 4, dtype=torch.float64)
-    for kind, couple in [*COUPLINGS.items(), *((k, c) for k, c in UNSEEN.items() if k != "choice")]:
-        assert (torch.cat([couple(x[:3]), couple(x[3:])]) - couple(x)).abs().max() > 1e-3, kind
-
-
-def placement_of(net: str, plan: str) -> Any:
-    model, shape = build(net)
-    return workload_of(model, torch.zeros(4, *shape, dtype=torch.float64), 4).place(Plan.parse(plan))
-
-
-ALONG_CHANNELS = {"flip", "cumsum", "roll", "sort", "topk", "std", "repeat", "windows", "attention", *BIASED}
-
-
-def test_a_call_without_a_rule_moves_nothing_along_dimensions_that_it_does_not_mix() -> None:
-    for kind in (*CALLS, *BIASED):
-        for plan in ("sample=2", "filter=2"):
-            placement = placement_of(f"calls {kind}", plan)
-            opaque = {call.name for call in placement.graph.calls if call.op == "opaque"}
-            assert opaque, kind
-            sent = [each for each in transfer_traffic(placement) if each.call in opaque]
-            is_silent = not sum(rank.forward for each in sent for rank in each.ranks)
-            assert is_silent == (plan == "sample=2" or kind in ALONG_CHANNELS), kind
-
-
-def test_calls_overwrite_what_nobody_else_reads_and_only_that() -> None:
-    for kind, (_, number) in OVERWRITING.items():
-        placement = placement_of(kind, "serial")
-        readers = Readers(placement.graph, placement.outputs)
-        assert sum(overwriting(placed, readers) is not None for placed in placement.calls) == number, kind
 
 
 PLANS = ["sample=2", "sample=3", "filter=2", "filter=3", "channel=2", "height=2", "height=3", "width=2", "stage=2"]

@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from exactness import worst_gradient
 from odd_nets import base
-from own_loops import IMAGES, LABELS, PLANS, far, loss_of, rank, ranks_net, small, train, world_of
+from own_loops import IMAGES, LABELS, far, loss_of, rank, ranks_net, small, train, world_of
 from torch import Tensor, nn
 
 import convoy
 from convoy.engine import network as network_module
-from convoy.engine.gradients.divided import DividedGradient, plain
+from convoy.engine.gradients.divided import plain
 from convoy.engine.network import network_of
 from convoy.engine.output import _UndoScale
 from convoy.errors import ConvoyError
@@ -132,11 +132,11 @@ def accumulated(plan: str, sizes: tuple[int, ...] = (5, 3, 4)) -> Pair:
 
 BODIES: list[tuple[Callable[..., Pair], list[str], tuple[Any, ...]]] = [
     (called, ["serial", "sample=2", "filter=2"], ()),
-    (cast, ["serial", "sample=2", "filter=2", "height=2"], ()),
+    (cast, ["sample=2", "filter=2"], ()),
     (parts_of_the_loss, ["sample=2", "filter=2", "owt=2"], ()),
     (running, ["filter=2"], ("microbatch",)),  # a pass is one microbatch
     (running, ["sample=2"], ("local",)),
-    (accumulated, ["sample=2", "filter=2", "owt=2", "sample=2,filter=2", "serial"], ()),
+    (accumulated, ["sample=2", "owt=2", "serial"], ()),
     (accumulated, ["sample=2"], ((1, 4, 1),)),
 ]
 
@@ -196,7 +196,7 @@ def perturbed(plan: str, undo_all: bool = False) -> float:
 def test_networks_feed_each_other_and_are_fed_by_what_is_trained_beside_them() -> None:
     for plan, share, mean in (("sample=2", 4, False), ("sample=2", 3, True), ("filter=2", 4, True)):
         assert max(run_ranks(chained, 2, plan, share, mean)) < 1e-8, plan  # through two networks, and back
-    for plan in PLANS:
+    for plan in ("sample=2", "height=2"):
         assert max(run_ranks(perturbed, 2, plan)) < 1e-9, plan
     try:
         assert min(run_ranks(chained, 2, "sample=2", 4, False, False)) > 0.1, "shares count twice"
@@ -281,28 +281,8 @@ def looked_into() -> None:
     torch.testing.assert_close(convoy.gradients(net)["0.weight"], 2 * whole)
 
 
-def broken_off() -> None:
-    net, mine = ranks_net("filter=2")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-    def fail(gradients: tuple[Tensor, ...]) -> None:
-        raise ZeroDivisionError
-
-    accumulator, _ = net[0].weight.view_as(net[0].weight).grad_fn.next_functions[0]
-    handle = accumulator.register_prehook(fail)
-    with pytest.raises(ZeroDivisionError):
-        loss_of(net, mine).backward()
-    handle.remove()
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss_of(net, mine).backward()
-        assert isinstance(net[0].weight.grad, DividedGradient)
-        optimizer.step()
-
-
 def test_gradients_of_parts_answer_for_the_whole_or_refuse() -> None:
     run_ranks(looked_into, 2)
-    run_ranks(broken_off, 2)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -143,15 +143,11 @@ MANY = {"names": (*SMALL_NETS, "drops")}
     [
         ("height=2", "sync", {}),
         ("filter=2", "local", {}),
-        ("serial", "sync", {"in_flight": 3}),
         ("sample=2", "microbatch", {"in_flight": 3}),
         ("serial", "microbatch", {"as on a GPU": True}),
         ("sample=2", "sync", {"as on a GPU": True}),
-        ("stage=2", "microbatch", THREE | {"schedule": "1f1b"}),
-        ("stage=2", "microbatch", THREE | {"schedule": "gpipe", "recompute": SOME}),
-        ("stage=2,sample=2", "sync", {"microbatches": 1, "schedule": "1f1b"}),
+        ("stage=2", "microbatch", THREE | {"schedule": "1f1b", "recompute": SOME}),
         pytest.param("sample=2,filter=2", "microbatch", MANY, marks=pytest.mark.slow),
-        pytest.param("channel=2", "sync", MANY, marks=pytest.mark.slow),
     ],
 )
 def test_the_bits_are_the_same(plan: str, batch_norm: str, options: dict[str, Any]) -> None:
@@ -162,17 +158,8 @@ def test_the_bits_are_the_same(plan: str, batch_norm: str, options: dict[str, An
 def test_a_pass_in_anothers_context_and_statistics_that_are_noted_twice_are_noticed() -> None:
     different, _ = run_ranks(compared, 1, "serial", "microbatch", {"in_flight": 3, "sabotage": "context"})[0]
     assert any(key.startswith("gradient") for key in different)
-    assert not any(key.startswith("loss 0") for key in different)
-    staged = {"microbatches": 3, "schedule": "1f1b", "sizes": (6, 6)}
-    (first, _), (last, _) = run_ranks(compared, 2, "stage=2", "microbatch", staged | {"sabotage": "context"})
-    assert any(key.startswith("gradient 0") for key in first) and "loss 0 0" not in last
-    for plan, batch_norm, options in [
-        ("serial", "sync", {}),
-        ("serial", "microbatch", {}),
-        ("stage=2", "microbatch", staged),
-    ]:
-        for different, _ in run_ranks(compared, world_of(plan), plan, batch_norm, options | {"sabotage": "recording"}):
-            assert all(any(word in key for key in different) for word in ("running_mean", "num_batches_tracked"))
+    different, _ = run_ranks(compared, 1, "serial", "sync", {"sabotage": "recording"})[0]
+    assert all(any(word in key for key in different) for word in ("running_mean", "num_batches_tracked"))
 
 
 def asking() -> None:
@@ -218,19 +205,3 @@ def test_some_layers_evaluation_and_autocast() -> None:
         losses[-1].backward()
         losses += [p.grad for p in each.parameters()]
     assert all(map(torch.equal, losses[: len(losses) // 2], losses[len(losses) // 2 :]))
-
-
-def compiled() -> float:
-    found, compile = [], torch.compile
-    for recompute in (False, ["blocks.1.*"]):
-        net = made("drops", "sample=2", recompute, compile=True, batch_norm="local")
-        with patch.object(torch, "compile", lambda function, **_: compile(function, backend="aot_eager")):
-            found.append(train(net, sizes=(6,)))
-        assert bool(num_stretches(net)) == bool(recompute)
-    without, again = found
-    return max((without[key] - again[key]).abs().nan_to_num().max().item() for key in without if without[key].numel())
-
-
-@pytest.mark.slow
-def test_compiled() -> None:
-    assert max(run_ranks(compiled, 2, timeout=120)) < 1e-12

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import itertools
 import os
 from typing import Any
 
@@ -16,10 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import convoy
 from convoy.engine.network import Network, network_of
 from convoy.engine.parallelize import own_state
-from convoy.engine.shards import cut
 from convoy.errors import ConvoyError
-from convoy.plans.layout import Layout, Split, balanced
-from convoy.plans.mesh import Mesh
 from ranks import run_ranks
 from small_nets import SMALL_NETS
 
@@ -86,21 +82,6 @@ def tied(plan: str) -> None:
 def test_a_state_is_loaded_where_it_fits() -> None:
     for body, plan in ((states, "filter=2"), (states, "owt=2"), (tied, "sample=2"), (tied, "channel=2")):
         run_ranks(body, 2, plan)
-
-
-def test_a_ranks_part_lies_in_memory_as_the_whole_does() -> None:
-    """A convolution by a part keeps its images as they are."""
-    mesh = Mesh(("gpu",), (2,))
-    formats = (torch.contiguous_format, torch.channels_last)
-    for dim, kernel, memory_format in itertools.product((0, 1), (1, 3), formats):
-        weight = torch.randn(8, 6, kernel, kernel).to(memory_format=memory_format)
-        part = cut(weight, Layout.of({dim: Split((0,), balanced(weight.shape[dim], 2))}), mesh, (1,))
-        images = torch.randn(2, part.shape[1], 5, 5).to(memory_format=memory_format)
-        assert F.conv2d(images, part).is_contiguous(memory_format=memory_format)
-        assert torch.equal(part, weight.chunk(2, dim)[1])
-        depthwise = weight[:, :1].contiguous(memory_format=memory_format)
-        part = cut(depthwise, Layout.of({0: Split((0,), balanced(8, 2))}), mesh, (0,))
-        assert part.stride() == depthwise.stride()
 
 
 def optimizer_states(plan: str, kind: str) -> str | None:
@@ -219,19 +200,3 @@ def test_what_no_graph_can_say_runs_beside_kernels_too(monkeypatch: pytest.Monke
         images = PICTURES.repeat(copies, 1, 1, 1)
         assert torch.equal(net(images, **options), plain(images, **options))
         assert all(map(torch.equal, net.buffers(), plain.buffers()))
-
-
-def test_statistics_of_announced_microbatches_are_left_to_the_engine() -> None:
-    net = convoy.parallelize(build("shuffle"), "serial", example=PICTURES, batch_norm="microbatch")
-    network, mean = network_of(net), net.stem[1].running_mean
-    before = mean.clone()
-    network.context.enter(0, 0, (len(PICTURES),), PICTURES.device)
-    network.samples = (len(PICTURES),)
-    net(PICTURES)
-    assert torch.equal(mean, before)
-    network.context.statistics.fold()
-    assert not torch.equal(mean, before)
-    after = mean.clone()
-    network.samples = None  # nobody announces passes: each brings them up to date
-    net(PICTURES)
-    assert not torch.equal(mean, after)

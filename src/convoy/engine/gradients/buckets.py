@@ -76,9 +76,3 @@ def laid_out(gradient: Tensor, like: Tensor) -> Tensor:
         return gradient
     target = shaped(torch.empty(like.numel(), dtype=gradient.dtype, device=gradient.device), like)
     return gradient if gradient.stride() == target.stride() else target.copy_(gradient)
-
-
-def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy many small tensors."""
-    if targets:
-        torch._foreach_copy_(targets, sources)

@@ -9,6 +9,9 @@ addition; in bfloat16, with its 8 bits of precision, that is an error of about 0
 corrects afterwards.
 
 Local SGD is approximate too: ranks train by themselves and average their weights now and then.
+
+The end of a backward pass is known to torch's engine alone, which tells it to `queue_callback`, a private function that
+DistributedDataParallel rests on too; which pass is running, to another. They are used here and nowhere else.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,24 +19,75 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from convoy.comm.collectives import Group, Pending, gather_ints, place, start_all_reduce
+from convoy.comm.collectives import Group, Pending, gather_ints, start_all_reduce
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
-from convoy.engine.gradients.backward import BackwardWatch, at_end_of_backward
-from convoy.engine.gradients.buckets import (
-    ReduceScatter,
-    copy_all,
-    flat,
-    is_dense,
-    laid_out,
-    own_piece,
-    pieces_of,
-    shaped,
-)
+from convoy.engine.gradients.buckets import flat, is_dense, laid_out, shaped
 from convoy.errors import ConvoyError
 from convoy.plans.buckets import Bucket, Item, Sizes, plan_buckets
 from convoy.plans.mesh import Axes
+
+_engine = torch.autograd.Variable._execution_engine
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward pass that is running now is done; its errors become those of `backward()`."""
+
+    def called() -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # `.grad` may be a DividedGradient
+            callback()
+
+    _engine.queue_callback(called)
+
+
+def current_backward() -> int:
+    """A number for the backward pass that is running in this thread, another one for every pass; -1 for none."""
+    return torch._C._current_graph_task_id()
+
+
+class BackwardWatch:
+    """Calls `before(i)` and `after(i)` around the addition of a gradient to `parameters[i].grad`."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], before: Callable[[int], None], after: Callable[[int], None]
+    ) -> None:
+        self._before = before
+        self._after = after
+        self._announced = [False] * len(parameters)
+        # The nodes must be kept: a parameter itself holds its own only weakly, and the hook would go with it.
+        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+        self._handles = [node.register_prehook(self._before_hook(i)) for i, node in enumerate(self._nodes)]
+        self._handles += [
+            parameter.register_post_accumulate_grad_hook(self._after_hook(i)) for i, parameter in enumerate(parameters)
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._nodes = []
+
+    def _before_hook(self, i: int) -> Callable[[Sequence[Tensor]], None]:
+        def hook(gradients: Sequence[Tensor]) -> None:
+            self._announced[i] = True
+            with torch._C.DisableTorchFunctionSubclass():  # `.grad` may be a DividedGradient
+                self._before(i)
+
+        return hook
+
+    def _after_hook(self, i: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if not self._announced[i]:
+                raise RuntimeError(
+                    f"parameter {i} of shape {tuple(parameter.shape)} was cast or moved after its gradients had been "
+                    "registered for reduction: move and cast the model before it is made parallel"
+                )
+            self._announced[i] = False
+            with torch._C.DisableTorchFunctionSubclass():
+                self._after(i)
+
+        return hook
 
 
 def largest(numbers: Sequence[int], group: Group) -> list[int]:
@@ -89,8 +143,7 @@ class GradientReducer:
 
     All ranks make it at the same time, with the same parameters, each with the axes over which its gradient is added
     (none leaves it alone), and run the same number of backward passes. `sizes` are those of the messages; `compress`
-    sends gradients in that type, which is approximate. With `scatter`, for `ShardedOptimizer`, a rank gets only its own
-    piece of the sum of a large gradient, and the rest of its `.grad` has no meaning.
+    sends gradients in that type, which is approximate.
     """
 
     def __init__(
@@ -100,13 +153,10 @@ class GradientReducer:
         *,
         sizes: Sizes | None = None,
         compress: torch.dtype | None = None,
-        scatter: bool = False,
     ) -> None:
-        assert not (compress and scatter), "pieces are not compressed"
         shared = [(p, axes) for p, axes in parameters if p.requires_grad and groups.of(axes) is not None]
         self._made_with = shared, groups, sizes, compress
         self.parameters = [parameter for parameter, _ in shared]
-        self.scatter = scatter
         self._groups = groups
         self._compress = compress
         self._paused = False
@@ -156,25 +206,8 @@ class GradientReducer:
         if self._watch is not None and self._running:
             self._finish()
 
-    def scattered(self, i: int) -> bool:
-        """Whether a rank has only its own piece of the gradient of `parameters[i]`."""
-        return self.scatter and self._items[i].bytes >= self._sizes.alone
-
-    def group(self, i: int) -> Group:
-        return self._groups.of(self._items[i].axes)
-
-    def own_gradients(self) -> dict[nn.Parameter, tuple[Tensor, Axes]]:
-        """This rank's piece of every gradient that `scatter` has divided, and the axes that divide it."""
-        return {
-            p: (own_piece(flat(laid_out(p.grad, p)), self.group(i)), self._items[i].axes)
-            for i, p in enumerate(self.parameters)
-            if p.grad is not None and self.scattered(i)
-        }
-
     def anew(self) -> "GradientReducer":
         """Another one in place of this, for parameters that have been cast or moved. All ranks call it."""
-        if self.scatter:
-            raise ConvoyError("the optimizer's state is divided over ranks: cast or move the network before that")
         if any(not parameter.requires_grad for parameter in self.parameters):
             raise ConvoyError(
                 "a parameter was frozen after convoy.parallelize, and the network cast or moved: set requires_grad, "
@@ -197,27 +230,13 @@ class GradientReducer:
     def _begin(self) -> None:
         self._running = False
         self._seen: dict[int, None] = {}
-        self._pending: list[Pending | ReduceScatter | CompressedSum] = []
+        self._pending: list[Pending | CompressedSum] = []
         self._queue.begin()
 
     def _before(self, i: int) -> None:
         """What is in `.grad` already has been added over the ranks: see that it counts once."""
-        if self._fresh[i]:
-            return
-        if self.scattered(i):
-            self._keep_piece(i)
-        elif not self._first[i]:
+        if not (self._fresh[i] or self._first[i]):
             self.parameters[i].grad = None
-
-    def _keep_piece(self, i: int) -> None:
-        gradient = self.parameters[i].grad
-        if gradient is None:
-            return
-        gradient = self.parameters[i].grad = laid_out(gradient, self.parameters[i])
-        group = self.group(i)
-        for owner, elements in enumerate(pieces_of(flat(gradient.detach()), group)):
-            if owner != place(group):
-                elements.zero_()
 
     def _after(self, i: int) -> None:
         self._fresh[i] = True
@@ -241,17 +260,13 @@ class GradientReducer:
         with torch.no_grad():
             message = self._own_message(bucket.members[0]) if bucket.alone else self._copied_message(number)
             self._messages[number] = message
-            if bucket.alone and self.scatter:
-                self._pending.append(ReduceScatter(message, group))
-            elif self._compress is not None:
+            if self._compress is not None:
                 self._pending.append(CompressedSum(message, group, self._compress))
             else:
                 self._pending.append(start_all_reduce(message, group))
 
     def _own_message(self, i: int) -> Tensor:
         parameter = self.parameters[i]
-        if self.scattered(i) and not self._fresh[i]:
-            self._keep_piece(i)
         if parameter.grad is None or not self._contributes(i):
             return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
         parameter.grad = laid_out(parameter.grad, parameter)
@@ -268,7 +283,8 @@ class GradientReducer:
         gradients = {i: self.parameters[i].grad for i in bucket.members if self._contributes(i)}
         views = dict(zip(bucket.members, self._views[number], strict=True))
         contributions = {i: gradient for i, gradient in gradients.items() if gradient is not None}
-        copy_all([views[i] for i in contributions], list(contributions.values()))
+        if contributions:
+            torch._foreach_copy_([views[i] for i in contributions], list(contributions.values()))
         for i in bucket.members:
             if i not in contributions:
                 views[i].zero_()
@@ -279,7 +295,7 @@ class GradientReducer:
         return message
 
     def _contributes(self, i: int) -> bool:
-        return self._fresh[i] or self._first[i] or self.scattered(i)
+        return self._fresh[i] or self._first[i]
 
     def _cut(self, bucket: Bucket, message: Tensor) -> list[Tensor]:
         parameters = [self.parameters[i] for i in bucket.members]
@@ -332,7 +348,8 @@ class GradientReducer:
             elif is_used[i] and gradient is not None:
                 gradients.append(gradient)
                 totals.append(total)
-        copy_all(gradients, totals)
+        if gradients:
+            torch._foreach_copy_(gradients, totals)
 
     def _learn_order(self, arrivals: Sequence[int]) -> None:
         """Send in the order in which rank 0's gradients have become ready."""

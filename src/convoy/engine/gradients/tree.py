@@ -19,18 +19,8 @@ from torch import Tensor, nn
 from convoy.comm.collectives import Group, Pending, place, size, start_exchange_into
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
-from convoy.engine.gradients.backward import BackwardWatch, at_end_of_backward
-from convoy.engine.gradients.buckets import (
-    ReduceScatter,
-    copy_all,
-    flat,
-    laid_out,
-    own_piece,
-    pieces_of,
-    shaped,
-    start_gather,
-)
-from convoy.engine.gradients.reducer import MessageQueue, largest
+from convoy.engine.gradients.buckets import ReduceScatter, flat, laid_out, own_piece, pieces_of, shaped, start_gather
+from convoy.engine.gradients.reducer import BackwardWatch, MessageQueue, at_end_of_backward, largest
 from convoy.plans.buckets import Bucket, Item, Sizes, plan_buckets
 from convoy.plans.mesh import Axes
 
@@ -291,7 +281,8 @@ class TreeReducer:
         message = self._neutral(bucket)
         views = self._views(bucket, message)
         pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
-        copy_all([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         return message
 
     def _neutral(self, bucket: Bucket) -> Tensor:
