@@ -1,12 +1,9 @@
 """How ranks meet: torchrun's variables, one backend that all choose, groups over axes, and proof of who they are."""
 
-import copy
 import os
 import socket
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -62,81 +59,7 @@ def test_ranks_choose_one_backend_and_nccl_where_their_gpus_differ() -> None:
     assert len({answers[-1][1] for answers in by_rank}) == 2, "each by itself would choose another one"
 
 
-REFUSED = """NCCL error in: ProcessGroupNCCL.cpp:2690, unhandled system error, NCCL version 2.27.3
-ncclSystemError: System call or external library call failed
-Last error:
-socketStartConnect: Connect to 10.0.0.2<4321> failed : No route to host"""
-
-
-def test_gpus_that_cannot_be_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 4])
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=eth0")
-
-    def warm_up(answer: Any) -> None:
-        with mock.patch.object(dist, "all_reduce", mock.Mock(side_effect=answer)):
-            backend.warm_up(mock.Mock(), torch.device("cpu"))
-
-    with pytest.raises(MeetingError) as caught:
-        warm_up(dist.DistBackendError(REFUSED))
-    sentence = str(caught.value)
-    assert sentence.startswith("NCCL cannot connect the GPUs of ranks 0, 4 (NCCL error in: ") and "\n" not in sentence
-    for words in ("No route to host", "NCCL_SOCKET_IFNAME (is =eth0)", "NCCL_P2P_DISABLE=1", "driver"):
-        assert words in sentence
-    with pytest.raises(torch.OutOfMemoryError):  # no matter of NCCL's
-        warm_up(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."))
-    warm_up(lambda one, group: one.mul_(2))
-    with pytest.raises(MeetingError, match="a sum of 2 ones is 1"):
-        warm_up(lambda one, group: one)
-
-
 MESH = Mesh(("a", "b", "c"), (2, 1, 2))
-
-
-def _groups():
-    groups = Groups(MESH)
-    members = {}
-    for axes in [(2,), (0,), (0, 1), (1,), (), (0, 1, 2)]:
-        group = groups.of(axes)
-        members[axes] = None if group is None else dist.get_process_group_ranks(group)
-    assert groups.of((0,)) is groups.of((0, 1)) and groups.of((0, 2)) is dist.group.WORLD
-    assert copy.deepcopy({"here": groups})["here"] is groups
-    return groups.coordinates, members
-
-
-def test_groups_over_every_subset_of_axes():
-    for rank, (coordinates, members) in enumerate(run_ranks(_groups, 4)):
-        a, c = divmod(rank, 2)
-        assert coordinates == (a, 0, c)
-        of_c, of_a = [2 * a, 2 * a + 1], [c, 2 + c]
-        assert members == {(2,): of_c, (0,): of_a, (0, 1): of_a, (1,): None, (): None, (0, 1, 2): [0, 1, 2, 3]}
-
-
-def _join(num_gpus, asked=None):
-    """This rank's device, the one that became the current one, and the backends, where a host has GPUs."""
-    current = []
-    backend.gpus.cache_clear()
-    with (
-        mock.patch("torch.cuda.is_available", lambda: num_gpus > 0),
-        mock.patch("torch.cuda.device_count", lambda: num_gpus),
-        mock.patch("torch.cuda.set_device", current.append),
-        mock.patch("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")),
-    ):
-        device = join(timeout=30, device=asked)
-        assert join() == device or asked
-    backend.gpus.cache_clear()
-    backends, x = dist.get_backend_config(), torch.ones(1)
-    dist.all_reduce(x)
-    leave()
-    leave()
-    assert not dist.is_initialized() and x == 2
-    return str(device), [str(device) for device in current], "cuda:gloo" in backends, "nccl" in backends
-
-
-def test_join_follows_the_variables_of_torchrun_and_ranks_that_share_a_gpu_speak_over_gloo(capfd):
-    assert run_ranks(_join, 2, 0, join=False) == [("cpu", [], True, False)] * 2
-    assert run_ranks(_join, 2, 1, "cpu", join=False) == [("cpu", [], True, False)] * 2
-    assert "share a GPU" not in capfd.readouterr().err
-    assert run_ranks(_join, 2, 1, join=False) == [("cuda:0", ["cuda:0"], True, False)] * 2
 
 
 def test_without_variables_there_is_one_device_and_a_mesh_of_another_size_is_refused(monkeypatch):

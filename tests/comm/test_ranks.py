@@ -11,29 +11,23 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import stuck
 from convoy.comm import groups
 from convoy.comm.collectives import all_reduce
-from convoy.comm.groups import Groups, everyone
+from convoy.comm.groups import Groups
 from convoy.comm.joining import leave
 from convoy.comm.memory import NEEDS_LESS
 from convoy.comm.position import current
 from convoy.comm.ranks import (
     Ranks,
-    broadcast_object,
-    broadcast_tensors,
     from_json,
-    gather_objects,
-    received,
     to_json,
 )
 from convoy.errors import ConvoyError, RankFailedError, TooLargeError
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import Span, Task
-from convoy.training.environment import join_ranks
 from convoy.training.evaluate import EvaluationTally
 from convoy.training.recipe import load_recipe
 from ranks import run_ranks
@@ -90,31 +84,6 @@ def test_what_is_no_data_is_neither_made_nor_sent(tmp_path: Path) -> None:
     for value in (print, lambda: None, object(), {1: range(3)}, ValueError("no"), open):
         with pytest.raises(TypeError):
             to_json(value)
-
-
-def told() -> None:
-    ranks, device = join_ranks()
-    rank, group = ranks.rank, everyone()
-    assert (ranks.num, device) == (3, torch.device("cpu"))
-    for thing in (*VALUES, "x" * 100_000):
-        assert repr(broadcast_object(thing if rank == 0 else "nothing", group)) == repr(thing)
-    tensors = broadcast_tensors(TENSORS if rank == 0 else None, group)
-    assert list(tensors) == list(TENSORS)
-    for name, tensor in tensors.items():
-        arrived = received(tensor)
-        assert arrived.dtype == TENSORS[name].dtype and torch.equal(arrived, TENSORS[name])
-    answers = [{"rank": number, "words": "a" * 1000 * number} for number in range(3)]
-    assert gather_objects(answers[rank], group) == answers
-    ranks.follow(Mesh(("sample",), (3,)), (0,))
-    assert ranks.is_group_leader and ranks.gather_samples(rank) == [0, 1, 2]
-    assert ranks.largest(rank, -rank, 5) == (2, 0, 5)
-    assert ranks.first(lambda: dist.get_rank()) == 0 and ranks.broadcast(rank) == 0
-    assert (ranks.agree(rank == 0), ranks.agree(True), ranks.any(rank == 1)) == (False, True, True)
-    ranks.barrier()
-
-
-def test_objects_tensors_and_answers_reach_all_ranks() -> None:
-    run_ranks(told, 3)
 
 
 TWO = Mesh(("gpu",), (2,))

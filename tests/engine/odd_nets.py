@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 Work = Callable[["Layers", Tensor], Any]
 
@@ -117,11 +117,6 @@ OVERWRITING: dict[str, Work] = {
 """What may be overwritten, and what must not be."""
 
 
-def _between_heads(net: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
-    x = net.conv(F.avg_pool2d(x, 2)).mean((2, 3))
-    return net.last(x.relu()[..., None, None].expand(-1, -1, 3, 3)).flatten(1), net.fc(x)
-
-
 def _training_heads(net: Layers, x: Tensor) -> Any:
     x = net.conv(x)
     first = net.last(x).mean((2, 3))
@@ -173,18 +168,6 @@ class ByHand(nn.Module):
         return F.batch_norm(y, None, None, training=True)
 
 
-class Asking(nn.Module):
-    """Asks for a number, so that it cannot be captured."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.net(x if float(x.detach().sum()) < 1e9 else -x)
-        return y
-
-
 def weighed(*norms: Callable[..., nn.Module]) -> nn.Module:
     net = base()
     for layer, norm in zip((net[0][0], net[1]), norms, strict=False):
@@ -212,9 +195,7 @@ GIVEN: dict[str, Callable[[], nn.Module]] = {
     "weight": lambda: weighed(WEIGHT, WEIGHT),
     "own forward": _with_forward,
     "spectral beside weight": lambda: weighed(SPECTRAL, WEIGHT),
-    "spectral, asking": lambda: Asking(weighed(SPECTRAL, WEIGHT)),
     "data parallel": lambda: nn.DataParallel(base()),
-    "traced by fx": lambda: fx.symbolic_trace(base()),
 }
 STAGED = ("no running statistics", "by hand", "momentum none", "instance norm that tracks", "weight", "own forward")
 """Those of GIVEN that can be cut into stages."""
@@ -262,36 +243,6 @@ class Joined(nn.Module):
         return (self.norm(self.first(x)[:, :2]) + self.second(self.wide(x).relu())[:, :2]).relu().flatten(1)
 
 
-class Pools(nn.Module):
-    """Pooling of every kind, down to one number a channel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Conv2d(3, 6, 3, 1, 1), nn.Conv2d(6, 5, 3, 1, 1), nn.Linear(5, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(self.first(x).relu(), 3, 2, 1)
-        x = F.avg_pool2d(x, 3, 1, 1, count_include_pad=False) + F.avg_pool2d(x, 3, 1, 1, ceil_mode=True)
-        x = F.adaptive_max_pool2d(self.second(x).relu(), 2) + F.adaptive_avg_pool2d(x[:, 1:], 2)
-        y: Tensor = self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
-        return y
-
-
-class Hourglass(nn.Module):
-    """Down, up again, and beside what was before; padded and cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.low, self.last = nn.Conv2d(3, 4, 3, 1, 1), nn.Conv2d(4, 6, 3, 1, 1), nn.Conv2d(10, 10, 3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).relu()
-        y = self.low(F.max_pool2d(x, 2)).relu()
-        y = F.interpolate(y, scale_factor=2, mode="bilinear") + F.interpolate(y, size=x.shape[2:], mode="nearest")
-        z = self.last(F.pad(torch.cat([x, y], 1), (0, 1, 0, 1)))
-        return torch.cat([z[:, ::2, 1:-1].amax(3).mean(2), z[:, 1::2].sum((2, 3))], 1)
-
-
 def wide() -> nn.Sequential:
     """Weights large enough for messages of their own."""
     layers = [nn.Linear(192, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 10)]
@@ -313,15 +264,11 @@ ODD_NETS: dict[str, Callable[[], nn.Module]] = {
     **{kind: (lambda work=work: Layers(work)) for kind, work in OVERWRITING.items()},
     **GIVEN,
     "joined": Joined,
-    "pools": Pools,
-    "hourglass": Hourglass,
     "branches": Branches,
     "fine tuned": FineTuned,
     "wide": wide,
     "chain": chain,
-    "two heads": lambda: Layers(_between_heads),
     "training heads": lambda: Layers(_training_heads),
     "complex": calling("fft2"),
-    "nine dimensions": calling("reshape", (-1, 1, 1, 1, 1, 1, 4, 6, 6)),
 }
 """Networks for pictures of 8 by 8 pixels and 10 classes."""

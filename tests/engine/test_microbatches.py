@@ -1,4 +1,4 @@
-"""Several microbatches in one pass: equal to one after the other, and seen where it would not be; dropout by sample."""
+"""What lets several microbatches run in one pass is seen in a network; dropout follows the samples."""
 
 import copy
 from collections.abc import Callable
@@ -8,14 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convoy.engine import StepContext, passes, prepare
+from convoy.engine import prepare
 from convoy.engine.coupling import CPU_BUDGET, Probe, probe
-from convoy.engine.parallelize import BatchNorm, take_part
 
 CPU = torch.device("cpu")
-SIZES = (5, 4, 3)
-IMAGES = torch.randn(12, 3, 8, 8, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-LABELS = torch.arange(12) % 4
 
 
 class Net(nn.Module):
@@ -87,69 +83,6 @@ class InvertedResidual(nn.Module):
 
 class OwnBatchNorm(nn.BatchNorm2d):
     pass
-
-
-def results(
-    model: nn.Module, context: StepContext, merge: int, by_pass: bool = False, announce: Any = None
-) -> dict[str, Tensor]:
-    """Gradients and buffers; `by_pass`: samples are numbered wrongly, in their pass and not in the batch."""
-    start = 0
-    for group in passes(SIZES, merge):
-        end = start + sum(group)
-        if announce is not None:
-            announce.samples = (end - start,)
-        context.enter(1, 0 if by_pass else start, group, CPU)
-        (F.cross_entropy(model(IMAGES[start:end]), LABELS[start:end]) * ((end - start) / 12)).backward()
-        start = end
-    context.statistics.fold()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return {**gradients, **dict(model.named_buffers())}
-
-
-def difference(have: dict[str, Tensor], want: dict[str, Tensor]) -> float:
-    assert want.keys() == have.keys()
-    return max(((want[n] - have[n]).abs().max() / want[n].abs().max().clamp(min=1e-9)).item() for n in want)
-
-
-def prepared(change: Callable[[Net], object], merge: int) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = Net().double()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    context = prepare(model, 3, "microbatch")
-    assert list(before) == list(model.state_dict()), "layers that are replaced keep names and values"
-    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    change(model)
-    return results(model, context, merge)
-
-
-def plain(model: Net) -> None:
-    norm = nn.BatchNorm2d(6).double()
-    norm.load_state_dict(model.norm.state_dict())
-    model.norm = norm
-
-
-def by_engine(
-    between: nn.Module, merge: int, by_pass: bool = False, batch_norm: BatchNorm = "microbatch"
-) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = Net(copy.deepcopy(between)).double()
-    network = take_part(model, "serial", IMAGES[:5], batch_norm=batch_norm, loss="part", seed=3)
-    return results(model, network.context, merge, by_pass, network)
-
-
-def test_one_pass_equals_microbatches_one_by_one() -> None:
-    want = prepared(lambda model: None, 1)
-    assert difference(prepared(lambda model: None, 3), want) < 1e-10
-    assert difference(prepared(plain, 3), want) > 1e-3, "plain batch norm over the merged batch would not"
-    assert difference(prepared(lambda model: setattr(model.drop, "key", 1), 3), want) > 1e-3, "nor another key"
-    wrong: dict[str, Any]
-    for between, wrong in (
-        (InvertedResidual(), {"merge": 1, "by_pass": True}),
-        (OwnBatchNorm(6), {"merge": 3, "batch_norm": "sync"}),
-    ):
-        have = by_engine(between, 3)
-        assert difference(have, by_engine(between, 1)) < 1e-10
-        assert difference(have, by_engine(between, **wrong)) > 1e-3
 
 
 PROBES: list[tuple[nn.Module, bool, bool | None, bool | None]] = [

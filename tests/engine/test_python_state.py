@@ -42,12 +42,12 @@ class Scale:
 class Net(nn.Module):
     offset = 0.0
 
-    def __init__(self, dropout: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.a, self.bn, self.act = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.LeakyReLU(0.1)
         self.b, self.extra = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 1)
-        self.drop, self.out = nn.Dropout(0.0) if dropout else nn.Identity(), nn.Linear(6, 4)
+        self.out = nn.Linear(6, 4)
         self.temperature, self.branch, self.options = 1.0, False, Options()
         self.mask, self.scale, self.note = torch.ones(6, 1, 1), Scale(), 0
         self.act.register_forward_hook(self.scale.hook)
@@ -58,7 +58,7 @@ class Net(nn.Module):
         x = self.b(x) * self.mask * self.options.scale + x ** self.options.powers[1] + self.offset
         if self.branch:
             x = x + self.extra(x)
-        return self.out(self.drop(x).mean((2, 3))) / self.temperature
+        return self.out(x.mean((2, 3))) / self.temperature
 
 
 class Frozen(Net):
@@ -153,7 +153,7 @@ CHANGES: dict[str, Act] = {
     "object of a hook": later(lambda net: setattr(net.scale, "by", 2.0)),
     "forward of a layer": later(lambda net: setattr(net.act, "forward", torch.tanh)),
     "forward of the network": later(
-        lambda net: setattr(net, "forward", lambda x: net.out(net.drop(net.b(net.bn(net.a(x)))).mean((2, 3))))
+        lambda net: setattr(net, "forward", lambda x: net.out(net.b(net.bn(net.a(x))).mean((2, 3))))
     ),
     "layer without weights": later(lambda net: setattr(net, "act", nn.Tanh())),
     "mode": later(lambda net: net.bn.eval()),
@@ -202,27 +202,6 @@ def another_branch_and_a_copy() -> None:
 
 def test_another_branch_and_forward_of_a_copy() -> None:
     run_ranks(another_branch_and_a_copy, 2)
-
-
-def drawn(plan: str) -> tuple[slice, dict[str, Tensor], list[Tensor]]:
-    """Training where dropout begins later; outputs of two passes in evaluation with dropout on."""
-    net, mine = parallelized(Net(dropout=True), plan)
-    state = trained(net, lambda net, number: setattr(net.drop, "p", 0.1 * number), plan, mine)
-    net, mine = parallelized(Net(dropout=True), plan)
-    net.eval().drop.train()
-    net.drop.p = 0.5
-    return mine, state, [net(IMAGES[0][mine]).detach() for _ in range(2)]
-
-
-def test_dropout_that_begins_later_or_in_evaluation_is_that_of_one_device() -> None:
-    ((_, state, (first, second)),) = run_ranks(drawn, 1, "serial")
-    assert (first - second).abs().max() > 1e-3
-    for plan in PLANS:
-        for mine, got, outputs in run_ranks(drawn, 2, plan):
-            want = state | {"outputs": state["outputs"][mine]}
-            assert max((got[name] - x).abs().max().item() for name, x in want.items()) < 1e-12, plan
-            for x, y in zip(outputs, (first, second), strict=True):
-                assert (x - y[mine]).abs().max() < 1e-12, plan
 
 
 CAPTURED = ("values", "forward of its own")

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import os
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from own_loops import IMAGES, LABELS, loss_of, rank, ranks_net, small
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import convoy
 from convoy.engine.network import Network, network_of
@@ -102,13 +100,6 @@ def optimizer_states(plan: str, kind: str) -> str | None:
     return None
 
 
-def checkpointed() -> str:
-    net = ranks_net("filter=2")[0]
-    with pytest.raises((AttributeError, ConvoyError, RuntimeError)) as caught:
-        get_state_dict(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    return str(caught.value)
-
-
 def test_an_optimizers_state_of_other_parts_is_refused_before_it_steps() -> None:
     first, second = run_ranks(optimizer_states, 2, "filter=2", "first")
     assert first is None and second is not None and "rank 0 of 2 under plan filter=2" in second
@@ -116,18 +107,6 @@ def test_an_optimizers_state_of_other_parts_is_refused_before_it_steps() -> None
         assert text is not None and "load it with convoy.load_optimizer_state_dict" in text
     assert run_ranks(optimizer_states, 2, "filter=2", "own") == [None, None]
     assert run_ranks(optimizer_states, 2, "sample=2", "first") == [None, None]
-    for text in run_ranks(checkpointed, 2):
-        assert "under plan filter=2" in text and "convoy" in text
-
-
-def test_what_is_no_state_of_the_network_is_refused() -> None:
-    net = convoy.parallelize(small(), "serial", IMAGES[:4])
-    with pytest.raises(ConvoyError, match=r"save it by convoy\.save"):
-        torch.save(net, os.devnull)
-    with pytest.raises(ConvoyError, match="is only in the state"):
-        convoy.load_state_dict(net, {**net.state_dict(), "other": torch.zeros(1)})
-    with pytest.raises(ConvoyError, match=r"is \[2\] in the state, but"):
-        convoy.load_state_dict(net, dict.fromkeys(net.state_dict(), torch.zeros(2)))
 
 
 PICTURES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -153,28 +132,6 @@ def test_on_one_device_the_bits_are_those_of_the_plain_network() -> None:
     net = convoy.parallelize(copy.deepcopy(plain), "serial", example=PICTURES)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)  # is one graph
     torch.testing.assert_close(trained(compiled, net), trained(plain, plain))
-
-
-def test_on_one_device_everything_may_change_and_what_is_drawn_follows_the_samples() -> None:
-    net = nn.Sequential(*small(), nn.Dropout())
-    net[0].requires_grad_(False)
-    net = convoy.parallelize(net, "serial", IMAGES[:2])
-    net[0].requires_grad_(True)
-    for each in (net, copy.deepcopy(net)):
-        each(IMAGES[:2]).sum().backward()
-        assert each[0].weight.grad is not None
-
-    def dropping(training: bool) -> nn.Module:
-        model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5)).train(training)
-        return convoy.parallelize(model, "serial", example=PICTURES, seed=3)
-
-    first, second = dropping(True), dropping(False).train()
-    assert not network_of(first).undivided and not network_of(second).undivided
-    assert torch.equal(first(PICTURES), second(PICTURES))
-    with torch.inference_mode():  # may be the first call of all
-        convoy.parallelize(build("shuffle"), "serial", PICTURES).train()(PICTURES)
-    spectral = nn.Sequential(nn.Flatten(), nn.utils.spectral_norm(nn.Linear(768, 4)))
-    assert copy.deepcopy(convoy.parallelize(spectral, "serial", PICTURES))(PICTURES).shape == (4, 4)
 
 
 class Branches(nn.Module):

@@ -10,36 +10,12 @@ from torch import Tensor, nn
 
 from convoy.comm.groups import Groups
 from convoy.engine.gradients.reducer import GradientReducer
-from convoy.engine.gradients.tree import TreeReducer, TreeSum, middle, subtrees
+from convoy.engine.gradients.tree import TreeReducer
 from convoy.plans.buckets import Sizes
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks
 
 SMALL = Sizes(alone=400, bucket=200, first=64)
-
-
-@pytest.mark.parametrize("total", [1, 5, 8, 13])
-def test_any_shares_give_the_parts_of_one_tree(total: int) -> None:
-    def add(first: int, last: int) -> str:
-        if last - first == 1:
-            return str(first)
-        half = middle((first, last))
-        return f"({add(first, half)}+{add(half, last)})"
-
-    for a in range(total + 1):
-        for b in range(a, total + 1):
-            tree = TreeSum[str](total, lambda x, y: f"({x}+{y})")
-            spans = []
-            for leaves in (range(a), range(a, b), range(b, total)):
-                own = TreeSum[str](total, lambda x, y: f"({x}+{y})")
-                for leaf in leaves:
-                    own.put((leaf, leaf + 1), str(leaf))
-                parts = own.take()
-                assert [span for span, _ in parts] == subtrees(leaves, total)
-                spans += parts
-            for span, text in spans:
-                tree.put(span, text)
-            assert tree.take() == [((0, total), add(0, total))]
 
 
 def make() -> nn.Sequential:
