@@ -2,7 +2,6 @@
 tensors say."""
 
 import os
-from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -10,14 +9,8 @@ import torch
 import torch.distributed as dist
 
 from convoy.comm import collectives
-from convoy.comm.collectives import gather_ints, time_limit
-from convoy.comm.groups import Groups, everyone, temporary
-from convoy.comm.joining import leave
 from convoy.comm.shared_memory import SWITCH
-from convoy.plans.mesh import Mesh
 from ranks import run_ranks
-
-LIMIT = timedelta(seconds=17)
 
 
 def _of(rank, *shape, dtype=torch.float64):
@@ -108,33 +101,6 @@ def _everything():
 def test_every_collective_gives_what_the_ranks_tensors_say(world):
     first, *others = run_ranks(_everything, world, timeout=120)
     assert all(all(map(torch.equal, first, other)) for other in others)
-
-
-def _numbers_of_gpus():
-    """As with `init_process_group("nccl")`: all ranks have joined for tensors of GPUs alone; profilings come and go."""
-    place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-    dist.init_process_group("cuda:gloo", timeout=LIMIT, **place)
-    rank, known, results = dist.get_rank(), [], []
-    for _ in range(3):
-        with temporary():
-            groups = Groups(Mesh(("a", "b"), (2, 2)))
-            numbers = [gather_ints([rank], group) for group in (everyone(), groups.of((0,)), groups.of((0, 1)))]
-        numbers += [gather_ints([rank], dist.group.WORLD), gather_ints([rank], everyone())]
-        assert all(time_limit(group) == LIMIT for group in dist.distributed_c10d._world.pg_map)
-        del groups
-        results.append(numbers)
-        known.append(len(dist.distributed_c10d._world.pg_map))
-    assert known == [2, 2, 2], "all ranks, and one group beside"
-    assert results[0] == results[1] == results[2]
-    dist.barrier(everyone())
-    leave()
-    return results[0]
-
-
-def test_numbers_of_ranks_with_gpus_travel_between_cpus_and_leave_no_groups_behind():
-    every = [[0], [1], [2], [3]]
-    for rank, numbers in enumerate(run_ranks(_numbers_of_gpus, 4, join=False)):
-        assert numbers == [every, [[rank % 2], [2 + rank % 2]], every, every, every]
 
 
 DEVICE = os.environ.get("CONVOY_TEST_DEVICE", "cuda:0")  # cpu tries the test itself, over gloo

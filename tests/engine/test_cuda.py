@@ -21,7 +21,6 @@ from own_loops import world_of
 from torch import Tensor
 
 import convoy
-from convoy.ops.random_bits import layer_key, random_bits, sample_keys
 from ranks import run_ranks
 from started import ENVIRONMENT, command, digest, finish
 from tiny import write_mnist
@@ -59,11 +58,6 @@ def dropped(plan: str, device: str) -> tuple[Tensor, dict[str, Tensor]]:
         return loss.detach().cpu(), {name: gradient.cpu() for name, gradient in convoy.gradients(net).items()}
 
 
-def bits(device: str) -> Tensor:
-    """Random numbers of some samples, on the CPU."""
-    return random_bits(sample_keys(5, 3, range(2, 40)).to(device), layer_key("features.1"), 5000).cpu()
-
-
 def low_precision(net: str, plan: str, dtype: torch.dtype, size: int) -> Closeness:
     """`low_precision.closeness` on the GPU."""
     with steady():
@@ -92,12 +86,6 @@ def test_training_is_that_of_one_device(plan: str) -> None:
     cases = [(net, plan, options) for net, options in CASES[plan]]
     for found in run_ranks(exact, world_of(plan), cases, timeout=250):
         assert not {case[0]: errors for case, errors in zip(cases, found, strict=True) if errors}
-
-
-def test_random_numbers_are_those_of_the_cpu() -> None:
-    here, there = run_ranks(bits, 1, "cpu")[0], run_ranks(bits, 1, DEVICE, timeout=120)[0]
-    assert torch.equal(here, there)
-    assert here.unique().numel() > 100_000
 
 
 @pytest.mark.parametrize("plan", ["sample=2", "filter=2", "height=2"])

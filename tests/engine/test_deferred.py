@@ -1,9 +1,6 @@
 """Networks built within `convoy.deferred()`: rank 0 has the numbers, and every rank gets the parts of a plain one."""
 
 import os
-import re
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ from convoy import models
 from convoy.engine.network import network_of
 from convoy.engine.parallelize import own_state
 from convoy.errors import ConvoyError
-from ranks import replace_processes, run_ranks
+from ranks import run_ranks
 
 EXAMPLE = torch.zeros(2, 3, 32, 32)
 
@@ -104,32 +101,3 @@ def test_what_cannot_be_built_so_is_said_on_every_rank() -> None:
     assert all(mend in sentence for sentence in (first[0], second[0], second[1]))
 
 
-WHOLE_MB = (3072 + 20 * 2000) * 2000 * 4 / 2**20
-
-
-def build(width: int) -> nn.Module:
-    layers = [nn.Linear(width, width, bias=False) for _ in range(20)]
-    return nn.Sequential(nn.Flatten(), nn.Linear(3072, width, bias=False), *layers)
-
-
-def peak_mb() -> float:
-    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
-
-
-def added_mb(as_deferred: bool) -> float:
-    """What these weights add to the peak of this rank, which has had no large ones before."""
-    convoy.parallelize(build(64), "stage=2", EXAMPLE)
-    before = peak_mb()
-    with convoy.deferred() if as_deferred else nullcontext():
-        model = build(2000)
-    convoy.parallelize(model, "stage=2", EXAMPLE)
-    return peak_mb() - before
-
-
-@pytest.mark.slow
-def test_no_rank_but_the_first_holds_the_whole() -> None:
-    for as_deferred in (True, False):
-        replace_processes()
-        added = run_ranks(added_mb, 2, as_deferred)[1]
-        assert (added < WHOLE_MB / 2 + 75) if as_deferred else (added > WHOLE_MB - 5), added
-    replace_processes()

@@ -29,9 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from convoy.comm.collectives import all_gather, broadcast, gather_ints
 from convoy.engine import optimizers
-from convoy.engine.gradients.buckets import flat, is_dense
 from convoy.engine.gradients.divided import DividedGradient, DividedGradients, plain
-from convoy.engine.gradients.reducer import at_end_of_backward, current_backward
+from convoy.engine.gradients.reducer import at_end_of_backward, current_backward, flat, is_dense
 from convoy.engine.network import WRAPPED, Network, named_tensors
 from convoy.engine.shards import part_name
 from convoy.errors import ConvoyError

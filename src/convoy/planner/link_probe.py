@@ -13,7 +13,7 @@ from convoy.comm import collectives
 from convoy.comm.collectives import Group, gather_ints, place, size
 from convoy.comm.groups import Groups
 from convoy.comm.redistribution import Transfer
-from convoy.engine.gradients.buckets import ReduceScatter, start_gather
+from convoy.engine.gradients.tree import ReduceScatter, start_gather
 from convoy.engine.profiling import steady
 from convoy.engine.watched import IN_A_ROW, DeviceClock
 from convoy.planner.cost.link import Curve, Link, Links, first_group

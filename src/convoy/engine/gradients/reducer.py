@@ -4,12 +4,6 @@ Each parameter's gradient is added over the axes on which ranks have only a part
 rank's share of the global batch, so that the sum over all ranks is the gradient of the mean loss. All ranks start the
 same collectives in the same order, whatever becomes ready first (`MessageQueue`).
 
-Compression is approximate: every rank's gradient is rounded before it is sent and every partial sum after each
-addition; in bfloat16, with its 8 bits of precision, that is an error of about 0.4 % of each element, which nothing
-corrects afterwards.
-
-Local SGD is approximate too: ranks train by themselves and average their weights now and then.
-
 The end of a backward pass is known to torch's engine alone, which tells it to `queue_callback`, a private function that
 DistributedDataParallel rests on too; which pass is running, to another. They are used here and nowhere else.
 """
@@ -24,7 +18,6 @@ from torch.autograd.graph import get_gradient_edge
 from convoy.comm.collectives import Group, Pending, gather_ints, start_all_reduce
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
-from convoy.engine.gradients.buckets import flat, is_dense, laid_out, shaped
 from convoy.errors import ConvoyError
 from convoy.plans.buckets import Bucket, Item, Sizes, plan_buckets
 from convoy.plans.mesh import Axes
@@ -95,6 +88,37 @@ def largest(numbers: Sequence[int], group: Group) -> list[int]:
     return [max(column) for column in zip(*gather_ints(numbers, group), strict=True)]
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie without gap or overlap in memory, in whatever order of dimensions."""
+    next_stride = 1
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent == 1:
+            continue
+        if stride != next_stride:
+            return False
+        next_stride *= extent
+    return True
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order of memory, without a copy."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def shaped(elements: Tensor, like: Tensor) -> Tensor:
+    """Flat elements in the shape and the order of dimensions of another tensor, without a copy."""
+    stride = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
+    return elements.as_strided(like.shape, stride, elements.storage_offset())
+
+
+def laid_out(gradient: Tensor, like: Tensor) -> Tensor:
+    """The gradient with its elements in memory as `shaped` expects them: itself, as autograd gives it, or a copy."""
+    if gradient.stride() == like.stride() and is_dense(like):
+        return gradient
+    target = shaped(torch.empty(like.numel(), dtype=gradient.dtype, device=gradient.device), like)
+    return gradient if gradient.stride() == target.stride() else target.copy_(gradient)
+
+
 class MessageQueue:
     """Calls `start(number)` for one bucket after the other."""
 
@@ -122,18 +146,6 @@ class MessageQueue:
             self._start(self._next - 1)
 
 
-class CompressedSum:
-    """Begins to add `tensor` over the group, in place, rounded to `dtype` on the way."""
-
-    def __init__(self, tensor: Tensor, group: Group, dtype: torch.dtype) -> None:
-        self._target = tensor
-        self._work = start_all_reduce(tensor.to(dtype) if dtype.itemsize < tensor.dtype.itemsize else tensor, group)
-
-    def wait(self) -> Tensor:
-        total = self._work.wait()
-        return total if total is self._target else self._target.copy_(total)
-
-
 class GradientReducer:
     """Leaves in `.grad`, when `backward()` returns, what every rank's backward pass has given, added up.
 
@@ -143,7 +155,8 @@ class GradientReducer:
 
     All ranks make it at the same time, with the same parameters, each with the axes over which its gradient is added
     (none leaves it alone), and run the same number of backward passes. `sizes` are those of the messages; `compress`
-    sends gradients in that type, which is approximate.
+    sends gradients in that type, which is approximate: they are rounded before they are sent, and partial sums after
+    each addition; in bfloat16, with 8 bits of precision, by about 0.4 % of each element.
     """
 
     def __init__(
@@ -230,7 +243,7 @@ class GradientReducer:
     def _begin(self) -> None:
         self._running = False
         self._seen: dict[int, None] = {}
-        self._pending: list[Pending | CompressedSum] = []
+        self._pending: list[Pending] = []
         self._queue.begin()
 
     def _before(self, i: int) -> None:
@@ -260,8 +273,9 @@ class GradientReducer:
         with torch.no_grad():
             message = self._own_message(bucket.members[0]) if bucket.alone else self._copied_message(number)
             self._messages[number] = message
-            if self._compress is not None:
-                self._pending.append(CompressedSum(message, group, self._compress))
+            if self._compress is not None and self._compress.itemsize < message.itemsize:
+                rounded = start_all_reduce(message.to(self._compress), group)
+                self._pending.append(Pending((), lambda: message.copy_(rounded.wait())))
             else:
                 self._pending.append(start_all_reduce(message, group))
 
@@ -362,46 +376,3 @@ class GradientReducer:
             self._order = agreed
             self._plan()
             self._begin()
-
-
-class LocalSgd:
-    """Averages weights over `axes` after every `every` updates.
-
-    Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2018: algorithm 1. Each rank takes steps of its own
-    optimizer on the mean gradient of its own samples: its gradients must be reduced over the other axes only. The
-    optimizer's momentum stays local. The result is another one than that of the global batch, and depends on the number
-    of ranks.
-
-    Every rank makes it at the same time. `tensors` are the weights and the buffers to average with them, and `weight`
-    is this rank's in the average: its number of samples.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], groups: Groups, axes: Axes, *, every: int, weight: int = 1) -> None:
-        self._tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
-        self._group = groups.of(axes)
-        self._every = every
-        self._share = weight / sum(count for (count,) in gather_ints([weight], self._group))
-        self._alike = False
-
-    def step(self, update: int) -> bool:
-        """Call it after each update, counted from 0; whether weights were averaged."""
-        self._alike = False
-        if (update + 1) % self._every:
-            return False
-        self.average()
-        return True
-
-    @torch.no_grad()
-    def average(self) -> None:
-        """Give all ranks the same weights now, as must be done before they are saved or evaluated."""
-        if self._group is None or not self._tensors or self._alike:
-            return
-        self._alike = True
-        running = []
-        for tensor in self._tensors:
-            message = (flat(tensor.detach()) if is_dense(tensor) else tensor.detach().flatten()).mul(self._share)
-            running.append((tensor, message, start_all_reduce(message, self._group)))
-        for tensor, message, work in running:
-            work.wait()
-            target = flat(tensor.detach()) if is_dense(tensor) else tensor.detach()
-            target.copy_(message.view_as(target))

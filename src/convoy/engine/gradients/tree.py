@@ -19,9 +19,17 @@ from torch import Tensor, nn
 from convoy.comm.collectives import Group, Pending, place, size, start_exchange_into
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
-from convoy.engine.gradients.buckets import ReduceScatter, flat, laid_out, own_piece, pieces_of, shaped, start_gather
-from convoy.engine.gradients.reducer import BackwardWatch, MessageQueue, at_end_of_backward, largest
+from convoy.engine.gradients.reducer import (
+    BackwardWatch,
+    MessageQueue,
+    at_end_of_backward,
+    flat,
+    laid_out,
+    largest,
+    shaped,
+)
 from convoy.plans.buckets import Bucket, Item, Sizes, plan_buckets
+from convoy.plans.layout import balanced
 from convoy.plans.mesh import Axes
 
 Span = tuple[int, int]
@@ -78,6 +86,41 @@ class TreeSum(Generic[T]):
                 return span == (left[0], right[1])
             span = (span[0], half) if left[1] < half else (half, span[1])
         return False
+
+
+def pieces_of(elements: Tensor, group: Group) -> list[Tensor]:
+    """Views of flat elements, the piece of each rank, as even as can be."""
+    return list(elements.split([len(part) for part in balanced(len(elements), size(group))]))
+
+
+def own_piece(elements: Tensor, group: Group) -> Tensor:
+    """The view of flat elements that this rank owns."""
+    return pieces_of(elements, group)[place(group)]
+
+
+def start_gather(elements: Tensor, group: Group) -> Pending:
+    """Begin to fill in the pieces that other ranks own, in place."""
+    pieces = pieces_of(elements, group)
+    return start_exchange_into([pieces[place(group)]] * size(group), pieces, group)
+
+
+class ReduceScatter:
+    """Begins to add flat elements over a group, in order of the ranks, into each rank's own piece, in place."""
+
+    def __init__(self, elements: Tensor, group: Group) -> None:
+        pieces = pieces_of(elements, group)
+        self._mine = pieces[place(group)]
+        self._terms = [piece if piece is self._mine else self._mine.new_empty(len(self._mine)) for piece in pieces]
+        self._work = start_exchange_into(pieces, self._terms, group)
+
+    def wait(self) -> Tensor:
+        """The own piece of the sum."""
+        self._work.wait()
+        total = self._terms[0]
+        for term in self._terms[1:]:
+            total = total.add_(term) if total is self._mine else term.add_(total)
+        self._terms = []
+        return total if total is self._mine else self._mine.copy_(total)
 
 
 class TreeExchange:
