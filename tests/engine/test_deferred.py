@@ -99,5 +99,3 @@ def test_what_cannot_be_built_so_is_said_on_every_rank() -> None:
     mend = "build it without convoy.deferred"
     assert first[1] == "no such network"
     assert all(mend in sentence for sentence in (first[0], second[0], second[1]))
-
-

@@ -1,7 +1,5 @@
 """What `forward` reads of Python's objects may change between passes: attributes, hooks, modes, bare layers."""
 
-import copy
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import convoy
-from convoy.engine.network import network_of
 from convoy.errors import ConvoyError
 from ranks import run_ranks
 
@@ -69,40 +66,6 @@ class Frozen(Net):
         self.bn.eval()
         self.bn.weight.requires_grad_(False)
         return self
-
-
-class Changing(nn.Module):
-    """Does something of its own in its forward pass."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.what, self.a, self.out = what, nn.Conv2d(3, 4, 3), nn.Linear(4, 4)
-        self.calls, self.kept, self.tables = 0, None, {}
-        self.table = None
-        if what == "backward hook":
-            self.out.register_full_backward_hook(lambda layer, inputs, outputs: (inputs[0] * 0.5,))
-        if what == "gradient hook":
-            self.out.weight.register_hook(lambda gradient: gradient * 2)
-        if what == "forward of its own":
-            self.forward = types.MethodType(lambda self, x: self.out(self.a(x).mean((2, 3))) * 2, self)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        if self.what == "counter":
-            self.calls += 1
-            x = x * self.calls
-        if self.what == "first pass":
-            x = x if self.calls else x * 2
-            self.calls = 1
-        if self.what == "keeps":
-            self.kept = x
-        if self.what == "values":
-            self.table = torch.arange(6.0) if self.table is None else self.table
-            self.tables.setdefault(x.shape[1:], self.table + 1)
-            x = x * x.shape[-2] + self.tables[x.shape[1:]]
-        return self.out(x.mean((2, 3)))
 
 
 def trained(net: Any, act: Act, plan: str = "", mine: slice = slice(None)) -> dict[str, Tensor]:
@@ -188,62 +151,35 @@ def test_changes_after_parallelize_and_modes_are_those_of_the_plain_network(plan
         assert max(found.values()) < 1e-12, {name: off for name, off in found.items() if off > 1e-12}
 
 
-def another_branch_and_a_copy() -> None:
-    net, _ = parallelized(Net(), "stage=2")
-    net.branch = True
-    with pytest.raises(ConvoyError, match=r"extra\.(weight|bias) is used in another stage now than when"):
-        net(IMAGES[0])
-    twin, plain = copy.deepcopy(parallelized(Net(), "filter=2")[0]).eval(), Net().eval()
-    for each in (twin, plain):
-        each.forward = lambda x, net=each: net.out(net.b(net.a(x)).mean((2, 3)))
-    with torch.no_grad():
-        torch.testing.assert_close(twin(IMAGES[0]), plain(IMAGES[0]), rtol=0, atol=1e-12)
+class Keeps(nn.Module):
+    """Keeps what it computes, or has a hook that does."""
+
+    def __init__(self, by_hook: bool) -> None:
+        super().__init__()
+        self.a, self.kept, self.by_hook = nn.Conv2d(3, 4, 3).double(), list[Tensor](), by_hook
+        if by_hook:
+            self.a.register_forward_hook(lambda layer, inputs, output: self.kept.append(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.a(x)
+        if not self.by_hook:
+            self.last = y
+        return y
 
 
-def test_another_branch_and_forward_of_a_copy() -> None:
-    run_ranks(another_branch_and_a_copy, 2)
-
-
-CAPTURED = ("values", "forward of its own")
-UNCAPTURED = ("counter", "first pass", "backward hook")
-
-
-def changing() -> None:
-    for what in (*CAPTURED, *UNCAPTURED):
-        net, mine = parallelized(Changing(what), "sample=2")
-        want, got = trained(Changing(what), lambda *_: None), trained(net, lambda *_: None, "sample=2", mine)
-        want["outputs"] = want["outputs"][mine]
-        assert max((got[name] - x).abs().max().item() for name, x in want.items()) < 1e-12, what
-        assert network_of(net).captured.startswith("whole on every rank, as ") == (what in UNCAPTURED)
-        assert net.calls == {"counter": 4, "first pass": 1}.get(what, 0)
-
-
-def test_what_forward_does_by_itself_is_done() -> None:
-    run_ranks(changing, 2)
-
-
-KEPT = {
-    "keeps": "it keeps a tensor of its forward pass in kept.*: return it from forward",
-    "hook": r"a hook or function keeps a tensor of its forward pass \(a\).*: return it from forward",
-    "gradient hook": r"out\.weight has a gradient hook, which would see this rank's part",
-}
-
-
-def refused(what: str) -> None:
-    net, seen = Changing(what), dict[str, Tensor]()
-    if what == "hook":
-        net.a.register_forward_hook(lambda layer, inputs, output: seen.__setitem__("a", output))
-    with pytest.raises(ConvoyError, match=KEPT[what]):
-        convoy.parallelize(net, "sample=2", IMAGES[0, :3])
-    assert not seen and net.kept is None
+def refused() -> None:
+    for by_hook, words in (
+        (False, r"a tensor of its forward pass in last"),
+        (True, r"a tensor of its forward pass \(a\)"),
+    ):
+        net = Keeps(by_hook)
+        with pytest.raises(ConvoyError, match=f"{words}.*: return it from forward"):
+            convoy.parallelize(net, "sample=2", IMAGES[0, :3])
+        assert not net.kept and not hasattr(net, "last")
 
 
 def test_what_would_not_be_there_after_a_pass_is_refused_but_on_one_device() -> None:
-    for what in KEPT:
-        run_ranks(refused, 2, what)
-    net, seen = Changing("keeps"), []
-    net.a.register_forward_hook(lambda layer, inputs, output: seen.append(output))
-    net = convoy.parallelize(net, "serial", IMAGES[0])
-    assert not seen
-    net(IMAGES[0])
-    assert net.kept is seen[-1] and type(net.kept) is torch.Tensor
+    run_ranks(refused, 2)
+    net = convoy.parallelize(Keeps(True), "serial", IMAGES[0])
+    assert not net.kept
+    assert net(IMAGES[0]) is net.kept[-1]

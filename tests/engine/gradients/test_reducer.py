@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from convoy.comm.groups import Groups
-from convoy.engine.gradients.reducer import BackwardWatch, GradientReducer, LocalSgd, at_end_of_backward
+from convoy.engine.gradients.reducer import BackwardWatch, GradientReducer, at_end_of_backward
 from convoy.plans.buckets import Sizes
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks
@@ -173,42 +173,6 @@ def broken_off() -> str:
 
 def test_a_pass_after_one_that_broke_off_is_refused() -> None:
     assert all("broke off" in text for text in run_ranks(broken_off, 2))
-
-
-def approximate(kind: str) -> tuple[float, Tensor]:
-    """Loss over all data after 40 updates, and the weights."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 4))
-    x = torch.randn(64, 20, generator=torch.Generator().manual_seed(0))
-    y = (x[:, :4].argmax(1) + 2 * (x[:, 4] > 0).long()) % 4
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mine = slice(64 * rank // world, 64 * (rank + 1) // world)
-    size, local = mine.stop - mine.start, None
-    if kind == "local":
-        groups = Groups(Mesh(("sample",), (world,)))
-        local = LocalSgd(list(net.parameters()), groups, (0,), every=4, weight=size)
-    else:
-        reducer_of(net, compress=torch.bfloat16 if kind == "bf16" else None)
-    optimizer, averaged = torch.optim.SGD(net.parameters(), lr=0.5), 0
-    for update in range(40):
-        optimizer.zero_grad()
-        (F.cross_entropy(net(x[mine]), y[mine]) * (1 if local else size / 64)).backward()
-        optimizer.step()
-        averaged += local.step(update) if local else 0
-    if local:
-        assert averaged == 40 // 4
-        local.average()
-    return F.cross_entropy(net(x), y).item(), torch.cat([p.detach().flatten() for p in net.parameters()])
-
-
-def test_approximations_differ_from_the_exact_run_and_learn_as_well() -> None:
-    exact, serial = run_ranks(approximate, 3, "exact"), run_ranks(approximate, 1, "exact")[0]
-    assert torch.allclose(exact[0][1], serial[1], atol=1e-5)
-    for kind, near in (("bf16", 0.01), ("local", 0.1)):
-        found = run_ranks(approximate, 3, kind)
-        assert all(torch.equal(weights, found[0][1]) for _, weights in found)
-        assert (found[0][1] - exact[0][1]).abs().max() > 1e-4
-        assert abs(found[0][0] - exact[0][0]) < near
 
 
 def test_the_engine_tells_the_end_of_a_backward_pass() -> None:

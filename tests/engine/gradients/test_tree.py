@@ -2,11 +2,10 @@
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from convoy.comm.groups import Groups
 from convoy.engine.gradients.reducer import GradientReducer
@@ -120,27 +119,6 @@ def summed_by_the_backend(shares: Sequence[int]) -> str:
 
 def test_another_order_shows_in_the_bits() -> None:
     assert run_ranks(summed_by_the_backend, 3, (3, 3, 2))[0] != run_ranks(serial, 1, 8, False)[0][0]
-
-
-def negative_zero(shares: Sequence[int]) -> Tensor:
-    """One microbatch gives −0, the others nothing; then gradients of the update before are there still."""
-    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
-    groups = Groups(Mesh(("sample",), (len(shares),)))
-    reducer = TreeReducer([(p, (0,)) for p in parameters], groups, sample_axes=(0,), shares=shares)
-    for i in range(shares[groups.rank]):
-        loss = parameters[0].sum()
-        if groups.rank == 0 and i == 0:
-            loss = loss + (parameters[1] * -0.0).sum()
-        loss.backward()
-    reducer.finish()
-    assert parameters[1].grad is not None
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\)") if shares[groups.rank] else nullcontext():
-        parameters[0].sum().backward() if shares[groups.rank] else None
-    return parameters[1].grad.signbit()
-
-
-def test_a_missing_gradient_is_neutral_bit_for_bit_and_an_old_one_is_refused() -> None:
-    assert all(bits.all() for bits in run_ranks(negative_zero, 3, (2, 1, 0)))
 
 
 def on_two_axes(sample: int, number: int) -> tuple[str, list[float]]:

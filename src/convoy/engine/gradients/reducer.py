@@ -10,6 +10,7 @@ DistributedDataParallel rests on too; which pass is running, to another. They ar
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,14 +47,11 @@ class BackwardWatch:
     def __init__(
         self, parameters: Sequence[nn.Parameter], before: Callable[[int], None], after: Callable[[int], None]
     ) -> None:
-        self._before = before
-        self._after = after
-        self._announced = [False] * len(parameters)
         # The nodes must be kept: a parameter itself holds its own only weakly, and the hook would go with it.
         self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
-        self._handles = [node.register_prehook(self._before_hook(i)) for i, node in enumerate(self._nodes)]
+        self._handles = [node.register_prehook(_telling(before, i)) for i, node in enumerate(self._nodes)]
         self._handles += [
-            parameter.register_post_accumulate_grad_hook(self._after_hook(i)) for i, parameter in enumerate(parameters)
+            parameter.register_post_accumulate_grad_hook(_telling(after, i)) for i, parameter in enumerate(parameters)
         ]
 
     def remove(self) -> None:
@@ -61,26 +59,13 @@ class BackwardWatch:
             handle.remove()
         self._nodes = []
 
-    def _before_hook(self, i: int) -> Callable[[Sequence[Tensor]], None]:
-        def hook(gradients: Sequence[Tensor]) -> None:
-            self._announced[i] = True
-            with torch._C.DisableTorchFunctionSubclass():  # `.grad` may be a DividedGradient
-                self._before(i)
 
-        return hook
+def _telling(function: Callable[[int], None], i: int) -> Callable[[Any], None]:
+    def hook(_: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # `.grad` may be a DividedGradient
+            function(i)
 
-    def _after_hook(self, i: int) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            if not self._announced[i]:
-                raise RuntimeError(
-                    f"parameter {i} of shape {tuple(parameter.shape)} was cast or moved after its gradients had been "
-                    "registered for reduction: move and cast the model before it is made parallel"
-                )
-            self._announced[i] = False
-            with torch._C.DisableTorchFunctionSubclass():
-                self._after(i)
-
-        return hook
+    return hook
 
 
 def largest(numbers: Sequence[int], group: Group) -> list[int]:
