@@ -123,31 +123,22 @@ def _training_heads(net: Layers, x: Tensor) -> Any:
     return (first, net.fc(x.mean((2, 3)))) if net.training else first
 
 
-def calling(function: str, *args: Any) -> Callable[[], nn.Module]:
-    """A call whose result stages cannot send, and one that makes it sendable again."""
-
-    def work(net: Layers, x: Tensor) -> Tensor:
-        strange = net.strange(net.conv(x))
-        return net.last(net.plain(strange).reshape(-1, 4, 6, 6)).mean((2, 3))
-
-    def build() -> nn.Module:
-        net = Layers(work)
-        net.strange, net.plain = Calls(function, *args), Calls("abs")
-        return net
-
-    return build
-
-
 class Calls(nn.Module):
     """A function of torch as a layer."""
 
-    def __init__(self, function: str, *args: Any) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.function, self.args = function, args
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = getattr(torch if hasattr(torch, self.function) else torch.fft, self.function)(x, *self.args)
-        return result
+        return self.function(x)
+
+
+def complex_between() -> nn.Module:
+    """A call whose result stages cannot send, and one that makes it sendable again."""
+    net = Layers(lambda net, x: net.last(net.plain(net.strange(net.conv(x)))).mean((2, 3)))
+    net.strange, net.plain = Calls(torch.fft.fft2), Calls(torch.abs)
+    return net
 
 
 def base(norm: Callable[[], nn.Module] = nn.Identity) -> nn.Sequential:
@@ -269,6 +260,6 @@ ODD_NETS: dict[str, Callable[[], nn.Module]] = {
     "wide": wide,
     "chain": chain,
     "training heads": lambda: Layers(_training_heads),
-    "complex": calling("fft2"),
+    "complex": complex_between,
 }
 """Networks for pictures of 8 by 8 pixels and 10 classes."""

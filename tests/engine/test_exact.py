@@ -152,8 +152,6 @@ SABOTAGED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("local batch norm", "dense", "sample=2", {}),
     ("unweighted mean", "dense", "sample=2", {}),
     ("missing gradient sum", "dense", "height=2", {}),
-    *((f"missing backward reduction:{which}", "dense", "filter=2", {}) for which in (0, 3)),
-    ("missing backward reduction:1", "dense", "height=2", {}),
     ("wrong dropout key", "dropping", "height=2", {"microbatches": 3}),
     ("careless overwriting", "read twice", "sample=2", {}),
 ]

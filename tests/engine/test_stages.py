@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exactness import build, distance, loss_of, relative, worst_gradient
-from odd_nets import calling, coupled
+from odd_nets import complex_between, coupled
 from torch import Tensor, nn
 
 import convoy
@@ -229,7 +229,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a second backward pass": (twice, "add the losses up and call it once"),
     "a loss of other outputs": (changes_its_mind, "a value of the network itself for one part .* same outputs"),
     "a complex value": (
-        lambda: staged(calling("fft2")().double(), "plain"),
+        lambda: staged(complex_between().double(), "plain"),
         "layer strange gives a tensor that is complex128, which stage 1 cannot send to stage 2: begin a stage els",
     ),
     "parts of what has no samples": (
