@@ -11,7 +11,7 @@ from own_loops import IMAGES, LABELS, loss_of, rank, ranks_net, small
 from torch import Tensor, nn
 
 import convoy
-from convoy.engine.network import Network, network_of
+from convoy.engine.network import network_of
 from convoy.engine.parallelize import own_state
 from convoy.errors import ConvoyError
 from ranks import run_ranks
@@ -132,28 +132,3 @@ def test_on_one_device_the_bits_are_those_of_the_plain_network() -> None:
     net = convoy.parallelize(copy.deepcopy(plain), "serial", example=PICTURES)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)  # is one graph
     torch.testing.assert_close(trained(compiled, net), trained(plain, plain))
-
-
-class Branches(nn.Module):
-    """Says something that no graph can of more than four samples, and takes a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor, scales: list[float] | None = None) -> Tensor:
-        y: Tensor = self.norm(self.conv(x))
-        if len(x) > 4 and float(y.detach().mean()) > -1:
-            y = y * 2
-        return y * (1 if scales is None else scales[0])
-
-
-def test_what_no_graph_can_say_runs_beside_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Network, "_has_kernels", lambda self: self.normalizes)
-    for copies, options in ((2, {}), (1, {"scales": [3.0]})):
-        plain = Branches()
-        net = convoy.parallelize(copy.deepcopy(plain), "serial", example=PICTURES)
-        assert network_of(net).normalizes
-        images = PICTURES.repeat(copies, 1, 1, 1)
-        assert torch.equal(net(images, **options), plain(images, **options))
-        assert all(map(torch.equal, net.buffers(), plain.buffers()))
