@@ -98,7 +98,7 @@ CASES: dict[str, Cases] = {
     "height=2,width=2": [("dense", {})],
     "owt=2": [("lenet", {}), ("squeeze-excite", {}), ("dense", SPARSE), ("unseen mean", ODD)],
     "stage=2": [
-        *((net, {}) for net in ("dense", "shuffle", "dropping")),
+        *((net, {}) for net in ("dense", "shuffle", "dropping", "permuted")),
         ("dense", PARTS),
         *((kind, ODD) for kind in (*STAGED, "gives weight", *STAGES_AT)),
         *(("branches", options) for options in (*SCHEDULED.values(), ZERO_BUBBLE)),
