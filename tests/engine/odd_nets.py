@@ -117,6 +117,11 @@ OVERWRITING: dict[str, Work] = {
 """What may be overwritten, and what must not be."""
 
 
+def _between_heads(net: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = net.conv(F.avg_pool2d(x, 2)).mean((2, 3))
+    return net.last(x.relu()[..., None, None].expand(-1, -1, 3, 3)).flatten(1), net.fc(x)
+
+
 def _training_heads(net: Layers, x: Tensor) -> Any:
     x = net.conv(x)
     first = net.last(x).mean((2, 3))
@@ -259,6 +264,7 @@ ODD_NETS: dict[str, Callable[[], nn.Module]] = {
     "fine tuned": FineTuned,
     "wide": wide,
     "chain": chain,
+    "two heads": lambda: Layers(_between_heads),
     "training heads": lambda: Layers(_training_heads),
     "complex": complex_between,
 }

@@ -14,7 +14,7 @@ from ranks import RankFailed, replace_processes, run_ranks
 from small_nets import SMALL_NETS
 
 SMALL = ("lenet", *SMALL_NETS)
-STAGES_AT = {"complex": "last"}
+STAGES_AT = {"complex": "last", "two heads": "last"}
 """Where the second of two stages begins."""
 SKIP = {"mesh": {"stage": 3}, "layers": {}, "stages": ["down", "up"]}
 """With a skip connection over two cuts."""
@@ -98,7 +98,7 @@ CASES: dict[str, Cases] = {
     "height=2,width=2": [("dense", {})],
     "owt=2": [("lenet", {}), ("squeeze-excite", {}), ("dense", SPARSE), ("unseen mean", ODD)],
     "stage=2": [
-        *((net, {}) for net in ("dense", "shuffle", "dropping", "permuted")),
+        *((net, {}) for net in ("dense", "shuffle", "dropping")),
         ("dense", PARTS),
         *((kind, ODD) for kind in (*STAGED, "gives weight", *STAGES_AT)),
         *(("branches", options) for options in (*SCHEDULED.values(), ZERO_BUBBLE)),
