@@ -253,17 +253,19 @@ def compiled(
 
 
 def _joined(stretch: Sequence[Instruction], live_slots: set[int]) -> list[Instruction]:
-    """One instruction for a stretch; what it needs from before is `wanted` from then on."""
+    """One instruction for a stretch; what it needs from before is live from then on."""
     if not stretch:
         return []
-    outputs_so_far: set[int] = set()
-    needs: dict[int, None] = {}
-    for instruction in stretch:
-        needs |= dict.fromkeys(slot for slot in instruction.inputs if slot not in outputs_so_far)
-        outputs_so_far |= set(instruction.outputs)
-    inputs, outputs = tuple(needs), tuple(sorted(outputs_so_far & live_slots))
+    inputs, outputs = _ends(stretch, live_slots)
     live_slots |= set(inputs)
     return [Instruction(_compile(tuple(stretch), inputs, outputs), inputs, outputs, alone=False)]
+
+
+def _ends(body: Sequence[Instruction], live_slots: Container[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The slots that instructions take from before, and those that they fill for later."""
+    results = {slot for instruction in body for slot in instruction.outputs}
+    inputs = dict.fromkeys(slot for instruction in body for slot in instruction.inputs if slot not in results)
+    return tuple(inputs), tuple(sorted(slot for slot in results if slot in live_slots))
 
 
 def _compile(stretch: Sequence[Instruction], inputs: Sequence[int], outputs: Sequence[int]) -> Callable[..., Any]:
@@ -477,12 +479,7 @@ class Program:
         changing = self._changing()
         for place in reversed(places):
             body, rest = self._instructions[place.start : place.stop], self._instructions[place.stop :]
-            live_slots = {*self._outputs, *(slot for instruction in rest for slot in instruction.inputs)}
-            results = {slot for instruction in body for slot in instruction.outputs}
-            inputs = tuple(
-                dict.fromkeys(slot for instruction in body for slot in instruction.inputs if slot not in results)
-            )
-            outputs = tuple(sorted(results & live_slots))
+            inputs, outputs = _ends(body, {*self._outputs, *(slot for after in rest for slot in after.inputs)})
             if compile:
                 body = compiled(body, outputs, self._gradients())
             updated = frozenset(changing.intersection(inputs))
