@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from odd_nets import UNSEEN, Layers, base
 from own_loops import IMAGES, LABELS, loss_of, rank, ranks_net, small
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import convoy
@@ -57,24 +57,14 @@ def drifting(how: str) -> Script:
     return script
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = small()
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.body(x)
-        return result
-
-
 def replaced(plan: str) -> None:
     """Refused in training and, with the same words, in evaluation."""
-    net = convoy.parallelize(Block(), plan, EXAMPLE)
-    net(IMAGES[:2])
-    net.body[0] = nn.Conv2d(3, 6, 3, padding=1).double()
+    net, mine = ranks_net(plan)
+    net(IMAGES[mine])
+    net[0] = nn.Conv2d(3, 6, 3, padding=1).double()
     with pytest.raises(ConvoyError, match="was replaced"):
-        net(IMAGES[:2])
-    net.eval()(IMAGES[:2])
+        net(IMAGES[mine])
+    net.eval()(IMAGES[mine])
 
 
 def changed(change: Callable[[Any], object]) -> Script:
@@ -143,7 +133,7 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
         (changed(lambda net: net[1].train(rank() == 0)), "with every module in the same mode"),
         (changed(lambda net: net.float() if rank() else None), "to weights of the same type"),
         (unfrozen, r"set requires_grad, then call convoy\.parallelize"),
-        (replaced, r"body\.0 was replaced or taken out after convoy.par"),
+        (replaced, "0 was replaced or taken out after convoy.par"),
         (lambda plan: nn.parallel.DistributedDataParallel(ranks_net(plan)[0])(IMAGES[:4]), "add gradients twice: take"),
         (made(noisy, EXAMPLE.float()), "network draws random numbers that belong to no"),
         (changed(lambda net: net[0].weight.register_hook(lambda gradient: gradient)), r"0\.weight has a gradient hook"),
