@@ -9,6 +9,7 @@ owners, who add them in the order of the tree, and the sums are gathered. Where 
 are as many bytes as in a ring all-reduce.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -16,7 +17,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.collectives import Group, Pending, place, size, start_exchange_into
+from convoy.comm.collectives import Group, Pending, all_gather, place, size, start_exchange_into
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
 from convoy.engine.gradients.reducer import (
@@ -93,36 +94,6 @@ def pieces_of(elements: Tensor, group: Group) -> list[Tensor]:
     return list(elements.split([len(part) for part in balanced(len(elements), size(group))]))
 
 
-def own_piece(elements: Tensor, group: Group) -> Tensor:
-    """The view of flat elements that this rank owns."""
-    return pieces_of(elements, group)[place(group)]
-
-
-def start_gather(elements: Tensor, group: Group) -> Pending:
-    """Begin to fill in the pieces that other ranks own, in place."""
-    pieces = pieces_of(elements, group)
-    return start_exchange_into([pieces[place(group)]] * size(group), pieces, group)
-
-
-class ReduceScatter:
-    """Begins to add flat elements over a group, in order of the ranks, into each rank's own piece, in place."""
-
-    def __init__(self, elements: Tensor, group: Group) -> None:
-        pieces = pieces_of(elements, group)
-        self._mine = pieces[place(group)]
-        self._terms = [piece if piece is self._mine else self._mine.new_empty(len(self._mine)) for piece in pieces]
-        self._work = start_exchange_into(pieces, self._terms, group)
-
-    def wait(self) -> Tensor:
-        """The own piece of the sum."""
-        self._work.wait()
-        total = self._terms[0]
-        for term in self._terms[1:]:
-            total = total.add_(term) if total is self._mine else term.add_(total)
-        self._terms = []
-        return total if total is self._mine else self._mine.copy_(total)
-
-
 class TreeExchange:
     """Begins to send the pieces of this rank's partial sums to the pieces' owners. `parts` are this rank's sums, flat
     and of one length, and are overwritten; `spans` says which parts of the tree each rank of the group has; `out` is
@@ -137,7 +108,8 @@ class TreeExchange:
         self._group = group
         self._then = then
         self._out = out
-        self._piece = own_piece(out, group)
+        self._pieces = pieces_of(out, group)
+        self._piece = self._pieces[own_place]
         own_pieces = [pieces_of(part, group) for part in parts]
         self._terms: list[tuple[Span, Tensor]] = []
         self._pending: list[Pending] = []
@@ -166,9 +138,8 @@ class TreeExchange:
         if result.data_ptr() != self._piece.data_ptr():
             self._piece.copy_(result)
         if self._then is not None:
-            ReduceScatter(self._piece, self._then).wait()
-            start_gather(self._piece, self._then).wait()
-        self._pending = [start_gather(self._out, self._group)]
+            self._piece.copy_(functools.reduce(torch.add, all_gather(self._piece, self._then).unbind(0)))
+        self._pending = [start_exchange_into([self._piece] * len(self._pieces), self._pieces, self._group)]
 
     def wait(self) -> Tensor:
         for work in self._pending:
