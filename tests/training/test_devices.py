@@ -303,5 +303,3 @@ def test_uneven_shares_and_zero_bubble_train_and_go_on_as_one_device_does(data: 
         assert ended.curve == pytest.approx(want.curve, rel=1e-6)  # recorded in float32
     assert distance(tmp_path / "run", tmp_path / "serial") < 1e-9
     assert any("zero-bubble, stages wait about" in note for note in summary(tmp_path / "run")["notes"])
-
-

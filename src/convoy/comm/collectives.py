@@ -158,7 +158,7 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
     assert x.is_contiguous(), "in-place collectives need one piece of memory"
     if (channel := _channel(x, group)) is not None:
         return Pending((), lambda: shared_memory.all_reduce(x, channel))
-    if not _is_gloo(x, group):
+    if not _over_gloo(x.device, group):
         return Pending([_numbered("all reduce", dist.all_reduce(x, group=group, async_op=True), group)], lambda: x)
     if size(group) * x.nbytes <= _SMALL:
         received = start_all_gather(x, group)
@@ -181,7 +181,7 @@ def start_all_gather(x: Tensor, group: Group) -> Pending:
     ranks = size(group)
     local = _for(group, x).contiguous()
     received = local.new_empty(ranks, *x.shape)
-    if _is_gloo(x, group):
+    if _over_gloo(x.device, group):
         received[place(group)] = local
         works = _start_over_gloo([local] * ranks, list(received), group)
         return Pending(works, lambda: received.to(x.device))
@@ -215,7 +215,7 @@ def start_exchange_into(sends: Sequence[Tensor | None], receives: Sequence[Tenso
     if (channel := _channel(receives[rank], group)) is not None:
         return Pending((), lambda: shared_memory.exchange_into(sends, receives, channel)[rank - 1])
     outgoing = [None if x is None or q == rank else _for(group, x).contiguous() for q, x in enumerate(sends)]
-    if not _is_gloo(receives[rank], group):
+    if not _over_gloo(receives[rank].device, group):
         nothing = receives[rank].new_empty(0)
         incoming = [nothing if q == rank else x for q, x in enumerate(receives)]
         work = dist.all_to_all(incoming, [nothing if x is None else x for x in outgoing], group=group, async_op=True)
@@ -237,7 +237,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """[ranks, ...] to [...]: the sum over ranks, in their order, of the row with this rank's number."""
     if group is None:
         return x[0]
-    if _is_gloo(x, group):
+    if _over_gloo(x.device, group):
         return functools.reduce(torch.add, exchange(x.unbind(0), [x.shape[1:]] * len(x), group))
     total = x.new_empty(x.shape[1:])
     work = _scatter_single(total.view(-1), x.contiguous().view(-1), group=group, async_op=True)
@@ -277,7 +277,7 @@ def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
         return x
     assert x.is_contiguous(), "in-place collectives need one piece of memory"
     local = _for(group, x)
-    if _is_gloo(local, group):
+    if _over_gloo(local.device, group):
         dist.broadcast(local, group=group, group_src=source)
         return x if local is x else x.copy_(local)
     work = dist.broadcast(local, group=group, group_src=source, async_op=True)
@@ -334,21 +334,17 @@ def close(group: dist.ProcessGroup) -> None:
 
 def by_way_of_host(device: torch.device, group: Group) -> bool:
     """Whether tensors of a device that is no CPU reach the other ranks through one."""
-    return group is not None and device.type != "cpu" and _carries(group, device)
+    return group is not None and device.type != "cpu" and _over_gloo(device, group)
 
 
-def _carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+def _over_gloo(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether gloo carries tensors of this device."""
     return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
-def _is_gloo(x: Tensor, group: dist.ProcessGroup) -> bool:
-    return _carries(group, x.device)
-
-
 def _for(group: dist.ProcessGroup, x: Tensor) -> Tensor:
     """The tensor where the group can send it from."""
-    return x.cpu() if not x.is_cpu and _is_gloo(x, group) else x
+    return x.cpu() if not x.is_cpu and _over_gloo(x.device, group) else x
 
 
 def _channel(x: Tensor, group: dist.ProcessGroup) -> Channel | None:
@@ -356,7 +352,7 @@ def _channel(x: Tensor, group: dist.ProcessGroup) -> Channel | None:
     if not x.is_cpu:
         return None
     if group not in _channels:
-        _channels[group] = _meet(group) if _is_gloo(x, group) else None
+        _channels[group] = _meet(group) if _over_gloo(x.device, group) else None
     return _channels[group]
 
 
