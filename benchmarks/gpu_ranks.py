@@ -155,7 +155,7 @@ def convoy_update(
     if graph is not None:
         leave_default_stream(images.device)
         step = Recorded(passes, model, network.context, graph, tell=harness.say)
-    optimizer, number = network.share(optimizer_of(model)), 0
+    optimizer, number = optimizer_of(model), 0
 
     def update() -> None:
         nonlocal number

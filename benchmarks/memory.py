@@ -376,7 +376,7 @@ STAGE_PLAN = ParsedPlan.parse(f"stage={STAGES}")
 
 def staged(case: Case, schedule: Schedule, limit: int | None = None) -> Peaks:
     """Of ranks that give freed memory back after each part, as the trainer does under `--memory-limit`."""
-    options: dict[str, Any] = {"schedule": schedule, "keeps": True, "shares": True, "returns_memory": True}
+    options: dict[str, Any] = {"schedule": schedule, "keeps": True, "returns_memory": True}
     return peaks(Side("", "convoy", plan=STAGE_PLAN, parts=STAGE_PARTS, **options), STAGES, case, limit)
 
 

@@ -106,7 +106,7 @@ def measured(case: Case, num: int, places: Sequence[EmulatedDevice], options: ar
             if one.name == AUTO or one.name in PLANS[num]:
                 name, text = f"{AUTO}: {one.plan}" if one.name == AUTO else one.name, str(one.plan)
                 predictions.setdefault(name, []).append(one.seconds)
-                plans[name], sides[text] = text, Side(text, "convoy", plan=one.plan, shares=True)
+                plans[name], sides[text] = text, Side(text, "convoy", plan=one.plan)
         for text, side in sides.items():
             ranks, on = (1, places[:1]) if text == SERIAL else (num, places)
             timings = run_ranks(train, ranks, side, case, options.warm_up, places=on, limits=limits)

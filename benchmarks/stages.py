@@ -112,7 +112,7 @@ def _convoy(runs: Runs, predictions: Sequence[Predicted], one: Arrangement) -> l
             continue
         known.add(str(each.plan))
         label = f"Convoy {each.name}"
-        made = partial(Side, label, "convoy", plan=each.plan, keeps=True, shares=True)
+        made = partial(Side, label, "convoy", plan=each.plan, keeps=True)
         if each.plan.mesh.stage_axis is None:
             ways = dict.fromkeys([one.for_batch(case.batch // each.plan.parts), way])
             best = runs.best([made(arrangement=tried) for tried in ways])

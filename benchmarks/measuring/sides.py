@@ -30,7 +30,6 @@ from convoy.comm.joining import join
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.network import network_of
-from convoy.engine.optimizers import divide_update
 from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
 from convoy.planner import Scored, Workload, make_plan, score, workload_of
@@ -80,7 +79,6 @@ class Side:
     batch_norm: str = "sync"  # of Convoy, by samples: `sync` is exact, `local` is what the peers do
     compiled: bool = False  # by torch.compile
     keeps: bool = False  # freed memory stays with the process, as Convoy has it wherever it runs
-    shares: bool = False  # ranks share the optimizer's work where that is faster, as `convoy train` does it
     parts: int = 1  # into how many parts the batch is cut that go through stages one after the other
     schedule: str = ""  # of the parts, where there are stages
     cuts: tuple[str, ...] = ()  # of torch's pipelining
@@ -234,7 +232,6 @@ def divided(side: Side, case: Case, model: nn.Module) -> Trained:
     if isinstance(network, StagedNetwork):
         network.returns_memory = side.returns_memory
     optimizer = sgd(net.parameters())
-    optimizer = divide_update(net, optimizer) if side.shares else optimizer
     samples = convoy.local_samples(net, case.batch)
     called = net if side.schedule or not case.microbatch else partial(_announced, net, case.microbatch)
     return Trained(called, optimizer, samples, unfinished=lambda: convoy.accumulate(net))

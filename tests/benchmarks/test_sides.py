@@ -30,8 +30,8 @@ def test_all_sides_do_the_same_updates() -> None:
     """The losses of one device, where there is no batch norm; of a U-Net the first one, before any update."""
     two = Plan.parse("sample=2")
     passes = [Side("", "serial", Arrangement(True, 4)), Side("", "ddp", Arrangement(True, 2))]
-    passes += [Side("", "convoy", Arrangement(True, 2), "owt=2"), Side("", "convoy", plan=two, shares=True)]
-    staged = [Side("", "convoy", plan=Plan.parse("stage=2"), parts=4, schedule="1f1b", shares=True)]
+    passes += [Side("", "convoy", Arrangement(True, 2), "owt=2"), Side("", "convoy", plan=two)]
+    staged = [Side("", "convoy", plan=Plan.parse("stage=2"), parts=4, schedule="1f1b")]
     staged += [Side("", "torch", Arrangement(False), parts=4, schedule="gpipe", cuts=("up.1",))]
     for case, sides in ((TINY, passes), (UNET, staged)):
         (serial,) = run_ranks(train, 1, Side("", "serial"), case, 0, limits=Limits(90))

@@ -1,43 +1,10 @@
-"""What a device was given, as a watchdog reads it while others add and forget."""
-
-import threading
+"""Nobody asks CUDA in the middle of a collective."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from convoy.comm import collectives
-from convoy.comm.position import Ledger, current
-
-
-def test_a_group_may_end_while_its_state_is_read() -> None:
-    ledger, asked, answer = Ledger(), threading.Event(), threading.Event()
-
-    def slowly() -> bool:
-        asked.set()
-        answer.wait(10)
-        return False
-
-    current.to("start")  # wherever another test has left it
-    ledger.add("group", lambda: [0, 1], "all reduce", slowly)
-    states: list[dict] = []
-    reader = threading.Thread(target=lambda: states.append(ledger.state()))
-    reader.start()
-    asked.wait(10)
-    ledger.forget("group")
-    answer.set()
-    reader.join(10)
-    assert states == [{"group": ([0, 1], 1, [(1, "all reduce", "")])}]
-    assert ledger.state() == {}
-
-
-def test_what_is_done_is_forgotten_and_little_is_shown() -> None:
-    ledger, done = Ledger(), set[int]()
-    for number in range(1, 41):
-        ledger.add("group", lambda: [0], "exchange", lambda number=number: number in done)
-    done |= {1, 2, 4}
-    members, count, unfinished = ledger.state()["group"]
-    assert (members, count, [number for number, _, _ in unfinished]) == ([0], 40, [3, *range(5, 20)])
 
 
 class Nccl(dist._Work):

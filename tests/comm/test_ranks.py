@@ -5,36 +5,29 @@ import os
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import stuck
 from convoy.comm import groups
 from convoy.comm.collectives import all_reduce
-from convoy.comm.groups import Groups, everyone
-from convoy.comm.joining import leave, num_ranks
-from convoy.comm.memory import NEEDS_LESS, memory_explained
+from convoy.comm.groups import Groups
+from convoy.comm.joining import leave
+from convoy.comm.memory import NEEDS_LESS
 from convoy.comm.position import current
 from convoy.comm.ranks import (
     Ranks,
-    broadcast_object,
-    broadcast_tensors,
     from_json,
-    gather_objects,
-    received,
     to_json,
 )
-from convoy.errors import ConvoyError, MachineError, RankFailedError, TooLargeError
+from convoy.errors import ConvoyError, RankFailedError, TooLargeError
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import Span, Task
-from convoy.training.environment import join_ranks
 from convoy.training.evaluate import Evaluation
 from convoy.training.recipe import load_recipe
 from ranks import run_ranks
@@ -93,71 +86,6 @@ def test_what_is_no_data_is_neither_made_nor_sent(tmp_path: Path) -> None:
             to_json(value)
 
 
-def told() -> None:
-    ranks, device = join_ranks()
-    rank, group = ranks.rank, everyone()
-    assert (ranks.num, device) == (3, torch.device("cpu"))
-    for thing in (*VALUES, "x" * 100_000):
-        assert repr(broadcast_object(thing if rank == 0 else "nothing", group)) == repr(thing)
-    tensors = broadcast_tensors(TENSORS if rank == 0 else None, group)
-    assert list(tensors) == list(TENSORS)
-    for name, tensor in tensors.items():
-        arrived = received(tensor)
-        assert arrived.dtype == TENSORS[name].dtype and torch.equal(arrived, TENSORS[name])
-    answers = [{"rank": number, "words": "a" * 1000 * number} for number in range(3)]
-    assert gather_objects(answers[rank], group) == answers
-    ranks.follow(Mesh(("sample",), (3,)), (0,))
-    assert ranks.is_group_leader and ranks.gather_samples(rank) == [0, 1, 2]
-    assert ranks.largest(rank, -rank, 5) == (2, 0, 5)
-    assert ranks.first(lambda: dist.get_rank()) == 0 and ranks.broadcast(rank) == 0
-    assert (ranks.agree(rank == 0), ranks.agree(True), ranks.any(rank == 1)) == (False, True, True)
-    ranks.barrier()
-
-
-def test_objects_tensors_and_answers_reach_all_ranks() -> None:
-    run_ranks(told, 3)
-
-
-def test_without_a_process_group_there_is_one_rank() -> None:
-    assert everyone() is None and num_ranks() == 1
-    assert broadcast_object("a", None) == "a" and gather_objects("a", None) == ["a"]
-    assert broadcast_tensors(TENSORS, None) is TENSORS
-    alone = Ranks()
-    assert alone.largest(3, 4) == (3, 4)
-    alone.barrier()
-    assert alone.trying("adding", lambda ranks: ranks.num) == 1
-    with pytest.raises(RankFailedError, match="rank 0 ran out of memory while adding"):
-        alone.trying("adding", lambda _: torch.empty(1 << 60))
-    with pytest.raises(MachineError, match=r"^a process died$"):  # which is no mistake of what was tried
-        alone.trying("adding", mock.Mock(side_effect=MachineError("a process died")))
-
-
-LACKS_2_GIB = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
-def failing_first() -> list[tuple[str, str]]:
-    """What a rank knows when rank 0 fails with several errors."""
-    ranks, said = Ranks.here(), []
-    for error in (ConvoyError("no such"), MachineError("no such"), ValueError("no such"), LACKS_2_GIB):
-        try:
-            with memory_explained(ranks.rank, ranks.num):
-                ranks.first(mock.Mock(side_effect=error))
-        except Exception as failure:
-            said.append((type(failure).__name__, str(failure)))
-    return said
-
-
-def test_a_failure_of_the_first_is_one_of_all() -> None:
-    """The second rank once took the first one's words on its memory for its own."""
-    first, second = run_ranks(failing_first, 2)
-    assert first[:2] == second[:2] == [("ConvoyError", "no such"), ("MachineError", "no such")]
-    assert first[2] == ("ValueError", "no such")
-    assert second[2] == ("RankFailedError", "rank 0 failed (ValueError: no such): -v shows where")
-    for kind, said in (first[3], second[3]):
-        assert kind == "TooLargeError"
-        assert said.startswith("rank 0 ran out of memory") and said.endswith(f": it asked for 2.00 GiB; {NEEDS_LESS}")
-
-
 TWO = Mesh(("gpu",), (2,))
 LACKS = f"rank 1 ran out of memory while adding; {NEEDS_LESS}"
 # By the error of rank 1, what all ranks say, and whether rank 0 waits for objects of it or for its tensor.
@@ -208,14 +136,12 @@ OUT_OF_MEMORY = (
 )
 
 
-def failing(when: str, alarm: bool) -> tuple[str, bool, float, int]:
+def failing(alarm: bool) -> tuple[str, bool, float, int]:
     """Rank 2 lacks memory; what this rank then knows, after how many seconds, and how many ranks still talk."""
     stuck.join(LIMIT_S)
     ranks = Ranks.here()
 
     def work(meanwhile: Ranks) -> None:
-        if when == "before the groups are made" and ranks.rank == 2:
-            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
         made = Groups(MESH)
         for number in range(2):
             current.at(f"conv{number}#1")
@@ -224,8 +150,7 @@ def failing(when: str, alarm: bool) -> tuple[str, bool, float, int]:
             for axis in (0, 1):
                 all_reduce(torch.ones(1 << 20), made.of((axis,)))
         stuck.synchronize()  # until the other one comes, or the groups are aborted
-        if when == "while others talk":
-            meanwhile.barrier()
+        meanwhile.barrier()
 
     began = time.monotonic()
     enter = groups.Alarm.__enter__ if alarm else lambda alarm: alarm
@@ -239,13 +164,11 @@ def failing(when: str, alarm: bool) -> tuple[str, bool, float, int]:
     raise AssertionError("nothing failed")
 
 
-@pytest.mark.parametrize("when", ["before the groups are made", "while others wait", "while others talk"])
-def test_all_ranks_know_soon_who_lacks_memory_and_what_needs_less(when: str) -> None:
-    layer = "" if when == "before the groups are made" else ", in layer conv1"
-    for said, out_of_memory, took_s, talking in run_ranks(failing, 4, when, True, join=False):
+def test_all_ranks_know_soon_who_lacks_memory_and_what_needs_less() -> None:
+    for said, out_of_memory, took_s, talking in run_ranks(failing, 4, True, join=False):
         assert said == (
-            f"rank 2 ran out of memory while profiling sample=4{layer}: it asked for 2.00 GiB where 1.02 GiB of "
-            "79.10 GiB were free; smaller microbatches, a plan over more devices or --precision bf16 need less"
+            "rank 2 ran out of memory while profiling sample=4, in layer conv1: it asked for 2.00 GiB where 1.02 GiB "
+            "of 79.10 GiB were free; smaller microbatches, a plan over more devices or --precision bf16 need less"
         )
         assert out_of_memory and talking == 4
         assert took_s < LIMIT_S
@@ -254,42 +177,8 @@ def test_all_ranks_know_soon_who_lacks_memory_and_what_needs_less(when: str) -> 
 @pytest.mark.slow
 def test_without_the_key_they_wait_for_the_limit() -> None:
     """The negative control."""
-    outcomes = run_ranks(failing, 4, "while others wait", False, join=False)
+    outcomes = run_ranks(failing, 4, False, join=False)
     assert max(took_s for _, _, took_s, _ in outcomes) > LIMIT_S
-
-
-def failing_to_connect() -> tuple[str, str, float]:
-    """Rank 2 fails before the others' first message, and then for lack of memory for its first connection; what this
-    rank then knows, and after how many seconds."""
-    limit = timedelta(seconds=LIMIT_S)
-    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=4, timeout=limit)
-    ranks = Ranks.here()
-
-    def odd(meanwhile: Ranks) -> None:
-        if ranks.rank == 2:
-            raise ValueError("odd")
-        meanwhile.barrier()
-
-    def connect(group: dist.ProcessGroup) -> None:
-        if ranks.rank == 2:
-            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
-        if 2 in dist.get_process_group_ranks(group):
-            all_reduce(torch.ones(1), group)
-
-    began = time.monotonic()
-    with pytest.raises(RankFailedError) as first:
-        ranks.trying("adding", odd)
-    with mock.patch.object(groups, "connect", connect), pytest.raises(RankFailedError) as second:
-        ranks.trying("profiling sample=4", lambda meanwhile: Groups(MESH))
-    return str(first.value), str(second.value), time.monotonic() - began
-
-
-def test_no_rank_waits_for_the_group_of_another_one_that_failed_before_or_while_it_connected() -> None:
-    """Ranks 1 and 3 have connected their first group meanwhile, and would wait in the store to make the next."""
-    for first, second, took_s in run_ranks(failing_to_connect, 4, join=False):
-        assert first == "rank 2 failed while adding (ValueError: odd): -v shows where"
-        assert second.startswith("rank 2 ran out of memory while profiling sample=4")
-        assert took_s < LIMIT_S
 
 
 LOOP = """

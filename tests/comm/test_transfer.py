@@ -1,7 +1,6 @@
 """Every redistribution gives what the target's layout says, and every backward pass is the adjoint of its forward."""
 
 import itertools
-import math
 import random
 import zlib
 from unittest.mock import patch
@@ -69,12 +68,7 @@ def pairs(mesh: Mesh):
                 yield (given, asked), layout(given, mesh), layout(asked, mesh)
 
 
-class _NoGroups:
-    def of(self, axes):
-        return None
-
-
-def test_steps_follow_on_one_another_use_an_axis_once_and_find_their_parts():
+def test_steps_follow_on_one_another_and_use_an_axis_once():
     mesh, count = Mesh(("a", "b"), (2, 3)), 0
     for words, source, target in pairs(mesh):
         here = source
@@ -83,32 +77,9 @@ def test_steps_follow_on_one_another_use_an_axis_once_and_find_their_parts():
             here = step.target
             used = [axis for _, split in here.splits for axis in split.axes] + [*here.partial, *here.copied]
             assert len(used) == len(set(used)), f"{words}: {here} uses an axis twice"
-            for rank in (0, 1, 5):
-                Transfer(step, mesh, mesh.coordinates(rank), _NoGroups(), SHAPE)
         assert here == target, words
         count += 1
     assert count > 900
-
-
-def _missing(source: Layout, target: Layout, mesh, place):
-    """How many elements of the target a rank does not hold in the source."""
-    sizes = list(zip(*(one.local_shape(SHAPE, mesh, place) for one in (source, target)), strict=True))
-    shared = [
-        len(set(source.parts(dim, mesh, place, size)) & set(target.parts(dim, mesh, place, size)))
-        for dim, size in enumerate(SHAPE)
-    ]
-    return math.prod(wanted for _, wanted in sizes) - math.prod(shared)
-
-
-@pytest.mark.parametrize(("mesh", "limit"), [(MESHES[3], 1.0), (MESHES[4], 1.6)])
-def test_little_more_is_sent_than_is_missing(mesh, limit):
-    """On one axis exactly what is missing arrives; on two a gather before an exchange may bring more."""
-    places = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
-    for words, source, target in pairs(mesh):
-        if not source.partial:
-            steps = [step for step in transfer(source, target, mesh, SHAPE) if step.kind in ("gather", "move")]
-            sent = sum(_missing(step.source, step.target, mesh, place) for step in steps for place in places)
-            assert sent <= limit * sum(_missing(source, target, mesh, place) for place in places), words
 
 
 def cut(whole: torch.Tensor, how: Layout, mesh: Mesh, place) -> torch.Tensor:
@@ -197,12 +168,10 @@ def test_values_are_those_of_the_target_and_backward_is_the_adjoint(world):
 
 
 def _wrong_backwards():
-    """What is noticed where backward passes add once too often, or nothing of other ranks'."""
+    """What is noticed where backward passes add nothing of other ranks'."""
     backward = Transfer.backward
-    with patch.object(Transfer, "backward", lambda self, g: 2 * backward(self, g)):
-        twice = _each_pair()
     with patch.object(Transfer, "backward", lambda self, g: _alone(g, lambda g: backward(self, g))):
-        return twice, _each_pair()
+        return _each_pair()
 
 
 def _alone(gradient, right):
@@ -222,59 +191,40 @@ def _alone(gradient, right):
 
 
 def test_a_wrong_backward_is_noticed():
-    for twice, alone in run_ranks(_wrong_backwards, 3):
-        assert all(is_wrong for (_, kinds), is_wrong in twice.items() if kinds)
-        noticed = {kinds[0] for (_, kinds), is_wrong in alone.items() if len(kinds) == 1 and is_wrong}
+    for cases in run_ranks(_wrong_backwards, 3):
+        noticed = {kinds[0] for (_, kinds), is_wrong in cases.items() if len(kinds) == 1 and is_wrong}
         assert noticed >= {"copy", "slice", "move", "reduce_scatter"}
 
 
 def _odd_tensors():
-    """Expanded, transposed and missing gradients; in-place changes of a result; inputs in any order of memory; low
-    precision, which travels as it is; more ranks than samples, of which some hold nothing and still take part."""
+    """Expanded, transposed and missing gradients; inputs in any order of memory; low precision, which travels as it is;
+    more ranks than samples, of which some hold nothing and still take part."""
     groups = Groups(MESHES[dist.get_world_size()])
+    dims = range(len(SHAPE))[::-1]
     for kind, words in KINDS.items():
         source, target = (layout((word,), groups.mesh) for word in words)
         (step,) = transfer(source, target, groups.mesh, SHAPE)
         assert step.kind == kind.split()[0]
         move = Transfer(step, groups.mesh, groups.coordinates, groups, SHAPE)
-        x = torch.randn(move.source_shape, dtype=torch.float64).requires_grad_()
-        (ones,) = torch.autograd.grad(move(x), x, torch.ones(move.target_shape, dtype=torch.float64))
-        (summed,) = torch.autograd.grad(move(x).sum(), x)
-        assert torch.equal(ones, summed), kind
-        dims = range(len(SHAPE))[::-1]
-        gradient = torch.randn(move.target_shape, dtype=torch.float64)
+        x = torch.randint(-3, 4, move.source_shape).double().requires_grad_()
+        gradient = torch.randint(-3, 4, move.target_shape).double()
+        (ones,) = torch.autograd.grad(move(x), x, torch.ones_like(gradient))
         (plain,) = torch.autograd.grad(move(x), x, gradient)
+        (low,) = torch.autograd.grad(move(x.bfloat16()), x, gradient.bfloat16())
         (other,) = torch.autograd.grad(move(x), x, gradient.permute(*dims).contiguous().permute(*dims))
-        assert torch.equal(plain, other), kind
+        assert torch.equal(ones, torch.autograd.grad(move(x).sum(), x)[0]), kind
+        assert torch.equal(plain, other) and torch.equal(plain, low), kind
+        assert not torch.autograd.grad(move(x)[:0].sum(), x)[0].any(), kind
         with torch.no_grad():
             assert torch.equal(move(x), move(x.permute(*dims).contiguous().permute(*dims))), kind
-        y = move(x)
-        (unused,) = torch.autograd.grad(y[:0].sum(), x)
-        assert not unused.any(), kind
-        try:
-            y.relu_()
-        except RuntimeError as error:
-            assert "is a view and is being modified inplace" in str(error), kind
-        else:
-            (inplace,) = torch.autograd.grad(y, x, gradient)
-            (outside,) = torch.autograd.grad(move(x).relu(), x, gradient)
-            assert torch.equal(inplace, outside), kind
-        whole = torch.randint(-3, 4, move.source_shape)
-        results = []
-        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            leaf = whole.to(dtype).requires_grad_()
-            y = move(leaf)
-            (back,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
-            assert y.dtype == back.dtype == dtype
-            results.append((y.detach().double(), back.double()))
-        assert all(torch.equal(*two) for low in results[1:] for two in zip(results[0], low, strict=True)), kind
+            assert move(x.bfloat16()).dtype == torch.bfloat16 and torch.equal(move(x), move(x.bfloat16()).double()), (
+                kind
+            )
     shape = (1, 4, 3, 2)
     source, target = (layout((word,), groups.mesh, shape) for word in ("dim0", "dim1"))
     steps = transfer(source, target, groups.mesh, shape) + transfer(target, source, groups.mesh, shape)
     x = torch.ones(source.local_shape(shape, groups.mesh, groups.coordinates)).requires_grad_()
-    y = redistribute(steps, groups.mesh, groups.coordinates, groups, shape)(x * 2)
-    assert y.requires_grad and y.shape == x.shape
-    y.sum().backward()
+    redistribute(steps, groups.mesh, groups.coordinates, groups, shape)(x * 2).sum().backward()
     assert x.grad.shape == x.shape and (x.grad == 2).all()
     return len(x)
 

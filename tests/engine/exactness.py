@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 
 import convoy
 from convoy import models
-from convoy.comm.redistribution import Redistribution, Transfer
-from convoy.engine import prepare, program
+from convoy.engine import prepare
 from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.network import Network, network_of
 from convoy.ops.memory import Readers
@@ -95,7 +93,7 @@ def distance(
     Args:
         batches: sizes of the global batch, one after the other; gradients and buffers are compared after each size.
         steps: weight updates; weights and outputs in evaluation are compared after them.
-        sabotage: name in `SABOTAGES`; what follows a colon is its second argument.
+        sabotage: name in `SABOTAGES`.
         size: of images.
         device: where all of it runs.
         microbatches: over how many parts of the batch batch norm takes its statistics one by one.
@@ -110,8 +108,8 @@ def distance(
     options["batch_norm"] = "sync" if microbatches == 1 else "microbatch"
     with torch.inference_mode(turns):
         net = convoy.parallelize(model, plan, example, seed=SEED, checks=not sabotage, **options)
-    network, kind = network_of(net), sabotage.partition(":")
-    SABOTAGES[kind[0]](net, *filter(None, kind[2:]))
+    network = network_of(net)
+    SABOTAGES[sabotage](net)
     optimizer, generator, differences = sgd(net), torch.Generator().manual_seed(1), dict[str, float]()
 
     def compare(what: str, got: Tensor, want: Tensor, floor: float = 1e-300, allowed: float = TOLERANCE) -> None:
@@ -219,41 +217,6 @@ def _unweighted_mean(net: nn.Module) -> None:
     network.weigh = lambda output, samples: Network.weigh(network, output, (1,) * len(samples))
 
 
-def _missing_backward_reduction(net: nn.Module, which: str) -> None:
-    """One of the sums over ranks in the backward pass, number `which` in the order of the forward pass, has only this
-    rank's term."""
-    network = network_of(net)
-    make, redistribute = network._program, program.redistribute
-
-    def sabotaged(*arguments: Any) -> Any:
-        transfers: list[Transfer] = []
-
-        def noting(*args: Any) -> Redistribution:
-            made = redistribute(*args)
-            transfers.extend(transfer for transfer in made.transfers if transfer.step.kind in ("copy", "move"))
-            return made
-
-        with patch.object(program, "redistribute", noting):
-            result = make(*arguments)
-        if net.training and transfers:  # else the program is an old one
-            broken = transfers[int(which)]
-            broken.backward = _of_one_rank(broken.backward)
-        return result
-
-    network._program = sabotaged
-
-
-def _of_one_rank(backward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """What the conjugate of a transfer gives where no other rank has a gradient: one rank at a time has its own."""
-
-    def run(gradient: Tensor) -> Tensor:
-        ranks = range(dist.get_world_size())
-        turns = [backward(gradient if rank == dist.get_rank() else torch.zeros_like(gradient)) for rank in ranks]
-        return turns[dist.get_rank()]
-
-    return run
-
-
 def _other_seeds(net: nn.Module) -> None:
     network_of(net).context.seed += dist.get_rank()
 
@@ -263,7 +226,6 @@ SABOTAGES: dict[str, Callable[..., object]] = {
     "local batch norm": lambda net: setattr(network_of(net).context, "batch_norm", "local"),
     "unweighted mean": _unweighted_mean,
     "missing gradient sum": lambda net: network_of(net).reducer.remove(),
-    "missing backward reduction": _missing_backward_reduction,
     "wrong dropout key": _other_seeds,
     "careless overwriting": lambda net: setattr(Readers, "is_spare", lambda *_: True),
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 Work = Callable[["Layers", Tensor], Any]
 
@@ -35,18 +35,10 @@ def _without_first(x: Tensor) -> Tensor:
 COUPLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x - x.mean(0),
     "softmax": lambda x: x * torch.softmax(x, 0),
-    "cumsum": lambda x: x + x.cumsum(0),
     "flip": lambda x: x + x.flip(0),
-    "roll": lambda x: x + x.roll(1, 0),
-    "std": lambda x: x / (x.std(0) + 1),
     "gram": lambda x: x + 0.1 * (x @ x.t()) @ x,
     "size": lambda x: x * x.shape[0],
-    "sort": lambda x: x + x.sort(0)[0],
-    "largest": lambda x: x - x.max(0)[0],
     "first": lambda x: x - x[:1],
-    "neighbour": lambda x: x + torch.cat([x[1:], x[:1]]),
-    "norm": lambda x: x / x.norm(),
-    "flat": lambda x: x + x.reshape(-1).cumsum(0).view_as(x),
     "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
     "einsum": lambda x: x + 0.1 * torch.einsum("bi,bj,cj->ci", x, x, x),
 }
@@ -79,20 +71,14 @@ def coupled(couple: Callable[[Tensor], Tensor], gives: str = "") -> Callable[[],
 
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "normalize": lambda x: F.normalize(x, dim=1),
-    "flip": lambda x: x.flip(3),
     "cumsum": lambda x: x.cumsum(2),
-    "roll": lambda x: x.roll((1, 1), (2, 3)),
-    "sort": lambda x: x.sort(3)[0],
     "topk": lambda x: x.topk(2, dim=2)[0],
-    "std": lambda x: x / (x.std((2, 3), keepdim=True) + 1),
-    "repeat": lambda x: x.repeat_interleave(2, dim=2),
     "patches": lambda x: F.fold(F.unfold(x, 3), (6, 6), 3),
-    "windows": lambda x: x.unfold(2, 3, 1).mean(-1),
     "attention": lambda x: F.scaled_dot_product_attention(x, x * 2, x + 1),
     "one head's keys": lambda x: F.scaled_dot_product_attention(x, x[:, :1], x[:, 1:2] + 1),
 }
 """Calls without a rule of their own, which mix some dimensions and not others."""
-BIASED = {"a bias": (1, 4, 6, 6), "one bias": (6, 6), "each head's bias": (4, 6, 6)}
+BIASED = {"a bias": (1, 4, 6, 6), "one bias": (6, 6)}
 """Attention with a parameter of some shape as its mask."""
 
 
@@ -118,18 +104,17 @@ def relu_of_a_view(net: Layers, x: Tensor) -> Tensor:
     return y.flatten(2).relu() + y.flatten(2).exp()
 
 
-OVERWRITING: dict[str, tuple[Work, int]] = {
-    "relu of conv": (lambda net, x: F.relu(net.conv(x)), 1),
-    "relu of norm": (lambda net, x: F.relu(net.norm(net.conv(x)), inplace=True), 1),
-    "relu of sum": (lambda net, x: F.relu(net.norm(net.conv(x)) + net.other(x)), 2),
-    "relu of joined": (lambda net, x: torch.cat([net.conv(x), net.other(x)], 1).relu(), 1),
-    "sum with a vector": (lambda net, x: net.conv(x).mean((2, 3), keepdim=True) + net.other(x), 1),
-    "relu of relu": (lambda net, x: F.relu(F.relu(net.conv(x))), 1),  # of the inner one's output comes its gradient
-    "read twice": (read_twice, 0),
-    "relu of a view": (relu_of_a_view, 0),
-    "relu of the images": (lambda net, x: net.conv(F.relu(x)), 0),
+OVERWRITING: dict[str, Work] = {
+    "relu of norm": lambda net, x: F.relu(net.norm(net.conv(x)), inplace=True),
+    "relu of sum": lambda net, x: F.relu(net.norm(net.conv(x)) + net.other(x)),
+    "relu of joined": lambda net, x: torch.cat([net.conv(x), net.other(x)], 1).relu(),
+    "sum with a vector": lambda net, x: net.conv(x).mean((2, 3), keepdim=True) + net.other(x),
+    "relu of relu": lambda net, x: F.relu(F.relu(net.conv(x))),  # of the inner one's output comes its gradient
+    "read twice": read_twice,
+    "relu of a view": relu_of_a_view,
+    "relu of the images": lambda net, x: net.conv(F.relu(x)),
 }
-"""What a network does, and how many of its calls may overwrite an input."""
+"""What may be overwritten, and what must not be."""
 
 
 def _between_heads(net: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,31 +128,22 @@ def _training_heads(net: Layers, x: Tensor) -> Any:
     return (first, net.fc(x.mean((2, 3)))) if net.training else first
 
 
-def calling(function: str, *args: Any) -> Callable[[], nn.Module]:
-    """A call whose result stages cannot send, and one that makes it sendable again."""
-
-    def work(net: Layers, x: Tensor) -> Tensor:
-        strange = net.strange(net.conv(x))
-        return net.last(net.plain(strange).reshape(-1, 4, 6, 6)).mean((2, 3))
-
-    def build() -> nn.Module:
-        net = Layers(work)
-        net.strange, net.plain = Calls(function, *args), Calls("abs")
-        return net
-
-    return build
-
-
 class Calls(nn.Module):
     """A function of torch as a layer."""
 
-    def __init__(self, function: str, *args: Any) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.function, self.args = function, args
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = getattr(torch if hasattr(torch, self.function) else torch.fft, self.function)(x, *self.args)
-        return result
+        return self.function(x)
+
+
+def complex_between() -> nn.Module:
+    """A call whose result stages cannot send, and one that makes it sendable again."""
+    net = Layers(lambda net, x: net.last(net.plain(net.strange(net.conv(x)))).mean((2, 3)))
+    net.strange, net.plain = Calls(torch.fft.fft2), Calls(torch.abs)
+    return net
 
 
 def base(norm: Callable[[], nn.Module] = nn.Identity) -> nn.Sequential:
@@ -186,18 +162,6 @@ class ByHand(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.net(F.batch_norm(x, None, None, training=True))
         return F.batch_norm(y, None, None, training=True)
-
-
-class Asking(nn.Module):
-    """Asks for a number, so that it cannot be captured."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.net(x if float(x.detach().sum()) < 1e9 else -x)
-        return y
 
 
 def weighed(*norms: Callable[..., nn.Module]) -> nn.Module:
@@ -227,9 +191,7 @@ GIVEN: dict[str, Callable[[], nn.Module]] = {
     "weight": lambda: weighed(WEIGHT, WEIGHT),
     "own forward": _with_forward,
     "spectral beside weight": lambda: weighed(SPECTRAL, WEIGHT),
-    "spectral, asking": lambda: Asking(weighed(SPECTRAL, WEIGHT)),
     "data parallel": lambda: nn.DataParallel(base()),
-    "traced by fx": lambda: fx.symbolic_trace(base()),
 }
 STAGED = ("no running statistics", "by hand", "momentum none", "instance norm that tracks", "weight", "own forward")
 """Those of GIVEN that can be cut into stages."""
@@ -277,36 +239,6 @@ class Joined(nn.Module):
         return (self.norm(self.first(x)[:, :2]) + self.second(self.wide(x).relu())[:, :2]).relu().flatten(1)
 
 
-class Pools(nn.Module):
-    """Pooling of every kind, down to one number a channel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Conv2d(3, 6, 3, 1, 1), nn.Conv2d(6, 5, 3, 1, 1), nn.Linear(5, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.max_pool2d(self.first(x).relu(), 3, 2, 1)
-        x = F.avg_pool2d(x, 3, 1, 1, count_include_pad=False) + F.avg_pool2d(x, 3, 1, 1, ceil_mode=True)
-        x = F.adaptive_max_pool2d(self.second(x).relu(), 2) + F.adaptive_avg_pool2d(x[:, 1:], 2)
-        y: Tensor = self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
-        return y
-
-
-class Hourglass(nn.Module):
-    """Down, up again, and beside what was before; padded and cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.low, self.last = nn.Conv2d(3, 4, 3, 1, 1), nn.Conv2d(4, 6, 3, 1, 1), nn.Conv2d(10, 10, 3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).relu()
-        y = self.low(F.max_pool2d(x, 2)).relu()
-        y = F.interpolate(y, scale_factor=2, mode="bilinear") + F.interpolate(y, size=x.shape[2:], mode="nearest")
-        z = self.last(F.pad(torch.cat([x, y], 1), (0, 1, 0, 1)))
-        return torch.cat([z[:, ::2, 1:-1].amax(3).mean(2), z[:, 1::2].sum((2, 3))], 1)
-
-
 def wide() -> nn.Sequential:
     """Weights large enough for messages of their own."""
     layers = [nn.Linear(192, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 10)]
@@ -325,18 +257,15 @@ ODD_NETS: dict[str, Callable[[], nn.Module]] = {
     **{f"unseen, gives {gives}": coupled(UNSEEN["choice"], gives) for gives in ("scalar", "vector")},
     "gives weight": coupled(lambda x: x, "weight"),
     **{f"calls {kind}": between(kind) for kind in (*CALLS, *BIASED)},
-    **{kind: (lambda work=work: Layers(work)) for kind, (work, _) in OVERWRITING.items()},
+    **{kind: (lambda work=work: Layers(work)) for kind, work in OVERWRITING.items()},
     **GIVEN,
     "joined": Joined,
-    "pools": Pools,
-    "hourglass": Hourglass,
     "branches": Branches,
     "fine tuned": FineTuned,
     "wide": wide,
     "chain": chain,
     "two heads": lambda: Layers(_between_heads),
     "training heads": lambda: Layers(_training_heads),
-    "complex": calling("fft2"),
-    "nine dimensions": calling("reshape", (-1, 1, 1, 1, 1, 1, 4, 6, 6)),
+    "complex": complex_between,
 }
 """Networks for pictures of 8 by 8 pixels and 10 classes."""

@@ -2,25 +2,14 @@
 
 import pytest
 import torch
-from low_precision import closeness
-from own_loops import world_of
+from low_precision import is_close
 
 from ranks import run_ranks
 
 
 @pytest.mark.parametrize(
     ("net", "plan", "samples"),
-    [
-        ("squeeze-excite", "filter=2", 8),
-        ("squeeze-excite", "height=2", 8),
-        ("permuted", "sample=2", 8),
-        ("permuted", "channel=2", 8),
-        ("squeeze-excite", "sample=3", 2),
-        ("shuffle", "sample=3", 2),
-    ],
+    [("squeeze-excite", "height=2", 8), ("permuted", "channel=2", 8), ("squeeze-excite", "sample=3", 2)],
 )
 def test_low_precision_under_a_plan(net: str, plan: str, samples: int) -> None:
-    world = 3 if plan == "sample=3" else world_of(plan)
-    for found in run_ranks(closeness, world, net, plan, torch.bfloat16, 16, "cpu", samples):
-        assert found.dtype == torch.bfloat16
-        assert found.ok, found
+    assert not any(run_ranks(is_close, int(plan[-1]), net, plan, torch.bfloat16, 16, "cpu", samples))

@@ -8,13 +8,10 @@ import pytest
 import torch
 from own_loops import world_of
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 
 import convoy
 from convoy import models
 from convoy.engine import program
-from convoy.engine.gradients import reducer
 from convoy.engine.network import network_of
 from ranks import run_ranks
 
@@ -22,13 +19,12 @@ IMAGES = torch.randn(6, 3, 12, 12, dtype=torch.float64, generator=torch.Generato
 
 
 class Net(nn.Module):
-    def __init__(self, dropout: float = 0.3) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
         self.second = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
-        drop = nn.Dropout(dropout) if dropout else nn.Identity()
-        self.last = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), drop, nn.Linear(32, 10))
+        self.last = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(0.3), nn.Linear(32, 10))
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,8 +80,6 @@ def compare(plan: str, batch_norm: Any, sabotage: Callable[[Any], Any] = lambda 
         ("sample=2", "microbatch", 2),  # before and after dropout
         ("sample=2", "sync", 4),  # and around each batch norm
         ("height=2", "sync", None),
-        pytest.param("filter=2", "microbatch", None, marks=pytest.mark.slow),
-        pytest.param("sample=2", "local", 2, marks=pytest.mark.slow),
     ],
 )
 def test_the_numbers_are_the_same(plan: str, batch_norm: str, num: int | None) -> None:
@@ -98,14 +92,9 @@ def slightly_off(module: Any) -> Any:
     return lambda *inputs: [output * (1 + 1e-9) for output in module(*inputs)]
 
 
-def other_gradient(module: Any) -> Any:
-    return lambda *inputs: [output + 1e-6 * (output - output.detach()) for output in module(*inputs)]
-
-
 def noticed() -> list[int]:
-    for sabotage in (slightly_off, other_gradient):
-        with pytest.raises(AssertionError):
-            compare("sample=2", "microbatch", sabotage)
+    with pytest.raises(AssertionError):
+        compare("sample=2", "microbatch", slightly_off)
     with patch.object(program, "compiled", lambda instructions, *_: instructions):
         return compare("sample=2", "microbatch")
 
@@ -135,54 +124,3 @@ def stretches_of_resnet50() -> int:
 def test_exchanges_are_not_compiled_and_a_deep_network_is_a_handful_of_graphs() -> None:
     run_ranks(compiled_around, 2, timeout=120)
     assert run_ranks(stretches_of_resnet50, 2, timeout=120) == [5, 5]
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit")
-def test_stretches_end_where_something_else_happens_or_enough_gradients_have_come_together() -> None:
-    def times_two(x: Tensor) -> list[Tensor]:
-        return [x * 2]
-
-    step, large = program.Instruction, program.LEAST_BYTES
-    instructions = [step(times_two, (i,), (i + 1,), alone=i == 2) for i in range(4)]
-    found = program.compiled(instructions, [4, 1], {})
-    assert [(each.inputs, each.outputs, each.alone) for each in found] == [
-        ((0,), (1, 2), False),
-        ((2,), (3,), True),
-        ((3,), (4,), False),
-    ]
-    instructions = [step(times_two, (number, 10 + number), (number + 1,), alone=False) for number in range(4)]
-    found = program.compiled(instructions, [4], {10: 2 * large, 11: large, 12: large // 2, 13: large // 2})
-    assert [sorted(each.inputs) for each in found] == [[0, 10], [1, 11], [2, 12, 13]]
-
-
-def events_of(cut: bool) -> list[str]:
-    """Messages of gradients and backward passes of compiled stretches, in the order in which they begin."""
-    events: list[str] = []
-    compile, start = torch.compile, reducer.GradientReducer._start
-
-    def noted(graph: Any, _: Any) -> Any:
-        return make_boxed_func(lambda *values: (events.append("backward"), graph(*values))[1])
-
-    def sent(self: Any, number: int) -> None:
-        events.append("message")
-        start(self, number)
-
-    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=noted)
-    with (
-        patch.object(torch, "compile", lambda function, **options: compile(function, backend=backend, **options)),
-        patch.object(reducer.GradientReducer, "_start", sent),
-        patch.object(reducer.Sizes, "default", lambda _: reducer.Sizes(alone=1, bucket=1, first=1)),
-        patch.object(program, "LEAST_BYTES", 1 if cut else 2**40),
-    ):
-        net = convoy.parallelize(Net(dropout=0), "sample=2", IMAGES[:2], batch_norm="local", seed=1, compile=True)
-        for _ in range(2):  # the first shows the order of the gradients
-            events.clear()
-            net(IMAGES[convoy.local_samples(net, len(IMAGES))]).square().mean().backward()
-    return events
-
-
-def test_gradients_are_sent_while_the_backward_pass_goes_on() -> None:
-    for cut in (True, False):
-        for events in run_ranks(events_of, 2, cut, timeout=120):
-            last = len(events) - 1 - events[::-1].index("backward")
-            assert ("message" in events[:last]) == cut, events

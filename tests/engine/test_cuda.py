@@ -16,12 +16,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exactness import SEED, all_distances, build
-from low_precision import Closeness, closeness
+from low_precision import is_close
 from own_loops import world_of
 from torch import Tensor
 
 import convoy
-from convoy.ops.random_bits import layer_key, random_bits, sample_keys
 from ranks import run_ranks
 from started import ENVIRONMENT, command, digest, finish
 from tiny import write_mnist
@@ -59,15 +58,10 @@ def dropped(plan: str, device: str) -> tuple[Tensor, dict[str, Tensor]]:
         return loss.detach().cpu(), {name: gradient.cpu() for name, gradient in convoy.gradients(net).items()}
 
 
-def bits(device: str) -> Tensor:
-    """Random numbers of some samples, on the CPU."""
-    return random_bits(sample_keys(5, 3, range(2, 40)).to(device), layer_key("features.1"), 5000).cpu()
-
-
-def low_precision(net: str, plan: str, dtype: torch.dtype, size: int) -> Closeness:
-    """`low_precision.closeness` on the GPU."""
+def low_precision(*args: Any) -> str:
+    """`low_precision.is_close` on the GPU."""
     with steady():
-        return closeness(net, plan, dtype, size, DEVICE)
+        return is_close(*args, DEVICE)
 
 
 pytestmark = [
@@ -94,17 +88,6 @@ def test_training_is_that_of_one_device(plan: str) -> None:
         assert not {case[0]: errors for case, errors in zip(cases, found, strict=True) if errors}
 
 
-def test_a_broken_engine_is_noticed_on_the_gpu() -> None:
-    options = {"sabotage": "missing gradient sum", "batches": (5, 7)}
-    assert all(found for (found,) in run_ranks(exact, 2, [("dense", "sample=2", options)], timeout=200))
-
-
-def test_random_numbers_are_those_of_the_cpu() -> None:
-    here, there = run_ranks(bits, 1, "cpu")[0], run_ranks(bits, 1, DEVICE, timeout=120)[0]
-    assert torch.equal(here, there)
-    assert here.unique().numel() > 100_000
-
-
 @pytest.mark.parametrize("plan", ["sample=2", "filter=2", "height=2"])
 def test_dropout_masks_are_those_of_the_cpu(plan: str) -> None:
     (loss, want), *_ = run_ranks(dropped, 1, "serial", "cpu")
@@ -118,9 +101,7 @@ def test_dropout_masks_are_those_of_the_cpu(plan: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("plan", ["filter=2", "height=2"])
 def test_autocast_is_as_precise_as_on_one_device(plan: str, dtype: torch.dtype) -> None:
-    for found in run_ranks(low_precision, 2, "resnet18", plan, dtype, 64, timeout=200):
-        assert found.dtype == dtype
-        assert found.ok, found
+    assert not any(run_ranks(low_precision, 2, "resnet18", plan, dtype, 64, timeout=200))
 
 
 @pytest.mark.parametrize("model", ["tiny:TinyNet", "resnet18"])

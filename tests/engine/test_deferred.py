@@ -1,9 +1,6 @@
 """Networks built within `convoy.deferred()`: rank 0 has the numbers, and every rank gets the parts of a plain one."""
 
 import os
-import re
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ from convoy import models
 from convoy.engine.network import network_of
 from convoy.engine.parallelize import own_state
 from convoy.errors import ConvoyError
-from ranks import replace_processes, run_ranks
+from ranks import run_ranks
 
 EXAMPLE = torch.zeros(2, 3, 32, 32)
 
@@ -102,47 +99,3 @@ def test_what_cannot_be_built_so_is_said_on_every_rank() -> None:
     mend = "build it without convoy.deferred"
     assert first[1] == "no such network"
     assert all(mend in sentence for sentence in (first[0], second[0], second[1]))
-
-
-def test_on_one_device_it_is_a_plain_network() -> None:
-    with convoy.deferred():
-        model = nn.Linear(2, 2)
-    assert not model.weight.is_meta
-
-
-WHOLE_MB = (3072 + 20 * 2000) * 2000 * 4 / 2**20
-
-
-def build(width: int) -> nn.Module:
-    layers = [nn.Linear(width, width, bias=False) for _ in range(20)]
-    return nn.Sequential(nn.Flatten(), nn.Linear(3072, width, bias=False), *layers)
-
-
-def peak_mb() -> float:
-    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
-
-
-def added_mb(as_deferred: bool, plan: str, saved: Path | None) -> float:
-    """What these weights add to the peak of this rank, which has had no large ones before."""
-    convoy.parallelize(build(64), plan, EXAMPLE)
-    before = peak_mb()
-    with convoy.deferred() if as_deferred else nullcontext():
-        model = build(2000)
-    net = convoy.parallelize(model, plan, EXAMPLE)
-    if saved is not None:
-        convoy.load(saved, net)
-    return peak_mb() - before
-
-
-@pytest.mark.slow
-def test_no_rank_but_the_first_holds_the_whole(tmp_path: Path) -> None:
-    convoy.save(tmp_path / "saved", convoy.parallelize(build(2000), "serial", EXAMPLE))
-    for as_deferred, plan, saved in [
-        (True, "stage=2", None),
-        (True, "filter=2", tmp_path / "saved"),
-        (False, "stage=2", None),
-    ]:
-        replace_processes()
-        added = run_ranks(added_mb, 2, as_deferred, plan, saved)[1]
-        assert (added < WHOLE_MB / 2 + 75) if as_deferred else (added > WHOLE_MB - 5), (plan, added)
-    replace_processes()

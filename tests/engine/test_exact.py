@@ -5,20 +5,16 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
-from exactness import all_distances, build
+from exactness import all_distances
 from odd_nets import BIASED, CALLS, COUPLINGS, GIVEN, OVERWRITING, STAGED, UNSEEN
 
-from convoy.engine.program import overwriting
 from convoy.ops.memory import Readers
-from convoy.planner import workload_of
 from convoy.plans.plan import Plan
-from convoy.plans.traffic import transfer_traffic
 from ranks import RankFailed, replace_processes, run_ranks
 from small_nets import SMALL_NETS
 
 SMALL = ("lenet", *SMALL_NETS)
-STAGES_AT = {"two heads": "last", "complex": "last", "nine dimensions": "last"}
+STAGES_AT = {"complex": "last", "two heads": "last"}
 """Where the second of two stages begins."""
 SKIP = {"mesh": {"stage": 3}, "layers": {}, "stages": ["down", "up"]}
 """With a skip connection over two cuts."""
@@ -29,18 +25,6 @@ POSTPONED = {
 }
 """Of layers whose gradients are postponed, only some are added over ranks."""
 MIXED: dict[str, dict[str, Any]] = {
-    "alexnet": {
-        "mesh": {"node": 2, "gpu": 2},
-        "layers": {
-            "features.0": {"node": "sample", "gpu": "height"},
-            "features.3": {"node": "sample", "gpu": "filter"},
-            "features.6": {"node": "sample", "gpu": "channel"},
-            "features.*": {"node": "sample", "gpu": "filter"},
-            "classifier.1": {"node": "filter", "gpu": "filter"},
-            "classifier.4": {"node": "channel", "gpu": "channel"},
-            "classifier.*": {"node": "replicate", "gpu": "filter"},
-        },
-    },
     "resnet18": {
         "mesh": {"a": 2, "b": 2},
         "layers": {
@@ -73,12 +57,12 @@ SCHEDULED = {name: {"batches": (9, 7), "microbatches": 4, "schedule": name} for 
 ZERO_BUBBLE = SCHEDULED["loop"] | {"schedule": "zero-bubble"}
 Cases = list[tuple[str, dict[str, Any]]]
 CASES: dict[str, Cases] = {
-    "serial": [(kind, ODD) for kind in (*GIVEN, "dropping", "two heads", "unseen part")],
+    "serial": [(kind, ODD) for kind in (*GIVEN, "dropping", "unseen part")],
     "sample=2": [
         *((net, {}) for net in ("dense", "dropping")),
         ("dense", PARTS),
         *((f"calls {kind}", ODD) for kind in (*CALLS, *BIASED)),
-        *((net, TURNS) for net in ("permuted", "unseen choice", "training heads")),
+        *((net, TURNS) for net in ("permuted", "unseen choice")),
     ],
     "sample=2 and coupled samples": [
         *((f"coupled by {kind}", ODD) for kind in COUPLINGS),
@@ -92,27 +76,29 @@ CASES: dict[str, Cases] = {
         ("joined", PARTS),
         *((f"calls {kind}", ODD) for kind in (*CALLS, *BIASED)),
         *((kind, ODD) for kind in ("weight", "spectral beside weight", "instance norm that tracks", "by hand")),
-        *((kind, ODD) for kind in ("relu of joined", "read twice", "relu of a view", "unseen part", "unseen choice")),
-        *((net, TURNS) for net in ("dense", "training heads", "shuffle")),
+        *((kind, ODD) for kind in ("relu of joined", "relu of a view", "unseen part")),
+        *((net, TURNS) for net in ("dense", "training heads")),
     ],
     "filter=3": [("dense", {}), ("shuffle", {})],
     "filter=4": [("lenet", {})],
-    "channel=2": [(net, {}) for net in SMALL[1:]] + [(kind, ODD) for kind in ("relu of sum", "relu of relu")],
+    "channel=2": [
+        *((net, {}) for net in ("depthwise", "squeeze-excite", "dense", "root-mean-square")),
+        *((kind, ODD) for kind in ("relu of sum", "relu of relu")),
+    ],
     "height=2": [
         *((net, {}) for net in SMALL),
         ("dropping", PARTS),
         *((f"calls {kind}", ODD) for kind in ("attention", "a bias", "cumsum", "patches", "normalize")),
-        *((kind, ODD) for kind in ("traced by fx", "spectral, asking", "sum with a vector", "relu of the images")),
+        *((kind, ODD) for kind in ("sum with a vector", "relu of the images")),
     ],
     "height=3": [("dense", {}), ("depthwise", {})],
     "width=2": [("dense", {}), ("depthwise", PARTS)],
     "sample=2,filter=2": [("dense", {}), ("coupled, gives scalar", ODD), ("unseen, gives vector", ODD)],
-    "sample=2,height=2": [("dropping", PARTS), ("hourglass", {})],
-    "height=2,width=2": [("pools", {})],
-    "channel=2,width=2": [("hourglass", {})],
+    "sample=2,height=2": [("dropping", PARTS)],
+    "height=2,width=2": [("dense", {})],
     "owt=2": [("lenet", {}), ("squeeze-excite", {}), ("dense", SPARSE), ("unseen mean", ODD)],
     "stage=2": [
-        *((net, {}) for net in SMALL),
+        *((net, {}) for net in ("dense", "shuffle", "dropping")),
         ("dense", PARTS),
         *((kind, ODD) for kind in (*STAGED, "gives weight", *STAGES_AT)),
         *(("branches", options) for options in (*SCHEDULED.values(), ZERO_BUBBLE)),
@@ -149,7 +135,7 @@ def as_on_a_gpu(cases: Any) -> list[dict[str, float]]:
         return all_distances(cases)
 
 
-@pytest.mark.parametrize(("plan", "microbatches"), [("sample=3", 3), ("height=2", 1), ("sample=2,filter=2", 3)])
+@pytest.mark.parametrize(("plan", "microbatches"), [("height=2", 1), ("sample=2,filter=2", 3)])
 def test_batch_norm_as_on_a_gpu_is_exact(plan: str, microbatches: int) -> None:
     """With the ReLU that follows in the same operation; the reference is the plain layer."""
     check(plan, [("dense", PARTS | {"microbatches": microbatches})], as_on_a_gpu)
@@ -167,14 +153,8 @@ def test_channels_in_uneven_parts_are_exact_between_hosts() -> None:
 
 SABOTAGED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("local batch norm", "dense", "sample=2", {}),
-    ("local batch norm", "dense", "sample=2", {"microbatches": 3}),
     ("unweighted mean", "dense", "sample=2", {}),
-    ("missing gradient sum", "dense", "sample=2", {}),
     ("missing gradient sum", "dense", "height=2", {}),
-    *((f"missing backward reduction:{which}", "dense", "filter=2", {}) for which in range(5)),
-    *((f"missing backward reduction:{which}", "dense", "height=2", {}) for which in range(3)),
-    ("wrong dropout key", "dropping", "sample=2", {}),
-    ("wrong dropout key", "dropping", "filter=2", {}),
     ("wrong dropout key", "dropping", "height=2", {"microbatches": 3}),
     ("careless overwriting", "read twice", "sample=2", {}),
 ]
@@ -195,39 +175,6 @@ def unnoticed() -> list[str]:
 
 def test_every_sabotage_is_noticed_on_every_rank() -> None:
     assert run_ranks(unnoticed, 2, timeout=150) == [[], []]
-
-
-def test_samples_that_a_rank_would_couple_by_itself_are_noticed() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(5, 4, dtype=torch.float64)
-    for kind, couple in [*COUPLINGS.items(), *((k, c) for k, c in UNSEEN.items() if k != "choice")]:
-        assert (torch.cat([couple(x[:3]), couple(x[3:])]) - couple(x)).abs().max() > 1e-3, kind
-
-
-def placement_of(net: str, plan: str) -> Any:
-    model, shape = build(net)
-    return workload_of(model, torch.zeros(4, *shape, dtype=torch.float64), 4).place(Plan.parse(plan))
-
-
-ALONG_CHANNELS = {"flip", "cumsum", "roll", "sort", "topk", "std", "repeat", "windows", "attention", *BIASED}
-
-
-def test_a_call_without_a_rule_moves_nothing_along_dimensions_that_it_does_not_mix() -> None:
-    for kind in (*CALLS, *BIASED):
-        for plan in ("sample=2", "filter=2"):
-            placement = placement_of(f"calls {kind}", plan)
-            opaque = {call.name for call in placement.graph.calls if call.op == "opaque"}
-            assert opaque, kind
-            sent = [each for each in transfer_traffic(placement) if each.call in opaque]
-            is_silent = not sum(rank.forward for each in sent for rank in each.ranks)
-            assert is_silent == (plan == "sample=2" or kind in ALONG_CHANNELS), kind
-
-
-def test_calls_overwrite_what_nobody_else_reads_and_only_that() -> None:
-    for kind, (_, number) in OVERWRITING.items():
-        placement = placement_of(kind, "serial")
-        readers = Readers(placement.graph, placement.outputs)
-        assert sum(overwriting(placed, readers) is not None for placed in placement.calls) == number, kind
 
 
 PLANS = ["sample=2", "sample=3", "filter=2", "filter=3", "channel=2", "height=2", "height=3", "width=2", "stage=2"]
@@ -271,7 +218,6 @@ def test_every_network_is_exact_under_every_plan(net: str, plan: str) -> None:
     [
         pytest.param("resnet18", MIXED["resnet18"], marks=pytest.mark.slow),
         pytest.param("resnet18", "stage=2,sample=2", marks=pytest.mark.matrix),
-        pytest.param("alexnet", MIXED["alexnet"], marks=pytest.mark.matrix),
         *(
             pytest.param(net, f"stage=2{beside}", marks=pytest.mark.matrix)
             for net in ("resnet50", "densenet121", "googlenet", "unet")

@@ -6,7 +6,6 @@ import pytest
 import torch
 from odd_nets import UNSEEN, coupled
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import convoy
 from convoy import models
@@ -19,21 +18,6 @@ class Strange(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.linalg.svdvals(x).unsqueeze(-1)
-
-
-class Own(nn.Conv2d):
-    """Decides by numbers, or asks autograd to compute it again."""
-
-    asks = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.asks:
-            return checkpoint(super().forward, x, use_reentrant=False)
-        return super().forward(x if x.isfinite().all() else x * 0)
-
-
-class Asking(Own):
-    asks = True
 
 
 def between(layer: nn.Module) -> nn.Module:
@@ -52,17 +36,9 @@ NETS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
         ),
     ),
     "no rule": (lambda: between(Strange()), "filter=2", ("no rule for linalg_svdvals: runs whole on every rank: 1\n",)),
-    "own layer": (
-        *(lambda: between(Own(8, 8, 3)), "filter=2"),
-        ("captured whole on every rank, as layer 1: it asks for the numbers in a tensor",),
-    ),
     "uncaptured": (
         *(coupled(UNSEEN["choice"]), {"mesh": {"gpu": 2}, "layers": {"conv": {"gpu": "filter"}}}),
         ("as it asks for the numbers in a tensor", "every rank runs all layers on the whole batch"),
-    ),
-    "checkpointed": (
-        *(lambda: between(Asking(8, 8, 3)), "filter=2"),
-        ("the backward pass computes no layer again: that would free nothing",),
     ),
     "stages": (
         lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)),

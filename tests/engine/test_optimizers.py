@@ -4,14 +4,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from own_loops import IMAGES, LABELS, PLANS, far, loss_of, rank, ranks_net, small, train
 from torch import Tensor, nn
 
 import convoy
-from convoy.engine.optimizers import _looks_at_whole_tensors
 from convoy.errors import ConvoyError
 from ranks import run_ranks
 
@@ -29,16 +27,6 @@ class Lion(torch.optim.Optimizer):
                 mean = self.state[p].setdefault("mean", torch.zeros_like(p))
                 p.add_((0.9 * mean + 0.1 * p.grad).tanh(), alpha=-group["lr"])
                 mean.lerp_(p.grad, 0.01)
-
-
-class Centered(Lion):
-    """Takes a little of a tensor's mean gradient from every number."""
-
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad -= 0.02 * p.grad.mean()
-        super().step()
 
 
 def make(name: str, net: nn.Module) -> torch.optim.Optimizer:
@@ -72,31 +60,14 @@ def optimized(name: str, plan: str) -> str | float:
     return far(convoy.state_dict(net), serial.state_dict())
 
 
-def grouped() -> None:
-    """A group of parameters that comes after the first step."""
-    net, mine = ranks_net("filter=2")
-    optimizer = make("Lamb", nn.Linear(2, 2).double())
-    loss_of(net, mine).backward()
-    optimizer.param_groups[0]["params"][0].grad = torch.zeros_like(optimizer.param_groups[0]["params"][0])
-    optimizer.step()
-    optimizer.add_param_group({"params": list(net.parameters())})
-    with pytest.raises(ConvoyError, match="divided over ranks: take an optimizer"):
-        optimizer.step()
-
-
 def test_optimizers_that_look_at_whole_tensors_are_refused_on_parts_alone() -> None:
-    for name in ("Lamb", "LARS", "Adafactor", "Muon", "SOAP"):
+    for name in ("Lamb", "Adafactor", "Muon"):
         for text in run_ranks(optimized, 2, name, "filter=2"):
             assert isinstance(text, str) and text.startswith(f"{name} "), name
             assert "divided over ranks: take an optimizer" in text
-    for name, plan in [("Lion", "filter=2"), ("AdaBelief", "filter=2"), ("Lamb", "sample=2")]:
+    for name, plan in [("Lion", "filter=2"), ("Lamb", "sample=2")]:
         for error in run_ranks(optimized, 2, name, plan):
             assert isinstance(error, float) and error < 1e-9, name
-    run_ranks(grouped, 2)
-    weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))  # whose precision hides nothing
-    for kind, whole in ((Lion, None), (Centered, "looks at whole tensors")):
-        optimizer = kind([weight], 0.01)
-        assert _looks_at_whole_tensors(optimizer, optimizer.param_groups[0], {2: weight}) == whole
 
 
 def clip_by_hand(parameters: list[nn.Parameter]) -> Tensor:
@@ -110,16 +81,9 @@ def clip_by_hand(parameters: list[nn.Parameter]) -> Tensor:
     return torch.tensor(float(max(g.abs().max() for g in gradients)) + also + float(sum(g.mean() for g in gradients)))
 
 
-def clip_value(parameters: list[nn.Parameter]) -> Tensor:
-    nn.utils.clip_grad_value_(parameters, 0.01)
-    return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-
-
 CLIPS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1),
-    "largest": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.01, norm_type=float("inf")),
     "third": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1, norm_type=3, foreach=False),
-    "value": clip_value,
     "by hand": clip_by_hand,
 }
 
@@ -128,7 +92,7 @@ def clipped(plan: str) -> dict[str, tuple[float, float]]:
     """How far norms and weights are from one device's, by torch's clipping and by Convoy's."""
     found = {}
     for name, clip in CLIPS.items():
-        net, mine = ranks_net(plan, checks=name != "value")  # gradients answer without the comparisons too
+        net, mine = ranks_net(plan, checks=name != "third")  # gradients answer without the comparisons too
         serial = small()
         norms, want = train(net, mine, clip), train(serial, slice(None), clip)
         differences = [abs(a - b) for a, b in zip(norms, want, strict=True)]

@@ -1,7 +1,5 @@
 """What `forward` reads of Python's objects may change between passes: attributes, hooks, modes, bare layers."""
 
-import copy
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import convoy
-from convoy.engine.network import network_of
 from convoy.errors import ConvoyError
 from ranks import run_ranks
 
@@ -42,12 +39,12 @@ class Scale:
 class Net(nn.Module):
     offset = 0.0
 
-    def __init__(self, dropout: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.a, self.bn, self.act = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.LeakyReLU(0.1)
         self.b, self.extra = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 1)
-        self.drop, self.out = nn.Dropout(0.0) if dropout else nn.Identity(), nn.Linear(6, 4)
+        self.out = nn.Linear(6, 4)
         self.temperature, self.branch, self.options = 1.0, False, Options()
         self.mask, self.scale, self.note = torch.ones(6, 1, 1), Scale(), 0
         self.act.register_forward_hook(self.scale.hook)
@@ -58,7 +55,7 @@ class Net(nn.Module):
         x = self.b(x) * self.mask * self.options.scale + x ** self.options.powers[1] + self.offset
         if self.branch:
             x = x + self.extra(x)
-        return self.out(self.drop(x).mean((2, 3))) / self.temperature
+        return self.out(x.mean((2, 3))) / self.temperature
 
 
 class Frozen(Net):
@@ -69,45 +66,6 @@ class Frozen(Net):
         self.bn.eval()
         self.bn.weight.requires_grad_(False)
         return self
-
-
-class Changing(nn.Module):
-    """Does something of its own in its forward pass."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.what, self.a, self.out = what, nn.Conv2d(3, 4, 3), nn.Linear(4, 4)
-        self.calls, self.kept, self.tables = 0, None, {}
-        self.table = torch.zeros(()) if what == "tensor that counts" else None
-        if what == "backward hook":
-            self.out.register_full_backward_hook(lambda layer, inputs, outputs: (inputs[0] * 0.5,))
-        if what == "hook on outputs":
-            self.out.register_full_backward_pre_hook(lambda layer, outputs: (outputs[0].sign() * outputs[0] ** 2,))
-        if what == "gradient hook":
-            self.out.weight.register_hook(lambda gradient: gradient * 2)
-        if what == "forward of its own":
-            self.forward = types.MethodType(lambda self, x: self.out(self.a(x).mean((2, 3))) * 2, self)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        if self.what == "counter":
-            self.calls += 1
-            x = x * self.calls
-        if self.what == "tensor that counts":
-            self.table = self.table + 1
-            x = x * self.table
-        if self.what == "first pass":
-            x = x if self.calls else x * 2
-            self.calls = 1
-        if self.what == "keeps":
-            self.kept = x
-        if self.what == "values":
-            self.table = torch.arange(6.0) if self.table is None else self.table
-            self.tables.setdefault(x.shape[1:], self.table + 1)
-            x = x * x.shape[-2] + self.tables[x.shape[1:]]
-        return self.out(x.mean((2, 3)))
 
 
 def trained(net: Any, act: Act, plan: str = "", mine: slice = slice(None)) -> dict[str, Tensor]:
@@ -148,24 +106,17 @@ def at_first(mode: Callable[[Any], object]) -> Act:
 
 
 CHANGES: dict[str, Act] = {
-    "momentum": later(lambda net: setattr(net.bn, "momentum", 0.5)),
     "eps": later(lambda net: setattr(net.bn, "eps", 0.1)),
-    "slope": later(lambda net: setattr(net.act, "negative_slope", 0.9)),
     "stride": later(lambda net: setattr(net.a, "stride", (2, 2))),
-    "dilation": later(lambda net: setattr(net.b, "dilation", (2, 2)) or setattr(net.b, "padding", (2, 2))),
     "value": later(lambda net: setattr(net, "temperature", 0.5), lambda net: setattr(net, "temperature", 1.0)),
     "branch": later(lambda net: setattr(net, "branch", True)),
     "object": later(lambda net: setattr(net.options, "scale", 0.5)),
-    "list in an object": later(lambda net: net.options.powers.__setitem__(1, 1.0)),
     "tensor in place": later(lambda net: net.mask[:3].zero_()),
-    "tensor replaced": later(lambda net: setattr(net, "mask", torch.arange(6.0, dtype=torch.float64)[:, None, None])),
     "hook": later(lambda net: net.b.register_forward_hook(lambda layer, inputs, output: output.sin() * 3)),
-    "hook taken away": later(lambda net: net.act._forward_hooks.clear()),
-    "pre-hook": later(lambda net: net.b.register_forward_pre_hook(lambda layer, inputs: (inputs[0] * 3,))),
     "object of a hook": later(lambda net: setattr(net.scale, "by", 2.0)),
     "forward of a layer": later(lambda net: setattr(net.act, "forward", torch.tanh)),
     "forward of the network": later(
-        lambda net: setattr(net, "forward", lambda x: net.out(net.drop(net.b(net.bn(net.a(x)))).mean((2, 3))))
+        lambda net: setattr(net, "forward", lambda x: net.out(net.b(net.bn(net.a(x))).mean((2, 3))))
     ),
     "layer without weights": later(lambda net: setattr(net, "act", nn.Tanh())),
     "mode": later(lambda net: net.bn.eval()),
@@ -200,83 +151,35 @@ def test_changes_after_parallelize_and_modes_are_those_of_the_plain_network(plan
         assert max(found.values()) < 1e-12, {name: off for name, off in found.items() if off > 1e-12}
 
 
-def another_branch_and_a_copy() -> None:
-    net, _ = parallelized(Net(), "stage=2")
-    net.branch = True
-    with pytest.raises(ConvoyError, match=r"extra\.(weight|bias) is used in another stage now than when"):
-        net(IMAGES[0])
-    twin, plain = copy.deepcopy(parallelized(Net(), "filter=2")[0]).eval(), Net().eval()
-    for each in (twin, plain):
-        each.forward = lambda x, net=each: net.out(net.b(net.a(x)).mean((2, 3)))
-    with torch.no_grad():
-        torch.testing.assert_close(twin(IMAGES[0]), plain(IMAGES[0]), rtol=0, atol=1e-12)
+SEEN: list[Tensor] = []
 
 
-def test_another_branch_and_forward_of_a_copy() -> None:
-    run_ranks(another_branch_and_a_copy, 2)
+class Keeps(nn.Module):
+    """Keeps what it computes, or has a hook that does."""
+
+    def __init__(self, by_hook: bool) -> None:
+        super().__init__()
+        self.a, self.by_hook = nn.Conv2d(3, 4, 3).double(), by_hook
+        if by_hook:
+            self.a.register_forward_hook(lambda layer, inputs, output: SEEN.append(output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.a(x)
+        if not self.by_hook:
+            self.last = y
+        return y
 
 
-def drawn(plan: str) -> tuple[slice, dict[str, Tensor], list[Tensor]]:
-    """Training where dropout begins later; outputs of two passes in evaluation with dropout on."""
-    net, mine = parallelized(Net(dropout=True), plan)
-    state = trained(net, lambda net, number: setattr(net.drop, "p", 0.1 * number), plan, mine)
-    net, mine = parallelized(Net(dropout=True), plan)
-    net.eval().drop.train()
-    net.drop.p = 0.5
-    return mine, state, [net(IMAGES[0][mine]).detach() for _ in range(2)]
-
-
-def test_dropout_that_begins_later_or_in_evaluation_is_that_of_one_device() -> None:
-    ((_, state, (first, second)),) = run_ranks(drawn, 1, "serial")
-    assert (first - second).abs().max() > 1e-3
-    for plan in PLANS:
-        for mine, got, outputs in run_ranks(drawn, 2, plan):
-            want = state | {"outputs": state["outputs"][mine]}
-            assert max((got[name] - x).abs().max().item() for name, x in want.items()) < 1e-12, plan
-            for x, y in zip(outputs, (first, second), strict=True):
-                assert (x - y[mine]).abs().max() < 1e-12, plan
-
-
-CAPTURED = ("values", "forward of its own")
-UNCAPTURED = ("counter", "tensor that counts", "first pass", "backward hook", "hook on outputs")
-
-
-def changing() -> None:
-    for what in (*CAPTURED, *UNCAPTURED):
-        net, mine = parallelized(Changing(what), "sample=2")
-        want, got = trained(Changing(what), lambda *_: None), trained(net, lambda *_: None, "sample=2", mine)
-        want["outputs"] = want["outputs"][mine]
-        assert max((got[name] - x).abs().max().item() for name, x in want.items()) < 1e-12, what
-        assert network_of(net).captured.startswith("whole on every rank, as ") == (what in UNCAPTURED)
-        assert net.calls == {"counter": 4, "first pass": 1}.get(what, 0)
-
-
-def test_what_forward_does_by_itself_is_done() -> None:
-    run_ranks(changing, 2)
-
-
-KEPT = {
-    "keeps": "it keeps a tensor of its forward pass in kept.*: return it from forward",
-    "hook": r"a hook or function keeps a tensor of its forward pass \(a\).*: return it from forward",
-    "gradient hook": r"out\.weight has a gradient hook, which would see this rank's part",
-}
-
-
-def refused(what: str) -> None:
-    net, seen = Changing(what), dict[str, Tensor]()
-    if what == "hook":
-        net.a.register_forward_hook(lambda layer, inputs, output: seen.__setitem__("a", output))
-    with pytest.raises(ConvoyError, match=KEPT[what]):
-        convoy.parallelize(net, "sample=2", IMAGES[0, :3])
-    assert not seen and net.kept is None
+def refused() -> None:
+    for by_hook, where in ((False, "in last"), (True, r"\(a\)")):
+        net = Keeps(by_hook)
+        with pytest.raises(ConvoyError, match=f"a tensor of its forward pass {where}.*: return it from forward"):
+            convoy.parallelize(net, "sample=2", IMAGES[0, :3])
+        assert not SEEN and not hasattr(net, "last")
 
 
 def test_what_would_not_be_there_after_a_pass_is_refused_but_on_one_device() -> None:
-    for what in KEPT:
-        run_ranks(refused, 2, what)
-    net, seen = Changing("keeps"), []
-    net.a.register_forward_hook(lambda layer, inputs, output: seen.append(output))
-    net = convoy.parallelize(net, "serial", IMAGES[0])
-    assert not seen
-    net(IMAGES[0])
-    assert net.kept is seen[-1] and type(net.kept) is torch.Tensor
+    run_ranks(refused, 2)
+    net = convoy.parallelize(Keeps(True), "serial", IMAGES[0])
+    assert not SEEN
+    assert net(IMAGES[0]) is SEEN[-1]

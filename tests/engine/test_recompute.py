@@ -1,7 +1,6 @@
 """Activations that are computed again give the same bits: outputs, gradients and buffers are those without it."""
 
 import contextlib
-import copy
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,6 @@ from convoy.engine.program import Stretch
 from convoy.engine.stages import StagedNetwork
 from convoy.ops import context
 from ranks import run_ranks
-from small_nets import SMALL_NETS
 
 
 class Drops(nn.Module):
@@ -42,8 +40,7 @@ class Drops(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-NETS: dict[str, Any] = {**SMALL_NETS, "drops": Drops}
-NETS |= {"asking": lambda: Drops(True), "asking reentrant": lambda: Drops(True, True)}
+NETS = {"drops": Drops, "asking": lambda: Drops(True), "asking reentrant": lambda: Drops(True, True)}
 
 
 def made(name: str, plan: str, recompute: Any, **options: Any) -> nn.Module:
@@ -97,21 +94,18 @@ def unlike(got: dict[str, Tensor], want: dict[str, Tensor]) -> list[str]:
     return [key for key in want if not torch.equal(got[key].nan_to_num(), want[key].nan_to_num())]
 
 
-def compared(plan: str, batch_norm: str, options: dict[str, Any]) -> tuple[list[str], int]:
-    """What differs with recomputation and without it, and in how many stretches it was."""
+def compared(plan: str, batch_norm: str, options: dict[str, Any]) -> list[str]:
+    """What differs with recomputation and without it."""
     how = {key: options[key] for key in ("in_flight", "schedule", "sizes") if key in options}
     made_with = {"batch_norm": batch_norm} | {key: options[key] for key in ("microbatches",) if key in options}
     always = {"new": lambda x: options.get("as on a GPU", x.is_cuda)}
-    different, count = [], 0
     with patch("convoy.ops.batch_norm.at_once", **always), patch("convoy.ops.shared_batch_norm.at_once", **always):
-        for name in options.get("names", ("drops",)):
-            want = train(made(name, plan, False, **made_with), **how)
-            net = made(name, plan, options.get("recompute", True), **made_with)
-            with SABOTAGES[options.get("sabotage", "")]():
-                different += unlike(train(net, **how), want)
-            assert num_stretches(net)
-            count += num_stretches(net)
-    return different, count
+        want = train(made("drops", plan, False, **made_with), **how)
+        net = made("drops", plan, options.get("recompute", True), **made_with)
+        with SABOTAGES[options.get("sabotage", "")]():
+            different = unlike(train(net, **how), want)
+        assert num_stretches(net)
+    return different
 
 
 @contextlib.contextmanager
@@ -135,7 +129,6 @@ SABOTAGES = {
     "recording": lambda: patch.object(context.Rerun, "again", _again_recording),
 }
 THREE, SOME = {"microbatches": 3, "sizes": (7, 6, 7)}, ["blocks.0.*", "blocks.2.*"]
-MANY = {"names": (*SMALL_NETS, "drops")}
 
 
 @pytest.mark.parametrize(
@@ -143,36 +136,21 @@ MANY = {"names": (*SMALL_NETS, "drops")}
     [
         ("height=2", "sync", {}),
         ("filter=2", "local", {}),
-        ("serial", "sync", {"in_flight": 3}),
         ("sample=2", "microbatch", {"in_flight": 3}),
         ("serial", "microbatch", {"as on a GPU": True}),
         ("sample=2", "sync", {"as on a GPU": True}),
-        ("stage=2", "microbatch", THREE | {"schedule": "1f1b"}),
-        ("stage=2", "microbatch", THREE | {"schedule": "gpipe", "recompute": SOME}),
-        ("stage=2,sample=2", "sync", {"microbatches": 1, "schedule": "1f1b"}),
-        pytest.param("sample=2,filter=2", "microbatch", MANY, marks=pytest.mark.slow),
-        pytest.param("channel=2", "sync", MANY, marks=pytest.mark.slow),
+        ("stage=2", "microbatch", THREE | {"schedule": "1f1b", "recompute": SOME}),
     ],
 )
 def test_the_bits_are_the_same(plan: str, batch_norm: str, options: dict[str, Any]) -> None:
-    for different, _ in run_ranks(compared, world_of(plan), plan, batch_norm, options, timeout=120):
-        assert not different
+    assert not any(run_ranks(compared, world_of(plan), plan, batch_norm, options, timeout=120))
 
 
 def test_a_pass_in_anothers_context_and_statistics_that_are_noted_twice_are_noticed() -> None:
-    different, _ = run_ranks(compared, 1, "serial", "microbatch", {"in_flight": 3, "sabotage": "context"})[0]
+    (different,) = run_ranks(compared, 1, "serial", "microbatch", {"in_flight": 3, "sabotage": "context"})
     assert any(key.startswith("gradient") for key in different)
-    assert not any(key.startswith("loss 0") for key in different)
-    staged = {"microbatches": 3, "schedule": "1f1b", "sizes": (6, 6)}
-    (first, _), (last, _) = run_ranks(compared, 2, "stage=2", "microbatch", staged | {"sabotage": "context"})
-    assert any(key.startswith("gradient 0") for key in first) and "loss 0 0" not in last
-    for plan, batch_norm, options in [
-        ("serial", "sync", {}),
-        ("serial", "microbatch", {}),
-        ("stage=2", "microbatch", staged),
-    ]:
-        for different, _ in run_ranks(compared, world_of(plan), plan, batch_norm, options | {"sabotage": "recording"}):
-            assert all(any(word in key for key in different) for word in ("running_mean", "num_batches_tracked"))
+    (different,) = run_ranks(compared, 1, "serial", "sync", {"sabotage": "recording"})
+    assert all(any(word in key for key in different) for word in ("running_mean", "num_batches_tracked"))
 
 
 def asking() -> None:
@@ -188,49 +166,5 @@ def asking() -> None:
         assert "the backward pass computes 4 of 14 layers again, in one stretch" in convoy.explain(net)
 
 
-def changed_meanwhile() -> None:
-    net = made("drops", "filter=2", True)
-    x = torch.randn(4, 3, 16, 16, dtype=torch.float64)
-    loss = net(x).sum()
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_a_network_may_ask_for_it_itself_and_an_input_that_is_changed_meanwhile_is_refused() -> None:
+def test_a_network_may_ask_for_it_itself() -> None:
     run_ranks(asking, 2)
-    run_ranks(changed_meanwhile, 2)
-
-
-def test_some_layers_evaluation_and_autocast() -> None:
-    net, plain = made("drops", "serial", SOME), made("drops", "serial", False)
-    train(net)
-    assert num_stretches(net) == 4
-    x = torch.randn(3, 3, 16, 16, dtype=torch.float64)
-    convoy.load_state_dict(plain, convoy.state_dict(net))
-    with torch.no_grad():
-        assert torch.equal(net.eval()(x), plain.eval()(x))
-    assert torch.equal(net(x), copy.deepcopy(net)(x))
-    losses = []
-    for each in (made("drops", "serial", recompute).float() for recompute in (False, True)):
-        with torch.autocast("cpu", torch.bfloat16):
-            losses.append(each(x.float()).float().square().mean())
-        losses[-1].backward()
-        losses += [p.grad for p in each.parameters()]
-    assert all(map(torch.equal, losses[: len(losses) // 2], losses[len(losses) // 2 :]))
-
-
-def compiled() -> float:
-    found, compile = [], torch.compile
-    for recompute in (False, ["blocks.1.*"]):
-        net = made("drops", "sample=2", recompute, compile=True, batch_norm="local")
-        with patch.object(torch, "compile", lambda function, **_: compile(function, backend="aot_eager")):
-            found.append(train(net, sizes=(6,)))
-        assert bool(num_stretches(net)) == bool(recompute)
-    without, again = found
-    return max((without[key] - again[key]).abs().nan_to_num().max().item() for key in without if without[key].numel())
-
-
-@pytest.mark.slow
-def test_compiled() -> None:
-    assert max(run_ranks(compiled, 2, timeout=120)) < 1e-12

@@ -13,14 +13,12 @@ import torch
 import torch.nn.functional as F
 from odd_nets import UNSEEN, Layers, base
 from own_loops import IMAGES, LABELS, loss_of, rank, ranks_net, small
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import convoy
-from convoy.comm.collectives import close
-from convoy.engine import agreement, guard
+from convoy.engine import agreement
 from convoy.errors import ConvoyError
-from convoy.graph.given import unwrapped
 from ranks import run_ranks
 
 EXAMPLE = torch.zeros(2, 3, 8, 8, dtype=torch.float64)
@@ -59,28 +57,14 @@ def drifting(how: str) -> Script:
     return script
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = small()
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.body(x)
-        return result
-
-
-def replaced(change: Callable[[Any], object]) -> Script:
+def replaced(plan: str) -> None:
     """Refused in training and, with the same words, in evaluation."""
-
-    def script(plan: str) -> None:
-        net = convoy.parallelize(Block(), plan, EXAMPLE)
-        net(IMAGES[:2])
-        change(net)
-        with pytest.raises(ConvoyError, match="was replaced"):
-            net(IMAGES[:2])
-        net.eval()(IMAGES[:2])
-
-    return script
+    net, mine = ranks_net(plan)
+    net(IMAGES[mine])
+    net[0] = nn.Conv2d(3, 6, 3, padding=1).double()
+    with pytest.raises(ConvoyError, match="was replaced"):
+        net(IMAGES[mine])
+    net.eval()(IMAGES[mine])
 
 
 def changed(change: Callable[[Any], object]) -> Script:
@@ -120,14 +104,6 @@ def alone(call: Callable[[nn.Module], object]) -> Script:
     return script
 
 
-def left_behind(plan: str) -> None:
-    net, _ = ranks_net(plan)
-    if rank() == 1:
-        close(torch.distributed.group.WORLD)  # as where its process ends
-        raise ConvoyError("has called convoy.state_dict, which all ranks call together")
-    convoy.state_dict(net)
-
-
 def copied(plan: str) -> None:
     net, mine = ranks_net(plan)
     twin = copy.deepcopy(net)
@@ -146,47 +122,21 @@ def noisy() -> nn.Module:
     return Layers(lambda net, x: net.fc(UNSEEN["choice"](net.conv(F.dropout(x, 0.5)).mean((2, 3)))))
 
 
-def table() -> nn.Module:
-    return Layers(lambda net, x: net.fc(UNSEEN["choice"](net.conv(x).mean((2, 3))) + net.drop(net.scale).sum()))
-
-
-def explained(plan: str) -> None:
-    convoy.explain(ranks_net(plan)[0], samples=(3, 3, 3))
-
-
-REPLACED = {
-    "body.0": lambda net: net.body.__setitem__(0, nn.Conv2d(3, 6, 3, padding=1).double()),
-    "body.0.weight": lambda net: setattr(net.body[0], "weight", nn.Parameter(torch.zeros(6, 3, 3, 3).double())),
-    "body": lambda net: setattr(net, "body", small()),
-    "body.2": lambda net: net.body.__delitem__(2),
-}
 NORM = lambda **options: lambda: base(lambda: nn.BatchNorm2d(6, **options)).double()  # noqa: E731
-INNER_DDP = made(lambda: nn.parallel.DistributedDataParallel(base().double()))
 OUTSIDE, WRONG_SIZE = "outside of the network.*convoy.penalty", torch.zeros(2, 3, 8, 8, dtype=torch.float64)
 MISTAKES: dict[str, list[tuple[Script, str]]] = {
     "sample=2": [
         (penalized(lambda net: 1e-6 * net[5].bias.abs().sum()), OUTSIDE),
         (drifting("gradient"), "weight 5.bias should be the same on ranks 0 and 1, and"),
-        (drifting("left out"), r"let all ranks call optimizer.step\(\) after the"),
         (drifting("buffer"), "the buffer 1.running_mean should be the same"),
         (drifting("rate"), r"different options \(learning rate 0.01 and 0.02\)"),
         (changed(lambda net: net[1].train(rank() == 0)), "with every module in the same mode"),
         (changed(lambda net: net.float() if rank() else None), "to weights of the same type"),
         (unfrozen, r"set requires_grad, then call convoy\.parallelize"),
-        *(
-            (replaced(change), f"{name} was replaced or taken out after convoy.par")
-            for name, change in REPLACED.items()
-        ),
+        (replaced, "0 was replaced or taken out after convoy.par"),
         (lambda plan: nn.parallel.DistributedDataParallel(ranks_net(plan)[0])(IMAGES[:4]), "add gradients twice: take"),
-        (INNER_DDP, r"DistributedDataParallel, which adds up .*net\.module"),
         (made(noisy, EXAMPLE.float()), "network draws random numbers that belong to no"),
-        (made(table, EXAMPLE.float()), "layer drop draws random numbers that belong to no sample"),
-        (explained, "samples names 3 parts of the batch, but the plan divides it into 2"),
         (changed(lambda net: net[0].weight.register_hook(lambda gradient: gradient)), r"0\.weight has a gradient hook"),
-        (
-            changed(lambda net: net[0].weight.register_post_accumulate_grad_hook(print)),
-            r"0\.weight has a gradient hook",
-        ),
         (changed(lambda net: net[0].register_full_backward_hook(print)), r"\(0\._backward_hooks.*has a backward hook"),
     ],
     "filter=2": [
@@ -197,8 +147,6 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
         (changed(lambda net: setattr(net[1], "eps", 0.1 + rank())), "with the same attributes and hooks"),
         (copied, "train the original"),
         (alone(convoy.state_dict), "all ranks call convoy.state_dict together"),
-        (alone(convoy.gradients), "all ranks call convoy.gradients together"),
-        (left_behind, "has called convoy.state_dict, which all ranks call together"),
         (checkpointed, "activation checkpointing around a parallelized network"),
     ],
     "height=2": [
@@ -207,10 +155,6 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
     "stage=2": [
         (penalized(lambda net: 1e-4 * sum((p**2).sum() for p in net.parameters()), before=True), OUTSIDE),
         (made(NORM(), microbatches=2), r"batch norm over the global batch .*microbatches=1 .*batch_norm='microbatch'"),
-        (
-            made(NORM(track_running_stats=False), microbatches=2),
-            r"over the global batch \(layer 0.1\) .* microbatches=1 ",
-        ),
     ],
 }
 """By plan for two ranks: what a script does under it, and what is said on every rank."""
@@ -242,7 +186,7 @@ def undisturbed(plan: str) -> None:
 
 
 def test_ranks_that_go_together_are_not_disturbed() -> None:
-    for plan in ("sample=2", "filter=2", "owt=2", "stage=2"):
+    for plan in ("sample=2", "filter=2", "stage=2"):
         run_ranks(undisturbed, 2, plan)
 
 
@@ -266,18 +210,7 @@ def later(accumulated: int) -> int:
 
 
 def test_a_penalty_that_comes_later_is_noticed() -> None:
-    assert max(run_ranks(later, 2, 1)) < 60
     assert max(run_ranks(later, 2, 4)) < 60
-
-
-def test_checksums_are_those_of_all_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(7, 9)
-    whole = guard._checksum(x)
-    assert whole == x.view(torch.int32).sum(dtype=torch.int64)
-    monkeypatch.setattr(guard, "_PIECE", 10)
-    assert guard._checksum(x) == whole
-    x.view(torch.int32)[6, 8] ^= 1
-    assert guard._checksum(x) != whole
 
 
 def all_given_the_same() -> int:
@@ -293,29 +226,17 @@ def test_samples_that_all_ranks_have_are_warned_of_once() -> None:
     assert run_ranks(all_given_the_same, 2) == [1, 0]
 
 
-def on_meta() -> nn.Module:
-    with torch.device("meta"):
-        return base()
-
-
 NO_NETWORK: dict[str, Callable[[], Any]] = {
     r"torch.compile returned: .*net\._orig_mod.* compile=True": lambda: torch.compile(base()),
     "the network is TorchScript.*: give the module that was scripted": lambda: torch.jit.script(base()),
-    "the network is TorchScript": lambda: torch.jit.trace(base(), EXAMPLE.float()),
-    "layer 0 is TorchScript": lambda: nn.Sequential(torch.jit.script(base())),
     r"weight of layer 0\.1 has no shape .*: call the network once, net\(ex": lambda: base(nn.LazyBatchNorm2d),
-    r"weight of layer 0\.0 is on the meta device .*convoy\.deferred\(\)": on_meta,
     "comes from torch.export": lambda: torch.export.export(base(), (EXAMPLE.float(),)).module(),
-    "the network is of type function: give an nn.Module": lambda: F.relu,
     "parallelized already": lambda: convoy.parallelize(base(), "serial", EXAMPLE.float()),
 }
 LAYER_O = {"mesh": {"gpu": 1}, "layers": {"o": {"gpu": "filter"}}}
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"loss": "sum"}, "loss='sum' is unknown: it must be mean or part"),
-    ({"batch_norm": "global"}, "batch_norm='global' is unknown: it must be sync, microbatch or local"),
     ({"plan": "sample=2"}, "needs 2 devices, but there is 1"),
-    ({"example": torch.zeros(0, 3, 8, 8)}, "example must be a tensor"),
-    ({"recompute": "0"}, "recompute='0' is unknown: it must be True, False, or a list"),
     ({"recompute": ["9.*"]}, r"the pattern 9\.\* matches no layer"),
     ({"plan": LAYER_O}, r"pattern o matches no layer .*its layers are 0"),
 ]
@@ -329,11 +250,3 @@ def test_what_is_no_network_or_option_is_refused_before_anything_runs() -> None:
     for options, words in OPTIONS:
         with pytest.raises(ConvoyError, match=words):
             convoy.parallelize(base(), **{"plan": "serial", "example": EXAMPLE.float()} | options)
-    by_function = Layers(lambda net, x: F.conv2d(x, net.conv.weight))
-    plan = {"mesh": {"gpu": 1}, "layers": {"conv": {"gpu": "filter"}, "*": {"gpu": "sample"}}}
-    with pytest.raises(ConvoyError, match=r"conv matches no layer .*by the network itself, which only \* match"):
-        convoy.parallelize(by_function, plan, EXAMPLE.float())
-    with pytest.raises(ConvoyError, match="has no shape before a first pass"):
-        convoy.plan(base(nn.LazyBatchNorm2d), example=EXAMPLE.float(), devices=2)
-    net = base()
-    assert unwrapped(nn.DataParallel(torch.compile(net))) is net

@@ -2,8 +2,6 @@
 
 import copy
 import io
-import itertools
-import os
 from typing import Any
 
 import pytest
@@ -11,15 +9,9 @@ import torch
 import torch.nn.functional as F
 from own_loops import IMAGES, LABELS, loss_of, rank, ranks_net, small
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import convoy
-from convoy.engine.network import Network, network_of
-from convoy.engine.parallelize import own_state
-from convoy.engine.shards import cut
 from convoy.errors import ConvoyError
-from convoy.plans.layout import Layout, Split, balanced
-from convoy.plans.mesh import Mesh
 from ranks import run_ranks
 from small_nets import SMALL_NETS
 
@@ -56,51 +48,9 @@ def states(plan: str) -> None:
                 other.load_state_dict(unmarked, strict=strict)
 
 
-class Tied(nn.Module):
-    """Two layers with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.first = nn.Conv2d(3, 8, 3), nn.Linear(8, 8)
-        self.second = nn.Linear(8, 8, bias=False)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(F.relu(self.first(self.stem(x).mean((2, 3)))))
-
-
-def tied(plan: str) -> None:
-    """Whole tensors and parts are each other's way back, under each name of a tied weight."""
-    serial = Tied().double()
-    net = convoy.parallelize(copy.deepcopy(serial), plan, IMAGES[:2])
-    network, state = network_of(net), serial.state_dict()
-    assert network.entry("first.weight") == network.entry("second.weight")
-    for name, own in own_state(net).items():
-        assert torch.equal(network.part(name, state[name]), own)
-        assert torch.equal(network.whole(name, own), state[name])
-    other = {name: tensor + 1 for name, tensor in state.items()}
-    convoy.load_state_dict(net, other)
-    assert all(torch.equal(tensor, other[name]) for name, tensor in convoy.state_dict(net).items())
-
-
 def test_a_state_is_loaded_where_it_fits() -> None:
-    for body, plan in ((states, "filter=2"), (states, "owt=2"), (tied, "sample=2"), (tied, "channel=2")):
-        run_ranks(body, 2, plan)
-
-
-def test_a_ranks_part_lies_in_memory_as_the_whole_does() -> None:
-    """A convolution by a part keeps its images as they are."""
-    mesh = Mesh(("gpu",), (2,))
-    formats = (torch.contiguous_format, torch.channels_last)
-    for dim, kernel, memory_format in itertools.product((0, 1), (1, 3), formats):
-        weight = torch.randn(8, 6, kernel, kernel).to(memory_format=memory_format)
-        part = cut(weight, Layout.of({dim: Split((0,), balanced(weight.shape[dim], 2))}), mesh, (1,))
-        images = torch.randn(2, part.shape[1], 5, 5).to(memory_format=memory_format)
-        assert F.conv2d(images, part).is_contiguous(memory_format=memory_format)
-        assert torch.equal(part, weight.chunk(2, dim)[1])
-        depthwise = weight[:, :1].contiguous(memory_format=memory_format)
-        part = cut(depthwise, Layout.of({0: Split((0,), balanced(8, 2))}), mesh, (0,))
-        assert part.stride() == depthwise.stride()
+    for plan in ("filter=2", "owt=2"):
+        run_ranks(states, 2, plan)
 
 
 def optimizer_states(plan: str, kind: str) -> str | None:
@@ -121,13 +71,6 @@ def optimizer_states(plan: str, kind: str) -> str | None:
     return None
 
 
-def checkpointed() -> str:
-    net = ranks_net("filter=2")[0]
-    with pytest.raises((AttributeError, ConvoyError, RuntimeError)) as caught:
-        get_state_dict(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    return str(caught.value)
-
-
 def test_an_optimizers_state_of_other_parts_is_refused_before_it_steps() -> None:
     first, second = run_ranks(optimizer_states, 2, "filter=2", "first")
     assert first is None and second is not None and "rank 0 of 2 under plan filter=2" in second
@@ -135,18 +78,6 @@ def test_an_optimizers_state_of_other_parts_is_refused_before_it_steps() -> None
         assert text is not None and "load it with convoy.load_optimizer_state_dict" in text
     assert run_ranks(optimizer_states, 2, "filter=2", "own") == [None, None]
     assert run_ranks(optimizer_states, 2, "sample=2", "first") == [None, None]
-    for text in run_ranks(checkpointed, 2):
-        assert "under plan filter=2" in text and "convoy" in text
-
-
-def test_what_is_no_state_of_the_network_is_refused() -> None:
-    net = convoy.parallelize(small(), "serial", IMAGES[:4])
-    with pytest.raises(ConvoyError, match=r"save it by convoy\.save"):
-        torch.save(net, os.devnull)
-    with pytest.raises(ConvoyError, match="is only in the state"):
-        convoy.load_state_dict(net, {**net.state_dict(), "other": torch.zeros(1)})
-    with pytest.raises(ConvoyError, match=r"is \[2\] in the state, but"):
-        convoy.load_state_dict(net, dict.fromkeys(net.state_dict(), torch.zeros(2)))
 
 
 PICTURES = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -172,66 +103,3 @@ def test_on_one_device_the_bits_are_those_of_the_plain_network() -> None:
     net = convoy.parallelize(copy.deepcopy(plain), "serial", example=PICTURES)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)  # is one graph
     torch.testing.assert_close(trained(compiled, net), trained(plain, plain))
-
-
-def test_on_one_device_everything_may_change_and_what_is_drawn_follows_the_samples() -> None:
-    net = nn.Sequential(*small(), nn.Dropout())
-    net[0].requires_grad_(False)
-    net = convoy.parallelize(net, "serial", IMAGES[:2])
-    net[0].requires_grad_(True)
-    for each in (net, copy.deepcopy(net)):
-        each(IMAGES[:2]).sum().backward()
-        assert each[0].weight.grad is not None
-
-    def dropping(training: bool) -> nn.Module:
-        model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5)).train(training)
-        return convoy.parallelize(model, "serial", example=PICTURES, seed=3)
-
-    first, second = dropping(True), dropping(False).train()
-    assert not network_of(first).undivided and not network_of(second).undivided
-    assert torch.equal(first(PICTURES), second(PICTURES))
-    with torch.inference_mode():  # may be the first call of all
-        convoy.parallelize(build("shuffle"), "serial", PICTURES).train()(PICTURES)
-    spectral = nn.Sequential(nn.Flatten(), nn.utils.spectral_norm(nn.Linear(768, 4)))
-    assert copy.deepcopy(convoy.parallelize(spectral, "serial", PICTURES))(PICTURES).shape == (4, 4)
-
-
-class Branches(nn.Module):
-    """Says something that no graph can of more than four samples, and takes a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor, scales: list[float] | None = None) -> Tensor:
-        y: Tensor = self.norm(self.conv(x))
-        if len(x) > 4 and float(y.detach().mean()) > -1:
-            y = y * 2
-        return y * (1 if scales is None else scales[0])
-
-
-def test_what_no_graph_can_say_runs_beside_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Network, "_has_kernels", lambda self: self.normalizes)
-    for copies, options in ((2, {}), (1, {"scales": [3.0]})):
-        plain = Branches()
-        net = convoy.parallelize(copy.deepcopy(plain), "serial", example=PICTURES)
-        assert network_of(net).normalizes
-        images = PICTURES.repeat(copies, 1, 1, 1)
-        assert torch.equal(net(images, **options), plain(images, **options))
-        assert all(map(torch.equal, net.buffers(), plain.buffers()))
-
-
-def test_statistics_of_announced_microbatches_are_left_to_the_engine() -> None:
-    net = convoy.parallelize(build("shuffle"), "serial", example=PICTURES, batch_norm="microbatch")
-    network, mean = network_of(net), net.stem[1].running_mean
-    before = mean.clone()
-    network.context.enter(0, 0, (len(PICTURES),), PICTURES.device)
-    network.samples = (len(PICTURES),)
-    net(PICTURES)
-    assert torch.equal(mean, before)
-    network.context.statistics.fold()
-    assert not torch.equal(mean, before)
-    after = mean.clone()
-    network.samples = None  # nobody announces passes: each brings them up to date
-    net(PICTURES)
-    assert not torch.equal(mean, after)

@@ -76,23 +76,6 @@ def test_calls_are_seen_in_their_order_and_messages_belong_to_the_call_that_asks
                 assert plan == "channel=2" or forward[2] in transfers  # its input is gathered
 
 
-def test_an_optimizer_that_has_stepped_gathers() -> None:
-    model = network()
-    watch = WatchedUpdate(DeviceClock(CPU, ticking()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with watch.parameters(list(model.parameters())):
-        model(torch.ones(1, 6)).sum().backward()
-        watch.mark("update")
-        optimizer.step()
-        watch.mark("rest")
-    assert [segment.kind for segment in watch.segments()][-2:] == ["update", "gradient"]
-    assert not any(segment.seconds != 1 for segment in watch.segments())
-    before = len(watch.segments())
-    optimizer.step()
-    model(torch.ones(1, 6)).sum().backward()
-    assert len(watch.segments()) == before  # nobody looks any more
-
-
 class Heard:
     def __init__(self) -> None:
         self.depth = self.entered = 0

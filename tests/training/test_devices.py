@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
-from convoy.engine.gradients import ShardedOptimizer, sharded
 from convoy.ops.statistics import RunningStatistics
 from convoy.plans.plan import Plan
 from convoy.training import division
@@ -19,7 +17,6 @@ from convoy.training.classification import InputPipeline
 from convoy.training.division import Division
 from convoy.training.environment import join_ranks
 from ranks import run_ranks
-from tiny import TinyDouble
 from training.scenarios import Settings, drop_checkpoints, refusals, store_of, summary
 from whole_runs import Ended, as_before, train_here, train_until
 
@@ -260,39 +257,3 @@ def test_uneven_shares_and_zero_bubble_train_and_go_on_as_one_device_does(data: 
         assert ended.curve == pytest.approx(want.curve, rel=1e-6)  # recorded in float32
     assert distance(tmp_path / "run", tmp_path / "serial") < 1e-9
     assert any("zero-bubble, stages wait about" in note for note in summary(tmp_path / "run")["notes"])
-
-
-class Wide(TinyDouble):
-    """Has a weight that is worth dividing."""
-
-    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
-        super().__init__(num_classes, in_channels)
-        self.head = nn.Sequential(nn.Linear(8 * 49, 300), nn.ReLU(), nn.Linear(300, num_classes)).double()
-
-
-def _sharing(data: Path, out: Path, settings: Settings, after: int | None, forgets: bool) -> None:
-    """A run whose optimizer's state is divided over the ranks, however small it is, and may not be taken over."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded, "_WORTH", 1)
-        steps, step = [], ShardedOptimizer.step
-        patch.setattr(ShardedOptimizer, "step", lambda self: (steps.append(1), step(self))[1])
-        if forgets:
-            patch.setattr(ShardedOptimizer, "load_state_dict", lambda self, state: None)
-        train_until(data, out, settings, after)
-    assert steps
-
-
-def test_an_optimizer_that_is_divided_trains_and_goes_on_as_a_whole_one(data: Path, tmp_path: Path) -> None:
-    settings = {"model.name": "training.test_devices:Wide", "epochs": "6ba", "checkpoint.every": "2ba"}
-    settings |= {"optimizer.name": "adamw", "optimizer.lr": "0.01", "clip_norm": "0.05"}
-    serial, out, control = (tmp_path / name for name in ("serial", "run", "control"))
-    run_ranks(train_here, 1, data, serial, settings)
-    run_ranks(_sharing, 2, data, out, settings, 5, False)
-    shutil.copytree(out, control)
-    for forgets, folder in ((False, out), (True, control)):
-        run_ranks(_sharing, 2, data, folder, settings, None, forgets)
-    assert distance(out, serial) < 1e-9 and distance(control, serial) > 1e-6
-    drop_checkpoints(out, 4)  # its state goes on as a whole one
-    (out / "weights.safetensors").unlink()
-    run_ranks(train_here, 1, data, out, settings, True)
-    assert distance(out, serial) < 1e-9

@@ -6,8 +6,7 @@ function with shapes and dtypes that fit together, and wait for pending results 
 
 CPU tensors go through memory that the ranks share where all are on one host. Over gloo everything but the sum of a
 large tensor goes straight from every rank to every other (`_start_over_gloo`). gloo gets tensors of other devices by
-way of the CPU. Within a function that a user compiles the functional collectives of torch are used, a
-private module that only this file knows.
+way of the CPU. None of them is ever compiled: what a program compiles lies between them.
 """
 
 import functools
@@ -21,7 +20,6 @@ from typing import ParamSpec, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from convoy.comm import shared_memory
@@ -47,7 +45,7 @@ _watch: Watch | None = None
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """Tell `watch` of every wait, while entered. What a user has compiled waits unseen."""
+    """Tell `watch` of every wait, while entered."""
     global _watch
     before, _watch = _watch, watch
     try:
@@ -63,7 +61,7 @@ def waits(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Resu
 
     @functools.wraps(function)
     def watched(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if torch.compiler.is_compiling() or current.collective:
+        if current.collective:
             return function(*args, **kwargs)
         watch = _watch
         if watch is not None:
@@ -150,11 +148,7 @@ def place(group: Group) -> int:
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Add a contiguous `x` over the ranks, in place; the sum has the same bits on every rank."""
-    if group is None:
-        return x
-    if torch.compiler.is_compiling():
-        return x.copy_(functional.all_reduce(x, "sum", group))
-    return start_all_reduce(x, group).wait()
+    return x if group is None else start_all_reduce(x, group).wait()
 
 
 def start_all_reduce(x: Tensor, group: Group) -> Pending:
@@ -164,7 +158,7 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
     assert x.is_contiguous(), "in-place collectives need one piece of memory"
     if (channel := _channel(x, group)) is not None:
         return Pending((), lambda: shared_memory.all_reduce(x, channel))
-    if not _is_gloo(x, group):
+    if not _over_gloo(x.device, group):
         return Pending([_numbered("all reduce", dist.all_reduce(x, group=group, async_op=True), group)], lambda: x)
     if size(group) * x.nbytes <= _SMALL:
         received = start_all_gather(x, group)
@@ -175,8 +169,6 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """Tensors of one shape from all ranks, stacked: [ranks, *x.shape]."""
-    if group is not None and torch.compiler.is_compiling():
-        return all_to_all(x.expand(size(group), *x.shape).contiguous(), group)
     return start_all_gather(x, group).wait()
 
 
@@ -189,25 +181,12 @@ def start_all_gather(x: Tensor, group: Group) -> Pending:
     ranks = size(group)
     local = _for(group, x).contiguous()
     received = local.new_empty(ranks, *x.shape)
-    if _is_gloo(x, group):
+    if _over_gloo(x.device, group):
         received[place(group)] = local
         works = _start_over_gloo([local] * ranks, list(received), group)
         return Pending(works, lambda: received.to(x.device))
     work = _gather_single(received.view(-1), local.view(-1), group=group, async_op=True)
     return Pending([_numbered("all gather", work, group)], lambda: received)
-
-
-def all_to_all(x: Tensor, group: Group) -> Tensor:
-    """[ranks, ...] to [ranks, ...]: row q goes to rank q, row p of the result comes from rank p."""
-    if group is None:
-        return x
-    if torch.compiler.is_compiling():
-        received: Tensor = functional.wait_tensor(functional.all_to_all_single(x.contiguous(), None, None, group))
-        return received
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    start_exchange_into(x.unbind(0), received.unbind(0), group).wait()
-    received[place(group)].copy_(x[place(group)])
-    return received
 
 
 @waits
@@ -216,23 +195,14 @@ def exchange(sends: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | No
     All of `sends` have one dtype, and at least one is a tensor, if only an empty one; in `sends` and `shapes`, those of
     what comes, None is nothing."""
     counts = [0 if shape is None else math.prod(shape) for shape in shapes]
-    if group is None or torch.compiler.is_compiling():
-        flat = torch.cat([x.reshape(-1) for x in sends if x is not None])
-        if group is not None:
-            send_counts = [0 if x is None else x.numel() for x in sends]
-            flat = functional.wait_tensor(functional.all_to_all_single(flat, counts, send_counts, group))
-        return _views(flat, counts, shapes)
     example = next(x for x in sends if x is not None)
-    parts = _views(example.new_empty(sum(counts)), counts, shapes)
+    pieces = example.new_empty(sum(counts)).split(counts)
+    parts = [x if shape is None else x.view(shape) for x, shape in zip(pieces, shapes, strict=True)]
     mine = sends[place(group)]
     start_exchange_into(sends, parts, group).wait()
     if mine is not None:
         parts[place(group)].copy_(mine)
     return parts
-
-
-def _views(flat: Tensor, counts: Sequence[int], shapes: Sequence[Sequence[int] | None]) -> list[Tensor]:
-    return [part.view(shape or (0,)) for part, shape in zip(flat.split(counts), shapes, strict=True)]
 
 
 def start_exchange_into(sends: Sequence[Tensor | None], receives: Sequence[Tensor], group: Group) -> Pending:
@@ -245,7 +215,7 @@ def start_exchange_into(sends: Sequence[Tensor | None], receives: Sequence[Tenso
     if (channel := _channel(receives[rank], group)) is not None:
         return Pending((), lambda: shared_memory.exchange_into(sends, receives, channel)[rank - 1])
     outgoing = [None if x is None or q == rank else _for(group, x).contiguous() for q, x in enumerate(sends)]
-    if not _is_gloo(receives[rank], group):
+    if not _over_gloo(receives[rank].device, group):
         nothing = receives[rank].new_empty(0)
         incoming = [nothing if q == rank else x for q, x in enumerate(receives)]
         work = dist.all_to_all(incoming, [nothing if x is None else x for x in outgoing], group=group, async_op=True)
@@ -267,10 +237,8 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """[ranks, ...] to [...]: the sum over ranks, in their order, of the row with this rank's number."""
     if group is None:
         return x[0]
-    if not torch.compiler.is_compiling() and (channel := _channel(x, group)) is not None:
-        return shared_memory.reduce_scatter(x, channel)
-    if torch.compiler.is_compiling() or _is_gloo(x, group):
-        return all_to_all(x, group).sum(0)
+    if _over_gloo(x.device, group):
+        return functools.reduce(torch.add, exchange(x.unbind(0), [x.shape[1:]] * len(x), group))
     total = x.new_empty(x.shape[1:])
     work = _scatter_single(total.view(-1), x.contiguous().view(-1), group=group, async_op=True)
     return Pending([_numbered("reduce scatter", work, group)], lambda: total).wait()
@@ -309,7 +277,7 @@ def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
         return x
     assert x.is_contiguous(), "in-place collectives need one piece of memory"
     local = _for(group, x)
-    if _is_gloo(local, group):
+    if _over_gloo(local.device, group):
         dist.broadcast(local, group=group, group_src=source)
         return x if local is x else x.copy_(local)
     work = dist.broadcast(local, group=group, group_src=source, async_op=True)
@@ -366,29 +334,25 @@ def close(group: dist.ProcessGroup) -> None:
 
 def by_way_of_host(device: torch.device, group: Group) -> bool:
     """Whether tensors of a device that is no CPU reach the other ranks through one."""
-    return group is not None and device.type != "cpu" and _carries(group, device)
+    return group is not None and device.type != "cpu" and _over_gloo(device, group)
 
 
-def _carries(group: dist.ProcessGroup, device: torch.device) -> bool:
+def _over_gloo(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether gloo carries tensors of this device."""
     return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
-def _is_gloo(x: Tensor, group: dist.ProcessGroup) -> bool:
-    return _carries(group, x.device)
-
-
 def _for(group: dist.ProcessGroup, x: Tensor) -> Tensor:
     """The tensor where the group can send it from."""
-    return x.cpu() if not x.is_cpu and _is_gloo(x, group) else x
+    return x.cpu() if not x.is_cpu and _over_gloo(x.device, group) else x
 
 
 def _channel(x: Tensor, group: dist.ProcessGroup) -> Channel | None:
     """The memory that the group's ranks share, if they do and `x` can go through it; made at the first call."""
-    if not x.is_cpu or torch.compiler.is_compiling():
+    if not x.is_cpu:
         return None
     if group not in _channels:
-        _channels[group] = _meet(group) if _is_gloo(x, group) else None
+        _channels[group] = _meet(group) if _over_gloo(x.device, group) else None
     return _channels[group]
 
 

@@ -79,14 +79,11 @@ class Temporary:
         with self._lock:
             while self._groups:
                 group = self._groups.pop()
-                if not self.failed:
-                    _end(group, keep=True)
-                    continue
                 close(group)
-                if only_gloo(group):
-                    dist.destroy_process_group(group)
-                else:  # to destroy it would wait for what was sent
+                if self.failed and not only_gloo(group):  # to destroy it would wait for what was sent
                     dist.distributed_c10d._abort_process_group(group)
+                else:
+                    dist.destroy_process_group(group)
 
 
 def only_gloo(group: dist.ProcessGroup | None = None) -> bool:
@@ -158,39 +155,6 @@ class Alarm:
                 if self._store.check(["failed"]):
                     self._groups.abort()
                     return
-
-
-# by the ranks of all groups over some axes, the group that `reusing` keeps; None outside of it
-_kept: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] | None = None
-# the ranks of all groups over the axes for which each temporary group was made
-_over: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[int, ...], ...]] = weakref.WeakKeyDictionary()
-
-
-@contextmanager
-def reusing() -> Iterator[None]:
-    """Keep the groups of one `temporary` for the next ones, which need not connect anew. All ranks enter it."""
-    global _kept
-    _kept = {}
-    try:
-        yield
-    finally:
-        forget()
-        _kept = None
-
-
-def forget() -> None:
-    """Keep none of the groups made so far, as a rank has failed. All ranks call it."""
-    while _kept:
-        _end(_kept.popitem()[1], keep=False)
-
-
-def _end(group: dist.ProcessGroup, keep: bool) -> None:
-    ranks = _over.get(group)
-    if keep and _kept is not None and ranks is not None and ranks not in _kept:
-        _kept[ranks] = group
-        return
-    close(group)
-    dist.destroy_process_group(group)
 
 
 class Groups:
@@ -270,21 +234,18 @@ class Groups:
         if self.mesh.size(axes) == self.mesh.num_devices and not _temporary:
             self._made[axes] = world
             return False
-        all_ranks = tuple(tuple(ranks) for ranks in self.mesh.groups(axes))
-        group = _kept.pop(all_ranks, None) if _kept and _temporary else None
-        is_new = group is None
+        group: dist.ProcessGroup | None = None
         backends = dist.get_backend_config()
         backend = None if "cpu:" in backends else f"cpu:gloo,{backends}"  # as for what a user joined by NCCL alone
-        for ranks in all_ranks if is_new else ():
+        for ranks in self.mesh.groups(axes):
             candidate = dist.new_group(list(ranks), timeout=time_limit(world), backend=backend)
             if self.rank in ranks:
                 group = candidate
         assert group is not None
         if _temporary:
             _temporary[-1].add(group)
-            _over[group] = all_ranks
         self._made[axes] = group
-        return is_new
+        return True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Groups":
         return self

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from convoy.comm.collectives import Group, all_gather, broadcast, gather_ints, place, size
-from convoy.comm.groups import Alarm, everyone, forget, temporary
+from convoy.comm.groups import Alarm, everyone, temporary
 from convoy.comm.joining import num_local
 from convoy.comm.memory import NEEDS_LESS, lack_of_memory
 from convoy.comm.position import current
@@ -341,7 +341,6 @@ class Ranks:
             causes = self.gather(Cause.of(error))
         failures = [(cause, rank) for rank, cause in enumerate(causes) if cause is not None]
         if failures:
-            forget()
             first, rank = min(failures, key=lambda item: (item[0].sort, item[1]))
             raise first.error(rank, what) from failure
         return cast(T, result)

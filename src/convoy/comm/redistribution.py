@@ -19,98 +19,47 @@ from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.transfer import Step
 
 
-class Collect:
-    """Every rank of a group gives its part, all get the tensor of all parts, in which `regions` lie by rank;
-    `transposed` adds and leaves each rank its part. Parts that overlap are added, and elements in no part are zero."""
-
-    def __init__(self, shape: Sequence[int], regions: Sequence[Region], group: Group, index: int) -> None:
-        self.regions = tuple(regions)
-        self.mine = self.regions[index]
-        self._index = index
-        self._group = group
-        self._assembly = Assembly(shape, regions)
-        self._is_idle = sum(not region.empty for region in regions) == 0
-        self._dim = self._dim_of_equal_parts()
-
-    @property
-    def disjoint(self) -> bool:
-        """Whether no element is in two parts."""
-        return self._assembly.disjoint
-
-    def _dim_of_equal_parts(self) -> int | None:
-        """The dimension along which parts of one shape stand in the order of the ranks, if that is how they lie."""
-        dim = self._assembly.dim
-        equal = all(region.shape == self.mine.shape for region in self.regions)
-        return dim if equal and self._assembly.kept == list(range(len(self.regions))) else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """From this rank's part to the tensor of all parts."""
-        x = x.contiguous()
-        if len(self.regions) == 1 or self._is_idle:
-            return self._assembly([x] * len(self.regions))
-        if self._dim is not None:
-            parts = collectives.all_gather(x, self._group)
-            if all(size == 1 for size in x.shape[: self._dim]):
-                return parts.view(self._assembly.shape)
-            return torch.cat(parts.unbind(0), self._dim)
-        sends = [None if rank == self._index else x for rank in range(len(self.regions))]
-        shapes = [None if rank == self._index else region.shape for rank, region in enumerate(self.regions)]
-        sends[self._index] = x.new_empty(0)
-        received = collectives.exchange(sends, shapes, self._group)
-        received[self._index] = x
-        return self._assembly(received)
-
-    def transposed(self, x: Tensor) -> Tensor:
-        """From a tensor of all parts on every rank to the sum over the ranks of this rank's part."""
-        if len(self.regions) == 1 or self._is_idle:
-            return self.mine.take(x)
-        if self._dim is not None:
-            ranks = len(self.regions)
-            parts = x.unflatten(self._dim, (ranks, -1)).movedim(self._dim, 0)
-            return collectives.reduce_scatter(parts.contiguous(), self._group)
-        sends: list[Tensor | None] = [region.select(x) for region in self.regions]
-        mine = self.mine.select(x)
-        sends[self._index] = x.new_empty(0)
-        shapes = [None if rank == self._index else self.mine.shape for rank in range(len(self.regions))]
-        terms = collectives.exchange(sends, shapes, self._group)
-        terms[self._index] = mine
-        total = terms[0] + terms[1]
-        for part in terms[2:]:
-            total += part
-        return total
-
-
 class Exchange:
-    """Every rank gets the indices that it wants from ranks that hold them; `transposed` sends back and adds.
-    `positions` say which part of every dimension each rank holds: where parts overlap, a rank takes what it holds
-    itself and the rest from the first other part."""
+    """Ranks send each other boxes of what they hold, and get what they want; `transposed` sends gradients back. What
+    overlaps is added, and elements that nobody sends are zero.
+
+    `held` and `wanted` are those of every rank of the group, and `box` says what a rank sends another, by their
+    numbers.
+    """
 
     def __init__(
-        self,
-        held: Sequence[Box],
-        wanted: Sequence[Box],
-        positions: Sequence[tuple[int, ...]],
-        group: Group,
-        index: int,
+        self, held: Sequence[Box], wanted: Sequence[Box], box: Callable[[int, int], Box], group: Group, index: int
     ) -> None:
         ranks = range(len(held))
-        routes = [_Routes(held, positions, wanted[receiver], receiver) for receiver in ranks]
-        boxes = {(sender, receiver): routes[receiver].box(sender) for sender in ranks for receiver in ranks}
+        boxes = {(sender, receiver): box(sender, receiver) for sender in ranks for receiver in ranks}
         self._is_idle = all(is_empty(box) for (sender, receiver), box in boxes.items() if sender != receiver)
         self._index = index
         self._group = group
-        leaving = [Region(boxes[index, rank], held[index]) for rank in ranks]
-        arriving = [Region(boxes[rank, index], wanted[index]) for rank in ranks]
-        self._leaving = Assembly(extents(held[index]), leaving)
-        self._arriving = Assembly(extents(wanted[index]), arriving)
+        self._leaving = Assembly(extents(held[index]), [Region(boxes[index, rank], held[index]) for rank in ranks])
+        self._arriving = Assembly(extents(wanted[index]), [Region(boxes[rank, index], wanted[index]) for rank in ranks])
+        self.disjoint = self._arriving.disjoint
+        # Where all ranks get all parts, which have one shape and stand in the order of the ranks: along this dimension
+        self._dim = self._arriving.dim
+        in_order = self._arriving.kept == list(ranks) and len({extents(part) for part in held}) == 1
+        if not in_order or any(boxes[sender, receiver] != held[sender] for sender in ranks for receiver in ranks):
+            self._dim = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """From what this rank holds to what it wants."""
-        return self._send(x, self._leaving, self._arriving)
+        if self._dim is None or self._is_idle:
+            return self._send(x, self._leaving, self._arriving)
+        x = x.contiguous()
+        parts = collectives.all_gather(x, self._group)
+        if all(size == 1 for size in x.shape[: self._dim]):
+            return parts.view(self._arriving.shape)
+        return torch.cat(parts.unbind(0), self._dim)
 
     def transposed(self, x: Tensor) -> Tensor:
         """From the gradient of what this rank wanted to that of what it held."""
-        return self._send(x, self._arriving, self._leaving)
+        if self._dim is None or self._is_idle:
+            return self._send(x, self._arriving, self._leaving)
+        parts = x.unflatten(self._dim, (len(self._leaving.regions), -1)).movedim(self._dim, 0)
+        return collectives.reduce_scatter(parts.contiguous(), self._group)
 
     def _send(self, x: Tensor, source: Assembly, target: Assembly) -> Tensor:
         mine = source.regions[self._index].select(x)
@@ -126,7 +75,8 @@ class Exchange:
 
 
 class _Routes:
-    """The ranks from which one rank gets the indices that it wants."""
+    """The ranks from which one rank gets the indices that it wants: from itself what it holds, the rest from the first
+    other one. `positions` say which part of every dimension each rank holds."""
 
     def __init__(self, held: Sequence[Box], positions: Sequence[tuple[int, ...]], wanted: Box, receiver: int) -> None:
         self._positions = positions
@@ -208,11 +158,12 @@ class Transfer:
         """The indices that a rank holds, dimensions in the order of memory."""
         return tuple(layout.parts(dim, self._mesh, place, self.shape[dim]) for dim in self._order)
 
-    def _collect(self, layout: Layout, whole: Box, place: Coordinates, axes: Axes) -> Collect:
+    def _collect(self, layout: Layout, whole: Box, place: Coordinates, axes: Axes) -> Exchange:
         """Every rank of the group over `axes` gives its part in `layout`; each gets all of them in `whole`."""
         members = self._mesh.group(place, axes)
-        regions = [Region(self._box(layout, member), whole) for member in members]
-        return Collect(extents(whole), regions, self._groups.of(axes), members.index(place))
+        held = [self._box(layout, member) for member in members]
+        wanted = [whole] * len(members)
+        return Exchange(held, wanted, lambda sender, _: held[sender], self._groups.of(axes), members.index(place))
 
     def _reduce(self, place: Coordinates) -> tuple[Move, Move]:
         return self._sum(), _same
@@ -250,14 +201,17 @@ class Transfer:
         source, target, axes = self.step.source, self.step.target, self.step.axes
         assert set(axes) <= source.split_axes, f"ranks that hold the same cannot all send it: {self.step}"
         members = self._mesh.group(place, axes)
-        wanted = [self._box(target, member) for member in members]
-        if all(box == wanted[0] for box in wanted):
-            collect = self._collect(source, wanted[0], place, axes)
-            if collect.disjoint:
-                return collect, collect.transposed
         held = [self._box(source, member) for member in members]
-        places = [self._positions(member) for member in members]
-        exchange = Exchange(held, wanted, places, self._groups.of(axes), members.index(place))
+        wanted = [self._box(target, member) for member in members]
+        positions = [self._positions(member) for member in members]
+        routes = [_Routes(held, positions, box, receiver) for receiver, box in enumerate(wanted)]
+        exchange = Exchange(
+            held,
+            wanted,
+            lambda sender, receiver: routes[receiver].box(sender),
+            self._groups.of(axes),
+            members.index(place),
+        )
         return exchange, exchange.transposed
 
     def _positions(self, place: Coordinates) -> tuple[int, ...]:
@@ -269,13 +223,12 @@ class Transfer:
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, transfer: Transfer) -> Tensor:
-        ctx.transfer, ctx.layer = transfer, "" if torch.compiler.is_compiling() else current.layer
+        ctx.transfer, ctx.layer = transfer, current.layer
         return transfer.forward(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if not torch.compiler.is_compiling():
-            current.at(ctx.layer)
+        current.at(ctx.layer)
         return ctx.transfer.backward(gradient), None
 
 

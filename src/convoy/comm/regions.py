@@ -84,8 +84,7 @@ class Region:
         dim, numbers = self._picks[index]
         if numbers.device != x.device:
             numbers = numbers.to(x.device)
-            if not torch.compiler.is_compiling():
-                self._picks[index] = dim, numbers
+            self._picks[index] = dim, numbers
         return numbers
 
     def _grid(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -237,23 +237,6 @@ def all_gather(x: Tensor, channel: Channel) -> Tensor:
 
 
 @torch.no_grad()
-def reduce_scatter(x: Tensor, channel: Channel) -> Tensor:
-    """[ranks, ...] to [...]: the sum over ranks, in their order, of the row with this rank's number."""
-    rows = x.reshape(channel.ranks, -1)
-    sums = rows.new_empty(rows.shape[1])
-    step = SLOT // x.itemsize // channel.ranks
-    for start in range(0, rows.shape[1], step):
-        part = rows[:, start : start + step]
-        width = part.shape[1]
-        channel.outgoing(x.dtype)[: part.numel()].view(part.shape).copy_(part)
-        channel.post(_tag(3, x))
-        total = sums[start : start + step]
-        mine = slice(channel.index * width, (channel.index + 1) * width)
-        _add([channel.message(rank, x.dtype)[mine] for rank in range(channel.ranks)], total)
-    return sums.view(x.shape[1:])
-
-
-@torch.no_grad()
 def exchange_into(sends: Sequence[Tensor | None], receives: Sequence[Tensor], channel: Channel) -> Sequence[Tensor]:
     """Send `sends[q]`, of any shape, to rank q, and fill the contiguous `receives[q]` with what comes from it; the
     entries of this rank are ignored. Ranks may send different numbers of bytes: every message begins with how many

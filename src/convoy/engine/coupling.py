@@ -82,16 +82,6 @@ def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
     return (size + 1,) * larger + (size,) * (num_microbatches - larger)
 
 
-def passes(sizes: tuple[int, ...], merge: int) -> list[tuple[int, ...]]:
-    """Group consecutive microbatches into passes of at most `merge` microbatches, as even as can be."""
-    counts = microbatch_sizes(len(sizes), -(-len(sizes) // merge))
-    groups, start = [], 0
-    for count in counts:
-        groups.append(sizes[start : start + count])
-        start += count
-    return groups
-
-
 def coupled_in_training(net: nn.Module) -> str | None:
     """What computes with several samples at once in training alone, for a sentence; no trial can show it, as the
     network draws random numbers. None where nothing does, or evaluation does too, of which a trial shows more."""

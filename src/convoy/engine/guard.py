@@ -16,7 +16,7 @@ import time
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,12 +29,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from convoy.comm.collectives import all_gather, broadcast, gather_ints
 from convoy.engine import optimizers
-from convoy.engine.gradients.backward import at_end_of_backward, current_backward
-from convoy.engine.gradients.buckets import flat, is_dense
 from convoy.engine.gradients.divided import DividedGradient, DividedGradients, plain
+from convoy.engine.gradients.reducer import at_end_of_backward, current_backward, flat, is_dense
 from convoy.engine.network import WRAPPED, Network, named_tensors
 from convoy.engine.shards import part_name
 from convoy.errors import ConvoyError
+from convoy.plans.mesh import Axes
 
 _NONE = -1  # the number of no backward pass
 SHARE = 0.002  # of the time, that comparisons take at most
@@ -113,98 +113,91 @@ class Guard:
     def _compare(self, inputs: Sequence[Tensor], now: float) -> int:
         """Compare; how many passes may follow until the next time."""
         groups = self._network.groups
-        mesh = groups.mesh
-        tensors = dict(self._alike())
+        replicas = [*(("", x, self._network.sample_axes) for x in inputs), *self._replicas()]
         pass_s = (now - self._looked_at) / self._gap
         gap = min(2**30, math.ceil(self._cost_s / (SHARE * max(pass_s, 1e-6))))
-        sums = [_checksum(tensor) for tensor in tensors.values()]
-        sums += [torch.stack([_checksum(x) for x in inputs]).sum()]
-        numbers = [*torch.stack(sums).tolist(), self._updates, *_hyperparameters(self._optimizers), gap]
-        rows = gather_ints(numbers, groups.of(tuple(mesh.axes)))
-        *weights, samples, updates, rates, rate, gaps = zip(*rows, strict=True)
-        if len(set(updates)) > 1:
-            odd_rank = next(rank for rank, value in enumerate(updates) if value != updates[0])
-            raise ConvoyError(
-                f"rank 0 has made {updates[0]} updates since it made its network parallel, and rank {odd_rank} "
-                f"{updates[odd_rank]}: let all ranks call optimizer.step() after the same passes"
-            )
-        if len(set(rates)) > 1:
-            odd_rank = next(rank for rank, value in enumerate(rates) if value != rates[0])
-            raise ConvoyError(
-                f"the optimizers of ranks 0 and {odd_rank} have different options (learning rate {_double(rate[0]):g} "
-                f"and {_double(rate[odd_rank]):g}): let all ranks make the same optimizer, and step its scheduler alike"
-            )
-        self._check_samples(samples, inputs)
-        for name, values in zip(tensors, weights, strict=True):
-            if self._differ(name, values):
-                self._check_size(name, tensors[name])
+        sums = torch.stack([_checksum(tensor) for _, tensor, _ in replicas]).tolist()
+        rows = gather_ints(
+            [*sums, self._updates, *_hyperparameters(self._optimizers), gap], groups.of(tuple(groups.mesh.axes))
+        )
+        *columns, updates, rates, rate, gaps = zip(*rows, strict=True)
+        for rank in range(len(rows)):
+            if updates[rank] != updates[0]:
+                raise ConvoyError(
+                    f"rank 0 has made {updates[0]} updates since it made its network parallel, and rank {rank} "
+                    f"{updates[rank]}: let all ranks call optimizer.step() after the same passes"
+                )
+            if rates[rank] != rates[0]:
+                raise ConvoyError(
+                    f"the optimizers of ranks 0 and {rank} have different options (learning rate {_double(rate[0]):g} "
+                    f"and {_double(rate[rank]):g}): let all ranks make the same optimizer, and step its scheduler alike"
+                )
+        for (name, tensor, axes), values in zip(replicas, columns, strict=True):
+            self._check(name, tensor, axes, values)
+        self._warn_of_same_samples(list(zip(*columns[: len(inputs)], strict=True)))
         return int(max(gaps))
 
-    def _alike(self) -> Iterator[tuple[str, Tensor]]:
-        """What ranks on some axis have alike, by name."""
+    def _replicas(self) -> Iterator[tuple[str, Tensor, Axes]]:
+        """What ranks have alike, by name, and the axes that divide it: those with one place on them hold the same."""
         network = self._network
-        local = network.context.batch_norm == "local"
         parameters = dict(network.model.named_parameters())
         for name, tensor in named_tensors(network.model).items():
-            if not (local and name not in parameters) and 0 not in network.shapes[name][0]:
-                yield name, tensor.detach()
+            is_local = network.context.batch_norm == "local" and name not in parameters
+            if not is_local and 0 not in network.shapes[name][0]:
+                yield name, tensor.detach(), tuple(sorted(network.layouts[name].split_axes))
 
-    def _same(self, name: str) -> Callable[[int], tuple[int, ...]]:
-        """A rank's place on the axes that divide a tensor: those with one place hold the same part."""
+    def _check(self, name: str, tensor: Tensor, axes: Axes, values: Sequence[int]) -> None:
+        """Refuse replicas with other checksums on some rank than on the first; without a name they are samples."""
+        places = self._places(axes)
+        first = [places.index(place) for place in places]
+        if all(value == values[rank] for value, rank in zip(values, first, strict=True)):
+            return
+        size, worst = self._size(tensor, axes)
+        if size == 0:
+            return
+        if not name:
+            raise ConvoyError(
+                f"ranks {first[worst]} and {worst} work on the same samples under this plan, and were given different "
+                "ones: shuffle with the same seed and pass images[convoy.local_samples(net, n)], or use "
+                "convoy.BatchSampler"
+            )
+        kind = "weight" if name in dict(self._network.model.named_parameters()) else "buffer"
+        raise ConvoyError(
+            f"the {kind} {name} should be the same on ranks {first[worst]} and {worst}, and differs by {size:.1e} of "
+            "its largest number: something that only one of them does has changed it, as a gradient or weight changed "
+            "by hand, an update left out, random numbers of its own, or a state loaded on one rank; let all ranks do "
+            "the same, or pass checks=False to convoy.parallelize if that is meant"
+        )
+
+    def _places(self, axes: Axes) -> list[int]:
         mesh = self._network.groups.mesh
-        axes = tuple(sorted(self._network.layouts[name].split_axes))
-        return lambda rank: tuple(mesh.coordinates(rank)[axis] for axis in axes)
+        return [mesh.index(mesh.coordinates(rank), axes) for rank in range(mesh.num_devices)]
 
-    def _differ(self, name: str, values: Sequence[int]) -> bool:
-        place, values_at = self._same(name), dict[tuple[int, ...], int]()
-        return any(values_at.setdefault(place(rank), value) != value for rank, value in enumerate(values))
-
-    def _size(self, tensor: Tensor, split_axes: Iterable[int]) -> tuple[float, int]:
+    def _size(self, tensor: Tensor, axes: Axes) -> tuple[float, int]:
         """By how much of its largest number a tensor differs from the first replica, at most, and on which rank; 0 for
         what is rounding: on devices of unlike make the last bits of replicas may differ."""
-        groups, divided = self._network.groups, set(split_axes)
-        group = groups.of(tuple(axis for axis in groups.mesh.axes if axis not in divided))
+        groups = self._network.groups
+        group = groups.of(tuple(axis for axis in groups.mesh.axes if axis not in axes))
         first = broadcast(tensor.clone(memory_format=torch.contiguous_format), group).double()
-        off = (tensor.double() - first).abs().max() / first.abs().max().clamp(min=1e-300)
+        off = torch.zeros((), dtype=torch.float64, device=tensor.device)
+        if tensor.numel():  # a rank of another stage has nothing of it
+            off = (tensor.double() - first).abs().max() / first.abs().max().clamp(min=1e-300)
         world = groups.of(tuple(groups.mesh.axes))
         sizes = all_gather(off.nan_to_num(math.inf).reshape(1), world)[:, 0].tolist()
         worst = max(range(len(sizes)), key=sizes.__getitem__)
         allowed = min(100 * torch.finfo(tensor.dtype).eps, 1e-2) if tensor.is_floating_point() else 0.0
         return (sizes[worst] if sizes[worst] > allowed else 0.0), worst
 
-    def _check_size(self, name: str, tensor: Tensor) -> None:
-        size, worst = self._size(tensor, self._network.layouts[name].split_axes)
-        if size == 0:
+    def _warn_of_same_samples(self, sums: Sequence[tuple[int, ...]]) -> None:
+        """`sums` are of the samples of each rank."""
+        num = self._network.num_sample_ranks
+        if num == 1 or len(set(sums)) > 1 or self._warned:
             return
-        place = self._same(name)
-        first_rank = next(rank for rank in range(worst + 1) if place(rank) == place(worst))
-        kind = "weight" if name in dict(self._network.model.named_parameters()) else "buffer"
-        raise ConvoyError(
-            f"the {kind} {name} should be the same on ranks {first_rank} and {worst}, and differs by {size:.1e} of "
-            "its largest number: something that only one of them does has changed it, as a gradient or weight changed "
-            "by hand, an update left out, random numbers of its own, or a state loaded on one rank; let all ranks do "
-            "the same, or pass checks=False to convoy.parallelize if that is meant"
-        )
-
-    def _check_samples(self, sums: Sequence[int], inputs: Sequence[Tensor]) -> None:
-        mesh, axes = self._network.groups.mesh, self._network.sample_axes
-        places = [mesh.index(mesh.coordinates(rank), axes) for rank in range(len(sums))]
-        first = {place: places.index(place) for place in places}
-        if any(sums[rank] != sums[first[place]] for rank, place in enumerate(places)):
-            size, worst = max((self._size(x, axes) for x in inputs if x.numel()), default=(0.0, 0))
-            if size > 0:
-                raise ConvoyError(
-                    f"ranks {first[places[worst]]} and {worst} work on the same samples under this plan, and were "
-                    "given different ones: shuffle with the same seed and pass images[convoy.local_samples(net, n)], "
-                    "or use convoy.BatchSampler"
-                )
-        if len(first) > 1 and len({sums[rank] for rank in first.values()}) == 1 and not self._warned:
-            self._warned = True
-            if self._network.groups.rank > 0:  # all of them know
-                return
+        self._warned = True
+        if self._network.groups.rank == 0:  # all of them know
             warnings.warn(
-                f"all {len(first)} sample ranks were given the same samples: each is to have its own part of the "
-                "global batch, images[convoy.local_samples(net, n)], or convoy.BatchSampler",
+                f"all {num} sample ranks were given the same samples: each is to have its own part of "
+                "the global batch, images[convoy.local_samples(net, n)], or convoy.BatchSampler",
                 stacklevel=2,
             )
 

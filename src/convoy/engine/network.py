@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from convoy.comm.groups import Groups
 from convoy.engine.agreement import PASS, Form, Kind, Signature, arguments, exchange_samples, kinds
-from convoy.engine.gradients import GradientReducer
-from convoy.engine.gradients.backward import current_backward
 from convoy.engine.gradients.divided import plain
-from convoy.engine.output import scale_gradient, undo_scale, writable
+from convoy.engine.gradients.reducer import GradientReducer, current_backward
+from convoy.engine.output import scale_gradient, undo_scale
 from convoy.engine.program import Program, Watch
 from convoy.engine.shards import collect, cut
 from convoy.engine.unchanged import Unchanged
@@ -53,6 +52,12 @@ def owners(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
         module = model.get_submodule(path)
         owners[name] = (module._parameters if key in module._parameters else module._buffers), key
     return owners
+
+
+def writable(x: Tensor) -> Tensor:
+    """The tensor itself, or a copy of a view: autograd does not let users change in place what a function of ours
+    gives as a view, though they may with what a plain layer gives."""
+    return x.clone() if x.requires_grad and x._is_view() else x
 
 
 class Guard(Protocol):

@@ -1,4 +1,4 @@
-"""The optimizers of divided networks: checked before their first step, and divided over ranks where that is faster.
+"""The optimizers of divided networks, which are checked before their first step.
 
 Torch calls two hooks around every optimizer's step. Before the first step of one that has divided parameters, its class
 must be known to treat every number by itself, or seen to do so on small tensors, whole and cut; and its state must be
@@ -12,29 +12,26 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from convoy.engine.gradients import GradientReducer, ShardedOptimizer, sharding_pays
-from convoy.engine.gradients.sharded import ELEMENTWISE
-from convoy.engine.network import network_of
 from convoy.engine.shards import same_part
 from convoy.errors import ConvoyError
 
-
-def divide_update(net: nn.Module, optimizer: Optimizer) -> Optimizer:
-    """The optimizer to use: one that shares the update of large parameters, or the given one where that does not pay.
-    All ranks call it, before the first update. Where the update is shared each rank has the sum of its own piece of a
-    large gradient only, so that `optimizer` must not be used any more."""
-    network = network_of(net)
-    parameters = [(p, tuple(sorted(network.layouts[name].copied))) for name, p in net.named_parameters()]
-    if network.reducer is None or not sharding_pays(optimizer, parameters, network.groups):
-        return optimizer
-    network.reducer.remove()
-    network.reducer = GradientReducer(parameters, network.groups, scatter=True)
-    return ShardedOptimizer(optimizer, network.reducer)
-
-
+# Optimizers that treat every number by itself, so that a part of a parameter is updated as in the whole.
+ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.ASGD,
+    optim.Rprop,
+)
 # Key in an optimizer's `param_groups` that says of which parts its state is; saved and loaded with them.
 PART = "convoy_part"
 _SIZES = (8, 6, 3, 3, 3)

@@ -64,13 +64,6 @@ def gradient_scale(node: Node) -> float | None:
     return node.factor if is_scale else None  # type: ignore[attr-defined]
 
 
-def writable(x: Tensor) -> Tensor:
-    """The tensor itself, or a copy of a view: autograd does not let users change in place what a function of ours
-    gives as a view, though they may with what a plain layer gives.
-    """
-    return x.clone() if x.requires_grad and x._is_view() else x
-
-
 def differentiable_loss(loss: Any, kind: str) -> Tensor:
     """The result of a user's loss function, if a backward pass can begin at it; ConvoyError otherwise. `kind` is `mean`
     or `part`, as `convoy.parallelize` takes it."""

@@ -22,8 +22,8 @@ from convoy.comm.joining import join, num_ranks
 from convoy.engine.agreement import Form, agree, arguments
 from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.deferred import make_room
-from convoy.engine.gradients import GradientReducer
 from convoy.engine.gradients.norms import clip_grad_norm
+from convoy.engine.gradients.reducer import GradientReducer
 from convoy.engine.guard import Guard
 from convoy.engine.network import Loss, Network, named_tensors, network_of
 from convoy.engine.output import differentiable_loss

@@ -35,7 +35,7 @@ from convoy.ops.memory import Readers, overwritten
 from convoy.ops.recompute import stretches
 from convoy.plans.layout import Layout
 from convoy.plans.place import PlacedCall, Placement
-from convoy.plans.stages import StagedGraph
+from convoy.plans.stages import Crossing
 from convoy.plans.transfer import Step
 
 
@@ -253,17 +253,19 @@ def compiled(
 
 
 def _joined(stretch: Sequence[Instruction], live_slots: set[int]) -> list[Instruction]:
-    """One instruction for a stretch; what it needs from before is `wanted` from then on."""
+    """One instruction for a stretch; what it needs from before is live from then on."""
     if not stretch:
         return []
-    outputs_so_far: set[int] = set()
-    needs: dict[int, None] = {}
-    for instruction in stretch:
-        needs |= dict.fromkeys(slot for slot in instruction.inputs if slot not in outputs_so_far)
-        outputs_so_far |= set(instruction.outputs)
-    inputs, outputs = tuple(needs), tuple(sorted(outputs_so_far & live_slots))
+    inputs, outputs = _ends(stretch, live_slots)
     live_slots |= set(inputs)
     return [Instruction(_compile(tuple(stretch), inputs, outputs), inputs, outputs, alone=False)]
+
+
+def _ends(body: Sequence[Instruction], live_slots: Container[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The slots that instructions take from before, and those that they fill for later."""
+    results = {slot for instruction in body for slot in instruction.outputs}
+    inputs = dict.fromkeys(slot for instruction in body for slot in instruction.inputs if slot not in results)
+    return tuple(inputs), tuple(sorted(slot for slot in results if slot in live_slots))
 
 
 def _compile(stretch: Sequence[Instruction], inputs: Sequence[int], outputs: Sequence[int]) -> Callable[..., Any]:
@@ -304,20 +306,18 @@ class Program:
     """Runs a network's forward pass on this rank.
 
     Args:
-        placement: of the network.
+        placement: of the network, or of the part of it that is this rank's stage.
         groups: the process groups.
         context: of the step.
         channels_last: whether images travel with the channels innermost in memory; the same on all ranks.
         compile: whether what lies between the exchanges runs through `torch.compile`.
         transfer: builds what redistributes a value; by default what does it over the groups.
-        staged: where the network is cut into stages; None where the rank runs all of it.
-        stage: that of this rank.
+        received: what earlier stages send.
+        sent: what later stages are sent, in place of the network's outputs, which the last one gives.
 
     Attributes:
-        sources: names of the tensors that it is given, in order: inputs, parameters and buffers, and what earlier
-            stages send.
-        outputs: names of those that it gives, in order: the network's, or what later stages are sent.
-        staged: where the network is cut, as given.
+        sources: names of the tensors that it is given, in order: inputs, parameters and buffers, and what it receives.
+        outputs: names of those that it gives, in order: the network's, or what is sent.
     """
 
     def __init__(
@@ -328,53 +328,42 @@ class Program:
         channels_last: bool = False,
         compile: bool = False,
         transfer: BuildTransfer | None = None,
-        staged: StagedGraph | None = None,
-        stage: int = 0,
+        received: Sequence[Crossing] = (),
+        sent: Sequence[Crossing] | None = None,
     ) -> None:
         self._slots: dict[Place, int] = {}
         self._num_slots = 0
         self._instructions: list[Instruction] = []
         records: list[Instruction] = []
-        self.staged = staged
+        self.received, self.sent = tuple(received), tuple(sent or ())
         self._placement = placement
         self._groups = groups
         self._context = context
         self._channels_last = channels_last
         self._build_transfer = transfer or self._redistribution
         graph, mesh, coordinates = placement.graph, placement.mesh, groups.coordinates
-        calls, crossing, returns = placement.calls, {}, True
-        names = set(placement.layouts)
-        if staged is not None:
-            calls = tuple(placement.calls[number] for number in staged.calls(stage))
-            crossing = {item.value: item for item in staged.crossings}
-            returns = stage == staged.number - 1
-            arrivals = [item.value for item in staged.received(stage)]
-            names = {name for placed in calls for name in placed.call.inputs} | set(
-                placement.outputs if returns else ()
-            )
-        self.sources = [n for n, v in graph.values.items() if v.origin in ("input", "parameter", "buffer")]
-        self.sources = [name for name in self.sources if name in names and name in placement.layouts]
-        self.sources += arrivals if staged is not None else []
+        origins = ("input", "parameter", "buffer")
+        self.sources = [n for n, v in graph.values.items() if v.origin in origins and n in placement.layouts]
+        self.sources += [crossing.value for crossing in received]
         self._sources = [self._slot(name, placement.layouts[name]) for name in self.sources]
         self._constants = {
             self._slot(name, placement.layouts[name]): cut(value, placement.layouts[name], mesh, coordinates)
             for name, value in graph.constants.items()
-            if name in names and name in placement.layouts
+            if name in placement.layouts
         }
         full_precision = {
             (name, layout)
-            for placed in calls
+            for placed in placement.calls
             for name, layout in placed.placed.inputs.items()
             if placed.call.op not in LOW_PRECISION
         }
-        readers = Readers(placement.graph, [*placement.outputs, *crossing])
-        part = placement if staged is None else staged.part(placement, stage)
-        stretch_of = {number: stretch for stretch in stretches(part) for number in stretch}
+        readers = Readers(placement.graph, [*placement.outputs, *placement.held])
+        stretch_of = {number: stretch for stretch in stretches(placement) for number in stretch}
         pairs = graph.training and context.batch_norm == "sync" and not compile
-        endings, inner_calls = inside(calls, graph, readers, stretch_of.get, pairs)
+        endings, inner_calls = inside(placement.calls, graph, readers, stretch_of.get, pairs)
         places: dict[range, range] = {}
         results: set[str] = set()
-        for number, placed in _moved(calls, endings):
+        for number, placed in _moved(placement.calls, endings):
             ending = endings.get(placed.call.name, Ending())
             joining = [item for item in (placed, ending.twin, ending.addition) if item is not None]
             for name, steps, target in (
@@ -417,12 +406,10 @@ class Program:
                 self._add(kernel, inputs, outputs, isinstance(kernel, Alone | Exchanging), placed.call.name)
             if stretch is not None:
                 places[stretch] = range(places.get(stretch, range(start, start)).start, len(self._instructions))
-        layouts = placement.output_layouts if returns else placement.layouts
-        for name, steps in placement.outputs.items() if returns else ():
+        layouts = placement.output_layouts if sent is None else placement.layouts
+        for name, steps in placement.outputs.items():
             self._transfer(name, layouts[name], steps, "the output")
-        self.outputs = list(placement.outputs)
-        if staged is not None and not returns:
-            self.outputs = list(dict.fromkeys(item.value for item in staged.sent(stage)))
+        self.outputs = list(placement.outputs if sent is None else dict.fromkeys(crossing.value for crossing in sent))
         self._outputs = [self._slot(name, layouts[name]) for name in self.outputs]
         self._instructions += records
         if places:
@@ -492,12 +479,7 @@ class Program:
         changing = self._changing()
         for place in reversed(places):
             body, rest = self._instructions[place.start : place.stop], self._instructions[place.stop :]
-            live_slots = {*self._outputs, *(slot for instruction in rest for slot in instruction.inputs)}
-            results = {slot for instruction in body for slot in instruction.outputs}
-            inputs = tuple(
-                dict.fromkeys(slot for instruction in body for slot in instruction.inputs if slot not in results)
-            )
-            outputs = tuple(sorted(results & live_slots))
+            inputs, outputs = _ends(body, {*self._outputs, *(slot for after in rest for slot in after.inputs)})
             if compile:
                 body = compiled(body, outputs, self._gradients())
             updated = frozenset(changing.intersection(inputs))
@@ -508,7 +490,7 @@ class Program:
     def _changing(self) -> set[int]:
         graph, layouts = self._placement.graph, self._placement.layouts
         names = {name for call in graph.calls if call.updates for name in call.inputs}
-        return {self._slot(n, layouts[n]) for n in names if graph.values[n].origin == "buffer"}
+        return {self._slot(n, layouts[n]) for n in names if graph.values[n].origin == "buffer" and n in layouts}
 
 
 def _recording(kernel: Recorded) -> Callable[..., Sequence[Any]]:

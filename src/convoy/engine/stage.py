@@ -137,10 +137,9 @@ class Stage(Network):
         those of the part on each sample rank, and `then` those of each part after it, which may arrive meanwhile."""
         signature = self._signature(samples, inputs, form)
         placement, program = self._program(signature)
-        staged, key = program.staged, self._key(signature, inputs)
+        key = self._key(signature, inputs)
         if self.context.postponed is not None:
             self.context.postponed.begin_part()
-        assert staged is not None
         arriving = self._take_expected(key)
         if arriving is None:
             arriving = self._begin_receiving(key, placement, program, inputs)
@@ -152,12 +151,12 @@ class Stage(Network):
         part, self._begun = self._begun, self._begun + 1
         arrivals = [
             (crossing, self._wait(crossing, value).requires_grad_(value.kind.needs_gradient))
-            for crossing, value in zip(staged.received(self.stage), arriving, strict=True)
+            for crossing, value in zip(program.received, arriving, strict=True)
             if value is not None
         ]
         self._release_gradients({crossing.source for crossing, x in arrivals if x.numel()})
         values = self._run(placement, program, inputs, {crossing.value: x for crossing, x in arrivals})
-        departures = [(crossing, values[crossing.value]) for crossing in staged.sent(self.stage)]
+        departures = [(crossing, values[crossing.value]) for crossing in program.sent]
         outputs = values if self.is_last else {}
         flight = Flight(arrivals, departures, outputs, placement, tuple(inputs), key, part)
         if torch.is_grad_enabled():
@@ -311,10 +310,9 @@ class Stage(Network):
     def _begin_receiving(
         self, key: Any, placement: Placement, program: Program, inputs: Sequence[Tensor]
     ) -> list[Arriving | None]:
-        assert program.staged is not None
         requests = [
             (crossing, self._local_shape(placement, placement.layouts[crossing.value], crossing.value))
-            for crossing in program.staged.received(self.stage)
+            for crossing in program.received
         ]
         return self.links.receive(key, requests, inputs[0].device)
 
@@ -347,7 +345,12 @@ class Stage(Network):
                     "convoy.parallelize of a network that uses in training what it will use, or of one without stages"
                 )
         return Program(
-            placement, self.groups, self.context, self.channels_last, compile, staged=staged, stage=self.stage
+            staged.part(placement, self.stage),
+            self.groups,
+            self.context,
+            self.channels_last,
+            received=staged.received(self.stage),
+            sent=None if self.is_last else staged.sent(self.stage),
         )
 
     def finish_update(self) -> None:

@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 from convoy.comm.collectives import all_reduce, broadcast
 from convoy.engine.agreement import SCHEDULED, Form, Signature, arguments
 from convoy.engine.coupling import why_together
-from convoy.engine.output import differentiable_loss, writable
+from convoy.engine.network import writable
+from convoy.engine.output import differentiable_loss
 from convoy.engine.stage import Flight, Stage
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Ref

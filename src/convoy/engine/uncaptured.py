@@ -21,9 +21,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from convoy.comm.redistribution import redistribute
 from convoy.engine.agreement import Form, arguments
-from convoy.engine.gradients.backward import current_backward
-from convoy.engine.network import Network
-from convoy.engine.output import writable
+from convoy.engine.gradients.reducer import current_backward
+from convoy.engine.network import Network, writable
 from convoy.errors import ConvoyError
 from convoy.graph.capture import nothing_left
 from convoy.graph.given import copied

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from convoy.engine.gradients.backward import at_end_of_backward
+from convoy.engine.gradients.reducer import at_end_of_backward
 from convoy.plans.place import Placement
 from convoy.plans.timeline import Kind as TaskKind
 from convoy.plans.timeline import Span, Stream, Task, Timeline

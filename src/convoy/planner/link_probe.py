@@ -13,7 +13,6 @@ from convoy.comm import collectives
 from convoy.comm.collectives import Group, gather_ints, place, size
 from convoy.comm.groups import Groups
 from convoy.comm.redistribution import Transfer
-from convoy.engine.gradients.buckets import ReduceScatter, start_gather
 from convoy.engine.profiling import steady
 from convoy.engine.watched import IN_A_ROW, DeviceClock
 from convoy.planner.cost.link import Curve, Link, Links, first_group
@@ -68,17 +67,13 @@ class _Probe:
         self._issuing: list[float] = []
 
     def measure(self, sizes: Sequence[int]) -> Link:
-        rows: list[list[tuple[int, float]]] = [[], [], [], []]
+        rows: list[list[tuple[int, float]]] = [[], []]
         for num_bytes in sizes:
             numbers = max(1, num_bytes // 4)
             share = -(-numbers // max(1, self._ranks - 1))
             sent = 4 * share * (self._ranks - 1)
             rows[0].append((4 * numbers, self._time(lambda x: collectives.all_reduce(x, self._group), numbers)))
             rows[1].append((sent, self._time(self._exchange, share)))
-            if num_bytes:
-                whole = share * self._ranks
-                rows[2].append((sent, self._time(lambda x: ReduceScatter(x, self._group).wait(), whole)))
-                rows[3].append((sent, self._time(lambda x: start_gather(x, self._group).wait(), whole)))
         pending = collectives.start_all_reduce(torch.ones(2**20, device=self._device), self._group)
         overlap = pending.runs_beside
         pending.wait()
@@ -86,10 +81,8 @@ class _Probe:
         if overlap and self._clock.is_queue:
             largest, seconds = rows[0][-1]
             cpu_share = 1 - 1 / self._slowdown(seconds, largest)
-        all_reduce, exchange, *of_pieces = (Curve.through(row) for row in rows if row)
-        reduce_scatter, gather = of_pieces or (exchange, exchange)
-        host = median(self._issuing or [0.0])
-        return Link(all_reduce, exchange, overlap, cpu_share, reduce_scatter, gather, host)
+        all_reduce, exchange = map(Curve.through, rows)
+        return Link(all_reduce, exchange, overlap, cpu_share, host=median(self._issuing or [0.0]))
 
     def _slowdown(self, message_s: float, num_bytes: int) -> float:
         """How many times as long kernels of a GPU take beside messages, which take some of its processors; at least 1.

@@ -9,7 +9,6 @@ from functools import cache, partial
 
 import torch
 
-from convoy.comm.groups import reusing
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError, TooLargeError
@@ -115,7 +114,6 @@ def score(
     return best
 
 
-@reusing()
 def make_plan(
     workload: Workload,
     devices: int,

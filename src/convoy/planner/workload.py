@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from convoy.engine.coupling import coupling
-from convoy.engine.gradients.sharded import ELEMENTWISE
 from convoy.errors import ConvoyError
 from convoy.graph.graph import CaptureError, Graph, Ref
 from convoy.graph.tree import leaves
@@ -45,7 +44,7 @@ def memory_of_updates(make: MakeOptimizer) -> Update:
     optimizer = make([parameter])
     optimizer.step()
     held = sum(x.numel() for x in optimizer.state[parameter].values() if isinstance(x, Tensor))
-    return Update(state=float(round(held / len(parameter))), divisible=type(optimizer) in ELEMENTWISE)
+    return Update(state=float(round(held / len(parameter))))
 
 
 @dataclass(frozen=True)

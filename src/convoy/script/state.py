@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from convoy.comm.ranks import received
 from convoy.engine.agreement import agree
-from convoy.engine.gradients.sharded import ELEMENTWISE, ShardedOptimizer
 from convoy.engine.network import Network, network_of
-from convoy.engine.optimizers import PART
+from convoy.engine.optimizers import ELEMENTWISE, PART
 from convoy.errors import ConvoyError
 from convoy.script.ranks import alike, together
 from convoy.script.values import Whole
@@ -191,8 +190,7 @@ class Parts:
 
 class NamedOptimizer:
     """An optimizer whose parameters, some or all of a module's, go by the names that they have there. `what` names the
-    module in the ConvoyError for a parameter that is not the module's. The state of a `ShardedOptimizer` is gathered.
-    """
+    module in the ConvoyError for a parameter that is not the module's."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, what: str = "the network") -> None:
         names = {parameter: name for name, parameter in module.named_parameters()}
@@ -305,7 +303,7 @@ class NamedOptimizer:
         shape = self._parts.shape(name, self.parameters[name])
         if _is_number(value) or (isinstance(value, Tensor) and tuple(value.shape) == shape):
             return
-        elementwise = type(self.optimizer) in (*ELEMENTWISE, ShardedOptimizer)
+        elementwise = type(self.optimizer) in ELEMENTWISE
         if elementwise or self._parts.divided(name):
             actual = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
             mend = (

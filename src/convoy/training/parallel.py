@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from convoy.comm.collectives import all_gather
-from convoy.engine.gradients import GradientReducer, TreeReducer
+from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
-from convoy.engine.gradients.reducer import LocalSgd
-from convoy.engine.optimizers import divide_update
+from convoy.engine.gradients.reducer import GradientReducer
+from convoy.engine.gradients.tree import TreeReducer
 from convoy.engine.parallelize import take_part
 from convoy.engine.stage import Flight
 from convoy.engine.stages import StagedNetwork
@@ -23,7 +23,6 @@ from convoy.errors import ConvoyError
 from convoy.ops.memory import memory_in_stages, what_is_recomputed
 from convoy.ops.registry import under_autocast
 from convoy.plans.explain import rows_of_stages
-from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import Action, Schedule, in_flight
@@ -112,8 +111,7 @@ class TrainedNetwork:
     @property
     def divides_gradients(self) -> bool:
         """Whether ranks hold other gradients than each other, of parts or of their own samples."""
-        scattered = self.engine.reducer is not None and self.engine.reducer.scatter
-        return self.local_mean or scattered or any(axes for _, axes in self._divided)
+        return self.local_mean or any(axes for _, axes in self._divided)
 
     def leaves_out(self, update: int, piece: Pass) -> bool:
         """Whether this rank leaves out a pass without samples that is not the last: no other needs it there."""
@@ -166,15 +164,6 @@ class TrainedNetwork:
         """For each stage, the passes whose activations it keeps at once."""
         number = 0 if self.stages is None else self.stages.stages.number
         return [in_flight(self.schedule, passes, stage, number) for stage in range(number)]
-
-    @property
-    def shares_updates(self) -> bool:
-        """Whether ranks with the same weights may divide the optimizer's work and state."""
-        return self.stages is None and self._reduces_plainly
-
-    def share(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer with its work divided over ranks that have the same weights, where that is faster."""
-        return divide_update(self.model, optimizer) if self.shares_updates else optimizer
 
     def divide(self, division: Division, num_passes: int) -> None:
         """Divide the updates from the next on so, in so many passes each. All ranks call it."""
@@ -248,18 +237,14 @@ class TrainedNetwork:
         if self._tree is not None:
             self._tree.abandon()
 
-    def _pieces(self) -> dict[nn.Parameter, tuple[Tensor, Axes]]:
-        return self.engine.reducer.own_gradients() if self.engine.reducer is not None else {}
-
     def own_gradients(self) -> list[Tensor]:
         """The gradients that this rank's part of the update will use, after `finish_update`."""
-        pieces = self._pieces()
-        return [pieces[p][0] if p in pieces else p.grad for p in self.model.parameters() if p.grad is not None]
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     def clip(self, max_norm: float) -> None:
         """Scale the gradient down to a norm, taken over the whole parameters."""
         if self.divides_gradients:
-            clip_grad_norm(self._divided, self.engine.groups, max_norm, self._pieces())
+            clip_grad_norm(self._divided, self.engine.groups, max_norm)
         else:  # to the bit the same, and no other rank is asked
             parameters = list(self.model.parameters())
             norm = nn.utils.get_total_norm([p.new_zeros(0) if p.grad is None else p.grad for p in parameters])

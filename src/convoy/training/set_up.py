@@ -210,7 +210,7 @@ def _assemble(
     if stages:
         notes.append(_cuts(recipe, model, plan, stages, len(pieces), network.schedule))
     notes += _within_limit(recipe, plan, network, pieces, device.type == "cpu")
-    optimizer = network.share(create_optimizer(model, recipe.optimizer, ready.quantities.lr))
+    optimizer = create_optimizer(model, recipe.optimizer, ready.quantities.lr)
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     scaler = Scaler(device, recipe.precision, ranks.any if network.divides_gradients else None)
     recomputation = network.what_is_recomputed(pieces)
@@ -258,7 +258,6 @@ def _within_limit(
     if staging is not None:
         staging = staging.scheduled(network.schedule)
     update = memory_of_updates(partial(optimizer_for, recipe=recipe))
-    update = replace(update, divisible=update.divisible and network.shares_updates)
     costs = Costs(Calibrated({}), update=update, on_cpu=on_cpu)
     needed = most(rank_memory(placement, costs, staging)).total
     if needed > limit:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from convoy.comm.collectives import all_gather, all_reduce
 from convoy.comm.groups import Groups
-from convoy.engine.gradients.backward import at_end_of_backward, current_backward
 from convoy.engine.gradients.norms import whole_norms
+from convoy.engine.gradients.reducer import at_end_of_backward, current_backward
 from convoy.errors import ConvoyError
 from convoy.graph.tree import leaves, replace
 from convoy.plans.mesh import Axes

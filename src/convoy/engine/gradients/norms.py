@@ -55,20 +55,10 @@ def global_norm(tensors: Sequence[tuple[Tensor, Axes]], groups: Groups) -> Tenso
     return total.sqrt().to(tensors[0][0].dtype)
 
 
-def clip_grad_norm(
-    parameters: Sequence[tuple[nn.Parameter, Axes]],
-    groups: Groups,
-    max_norm: float,
-    own: Mapping[nn.Parameter, tuple[Tensor, Axes]] | None = None,
-) -> Tensor:
+def clip_grad_norm(parameters: Sequence[tuple[nn.Parameter, Axes]], groups: Groups, max_norm: float) -> Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before. Parameters come
-    with the axes that divide them (not those over which gradients were added). `own` has this rank's pieces of
-    gradients that are divided over ranks with the same parameter, and those axes (`GradientReducer.own_gradients`)."""
-    terms: list[tuple[Tensor, Axes]] = []
-    for parameter, axes in parameters:
-        whole = parameter.new_zeros(0) if parameter.grad is None else parameter.grad
-        piece, more = (own or {}).get(parameter, (whole, ()))
-        terms.append((piece, (*axes, *more)))
+    with the axes that divide them (not those over which gradients were added)."""
+    terms = [(p.new_zeros(0) if p.grad is None else p.grad, axes) for p, axes in parameters]
     norm = global_norm(terms, groups)
     nn.utils.clip_grads_with_norm_([parameter for parameter, _ in parameters], max_norm, norm)
     return norm

@@ -4,41 +4,104 @@ Each parameter's gradient is added over the axes on which ranks have only a part
 rank's share of the global batch, so that the sum over all ranks is the gradient of the mean loss. All ranks start the
 same collectives in the same order, whatever becomes ready first (`MessageQueue`).
 
-Compression is approximate: every rank's gradient is rounded before it is sent and every partial sum after each
-addition; in bfloat16, with its 8 bits of precision, that is an error of about 0.4 % of each element, which nothing
-corrects afterwards.
-
-Local SGD is approximate too: ranks train by themselves and average their weights now and then.
+The end of a backward pass is known to torch's engine alone, which tells it to `queue_callback`, a private function that
+DistributedDataParallel rests on too; which pass is running, to another. They are used here and nowhere else.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from convoy.comm.collectives import Group, Pending, gather_ints, place, start_all_reduce
+from convoy.comm.collectives import Group, Pending, gather_ints, start_all_reduce
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
-from convoy.engine.gradients.backward import BackwardWatch, at_end_of_backward
-from convoy.engine.gradients.buckets import (
-    ReduceScatter,
-    copy_all,
-    flat,
-    is_dense,
-    laid_out,
-    own_piece,
-    pieces_of,
-    shaped,
-)
 from convoy.errors import ConvoyError
 from convoy.plans.buckets import Bucket, Item, Sizes, plan_buckets
 from convoy.plans.mesh import Axes
+
+_engine = torch.autograd.Variable._execution_engine
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward pass that is running now is done; its errors become those of `backward()`."""
+
+    def called() -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # `.grad` may be a DividedGradient
+            callback()
+
+    _engine.queue_callback(called)
+
+
+def current_backward() -> int:
+    """A number for the backward pass that is running in this thread, another one for every pass; -1 for none."""
+    return torch._C._current_graph_task_id()
+
+
+class BackwardWatch:
+    """Calls `before(i)` and `after(i)` around the addition of a gradient to `parameters[i].grad`."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], before: Callable[[int], None], after: Callable[[int], None]
+    ) -> None:
+        # The nodes must be kept: a parameter itself holds its own only weakly, and the hook would go with it.
+        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters]
+        self._handles = [node.register_prehook(_telling(before, i)) for i, node in enumerate(self._nodes)]
+        self._handles += [
+            parameter.register_post_accumulate_grad_hook(_telling(after, i)) for i, parameter in enumerate(parameters)
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._nodes = []
+
+
+def _telling(function: Callable[[int], None], i: int) -> Callable[[Any], None]:
+    def hook(_: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # `.grad` may be a DividedGradient
+            function(i)
+
+    return hook
 
 
 def largest(numbers: Sequence[int], group: Group) -> list[int]:
     """The largest of each number on any rank."""
     return [max(column) for column in zip(*gather_ints(numbers, group), strict=True)]
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie without gap or overlap in memory, in whatever order of dimensions."""
+    next_stride = 1
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent == 1:
+            continue
+        if stride != next_stride:
+            return False
+        next_stride *= extent
+    return True
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order of memory, without a copy."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def shaped(elements: Tensor, like: Tensor) -> Tensor:
+    """Flat elements in the shape and the order of dimensions of another tensor, without a copy."""
+    stride = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
+    return elements.as_strided(like.shape, stride, elements.storage_offset())
+
+
+def laid_out(gradient: Tensor, like: Tensor) -> Tensor:
+    """The gradient with its elements in memory as `shaped` expects them: itself, as autograd gives it, or a copy."""
+    if gradient.stride() == like.stride() and is_dense(like):
+        return gradient
+    target = shaped(torch.empty(like.numel(), dtype=gradient.dtype, device=gradient.device), like)
+    return gradient if gradient.stride() == target.stride() else target.copy_(gradient)
 
 
 class MessageQueue:
@@ -68,18 +131,6 @@ class MessageQueue:
             self._start(self._next - 1)
 
 
-class CompressedSum:
-    """Begins to add `tensor` over the group, in place, rounded to `dtype` on the way."""
-
-    def __init__(self, tensor: Tensor, group: Group, dtype: torch.dtype) -> None:
-        self._target = tensor
-        self._work = start_all_reduce(tensor.to(dtype) if dtype.itemsize < tensor.dtype.itemsize else tensor, group)
-
-    def wait(self) -> Tensor:
-        total = self._work.wait()
-        return total if total is self._target else self._target.copy_(total)
-
-
 class GradientReducer:
     """Leaves in `.grad`, when `backward()` returns, what every rank's backward pass has given, added up.
 
@@ -89,8 +140,8 @@ class GradientReducer:
 
     All ranks make it at the same time, with the same parameters, each with the axes over which its gradient is added
     (none leaves it alone), and run the same number of backward passes. `sizes` are those of the messages; `compress`
-    sends gradients in that type, which is approximate. With `scatter`, for `ShardedOptimizer`, a rank gets only its own
-    piece of the sum of a large gradient, and the rest of its `.grad` has no meaning.
+    sends gradients in that type, which is approximate: they are rounded before they are sent, and partial sums after
+    each addition; in bfloat16, with 8 bits of precision, by about 0.4 % of each element.
     """
 
     def __init__(
@@ -100,13 +151,10 @@ class GradientReducer:
         *,
         sizes: Sizes | None = None,
         compress: torch.dtype | None = None,
-        scatter: bool = False,
     ) -> None:
-        assert not (compress and scatter), "pieces are not compressed"
         shared = [(p, axes) for p, axes in parameters if p.requires_grad and groups.of(axes) is not None]
         self._made_with = shared, groups, sizes, compress
         self.parameters = [parameter for parameter, _ in shared]
-        self.scatter = scatter
         self._groups = groups
         self._compress = compress
         self._paused = False
@@ -156,25 +204,8 @@ class GradientReducer:
         if self._watch is not None and self._running:
             self._finish()
 
-    def scattered(self, i: int) -> bool:
-        """Whether a rank has only its own piece of the gradient of `parameters[i]`."""
-        return self.scatter and self._items[i].bytes >= self._sizes.alone
-
-    def group(self, i: int) -> Group:
-        return self._groups.of(self._items[i].axes)
-
-    def own_gradients(self) -> dict[nn.Parameter, tuple[Tensor, Axes]]:
-        """This rank's piece of every gradient that `scatter` has divided, and the axes that divide it."""
-        return {
-            p: (own_piece(flat(laid_out(p.grad, p)), self.group(i)), self._items[i].axes)
-            for i, p in enumerate(self.parameters)
-            if p.grad is not None and self.scattered(i)
-        }
-
     def anew(self) -> "GradientReducer":
         """Another one in place of this, for parameters that have been cast or moved. All ranks call it."""
-        if self.scatter:
-            raise ConvoyError("the optimizer's state is divided over ranks: cast or move the network before that")
         if any(not parameter.requires_grad for parameter in self.parameters):
             raise ConvoyError(
                 "a parameter was frozen after convoy.parallelize, and the network cast or moved: set requires_grad, "
@@ -197,27 +228,13 @@ class GradientReducer:
     def _begin(self) -> None:
         self._running = False
         self._seen: dict[int, None] = {}
-        self._pending: list[Pending | ReduceScatter | CompressedSum] = []
+        self._pending: list[Pending] = []
         self._queue.begin()
 
     def _before(self, i: int) -> None:
         """What is in `.grad` already has been added over the ranks: see that it counts once."""
-        if self._fresh[i]:
-            return
-        if self.scattered(i):
-            self._keep_piece(i)
-        elif not self._first[i]:
+        if not (self._fresh[i] or self._first[i]):
             self.parameters[i].grad = None
-
-    def _keep_piece(self, i: int) -> None:
-        gradient = self.parameters[i].grad
-        if gradient is None:
-            return
-        gradient = self.parameters[i].grad = laid_out(gradient, self.parameters[i])
-        group = self.group(i)
-        for owner, elements in enumerate(pieces_of(flat(gradient.detach()), group)):
-            if owner != place(group):
-                elements.zero_()
 
     def _after(self, i: int) -> None:
         self._fresh[i] = True
@@ -241,17 +258,14 @@ class GradientReducer:
         with torch.no_grad():
             message = self._own_message(bucket.members[0]) if bucket.alone else self._copied_message(number)
             self._messages[number] = message
-            if bucket.alone and self.scatter:
-                self._pending.append(ReduceScatter(message, group))
-            elif self._compress is not None:
-                self._pending.append(CompressedSum(message, group, self._compress))
+            if self._compress is not None and self._compress.itemsize < message.itemsize:
+                rounded = start_all_reduce(message.to(self._compress), group)
+                self._pending.append(Pending((), lambda: message.copy_(rounded.wait())))
             else:
                 self._pending.append(start_all_reduce(message, group))
 
     def _own_message(self, i: int) -> Tensor:
         parameter = self.parameters[i]
-        if self.scattered(i) and not self._fresh[i]:
-            self._keep_piece(i)
         if parameter.grad is None or not self._contributes(i):
             return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
         parameter.grad = laid_out(parameter.grad, parameter)
@@ -268,7 +282,8 @@ class GradientReducer:
         gradients = {i: self.parameters[i].grad for i in bucket.members if self._contributes(i)}
         views = dict(zip(bucket.members, self._views[number], strict=True))
         contributions = {i: gradient for i, gradient in gradients.items() if gradient is not None}
-        copy_all([views[i] for i in contributions], list(contributions.values()))
+        if contributions:
+            torch._foreach_copy_([views[i] for i in contributions], list(contributions.values()))
         for i in bucket.members:
             if i not in contributions:
                 views[i].zero_()
@@ -279,7 +294,7 @@ class GradientReducer:
         return message
 
     def _contributes(self, i: int) -> bool:
-        return self._fresh[i] or self._first[i] or self.scattered(i)
+        return self._fresh[i] or self._first[i]
 
     def _cut(self, bucket: Bucket, message: Tensor) -> list[Tensor]:
         parameters = [self.parameters[i] for i in bucket.members]
@@ -332,7 +347,8 @@ class GradientReducer:
             elif is_used[i] and gradient is not None:
                 gradients.append(gradient)
                 totals.append(total)
-        copy_all(gradients, totals)
+        if gradients:
+            torch._foreach_copy_(gradients, totals)
 
     def _learn_order(self, arrivals: Sequence[int]) -> None:
         """Send in the order in which rank 0's gradients have become ready."""
@@ -345,46 +361,3 @@ class GradientReducer:
             self._order = agreed
             self._plan()
             self._begin()
-
-
-class LocalSgd:
-    """Averages weights over `axes` after every `every` updates.
-
-    Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2018: algorithm 1. Each rank takes steps of its own
-    optimizer on the mean gradient of its own samples: its gradients must be reduced over the other axes only. The
-    optimizer's momentum stays local. The result is another one than that of the global batch, and depends on the number
-    of ranks.
-
-    Every rank makes it at the same time. `tensors` are the weights and the buffers to average with them, and `weight`
-    is this rank's in the average: its number of samples.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], groups: Groups, axes: Axes, *, every: int, weight: int = 1) -> None:
-        self._tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
-        self._group = groups.of(axes)
-        self._every = every
-        self._share = weight / sum(count for (count,) in gather_ints([weight], self._group))
-        self._alike = False
-
-    def step(self, update: int) -> bool:
-        """Call it after each update, counted from 0; whether weights were averaged."""
-        self._alike = False
-        if (update + 1) % self._every:
-            return False
-        self.average()
-        return True
-
-    @torch.no_grad()
-    def average(self) -> None:
-        """Give all ranks the same weights now, as must be done before they are saved or evaluated."""
-        if self._group is None or not self._tensors or self._alike:
-            return
-        self._alike = True
-        running = []
-        for tensor in self._tensors:
-            message = (flat(tensor.detach()) if is_dense(tensor) else tensor.detach().flatten()).mul(self._share)
-            running.append((tensor, message, start_all_reduce(message, self._group)))
-        for tensor, message, work in running:
-            work.wait()
-            target = flat(tensor.detach()) if is_dense(tensor) else tensor.detach()
-            target.copy_(message.view_as(target))

@@ -9,6 +9,7 @@ owners, who add them in the order of the tree, and the sums are gathered. Where 
 are as many bytes as in a ring all-reduce.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -16,22 +17,20 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.collectives import Group, Pending, place, size, start_exchange_into
+from convoy.comm.collectives import Group, Pending, all_gather, place, size, start_exchange_into
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
-from convoy.engine.gradients.backward import BackwardWatch, at_end_of_backward
-from convoy.engine.gradients.buckets import (
-    ReduceScatter,
-    copy_all,
+from convoy.engine.gradients.reducer import (
+    BackwardWatch,
+    MessageQueue,
+    at_end_of_backward,
     flat,
     laid_out,
-    own_piece,
-    pieces_of,
+    largest,
     shaped,
-    start_gather,
 )
-from convoy.engine.gradients.reducer import MessageQueue, largest
 from convoy.plans.buckets import Bucket, Item, Sizes, plan_buckets
+from convoy.plans.layout import balanced
 from convoy.plans.mesh import Axes
 
 Span = tuple[int, int]
@@ -90,6 +89,11 @@ class TreeSum(Generic[T]):
         return False
 
 
+def pieces_of(elements: Tensor, group: Group) -> list[Tensor]:
+    """Views of flat elements, the piece of each rank, as even as can be."""
+    return list(elements.split([len(part) for part in balanced(len(elements), size(group))]))
+
+
 class TreeExchange:
     """Begins to send the pieces of this rank's partial sums to the pieces' owners. `parts` are this rank's sums, flat
     and of one length, and are overwritten; `spans` says which parts of the tree each rank of the group has; `out` is
@@ -104,7 +108,8 @@ class TreeExchange:
         self._group = group
         self._then = then
         self._out = out
-        self._piece = own_piece(out, group)
+        self._pieces = pieces_of(out, group)
+        self._piece = self._pieces[own_place]
         own_pieces = [pieces_of(part, group) for part in parts]
         self._terms: list[tuple[Span, Tensor]] = []
         self._pending: list[Pending] = []
@@ -133,9 +138,8 @@ class TreeExchange:
         if result.data_ptr() != self._piece.data_ptr():
             self._piece.copy_(result)
         if self._then is not None:
-            ReduceScatter(self._piece, self._then).wait()
-            start_gather(self._piece, self._then).wait()
-        self._pending = [start_gather(self._out, self._group)]
+            self._piece.copy_(functools.reduce(torch.add, all_gather(self._piece, self._then).unbind(0)))
+        self._pending = [start_exchange_into([self._piece] * len(self._pieces), self._pieces, self._group)]
 
     def wait(self) -> Tensor:
         for work in self._pending:
@@ -291,7 +295,8 @@ class TreeReducer:
         message = self._neutral(bucket)
         views = self._views(bucket, message)
         pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
-        copy_all([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         return message
 
     def _neutral(self, bucket: Bucket) -> Tensor:

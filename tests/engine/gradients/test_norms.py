@@ -1,0 +1,93 @@
+"""Norms of tensors that are divided over ranks are those of the whole."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from convoy.comm.groups import Groups
+from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm, global_norm, shard_norms
+from convoy.plans.mesh import Mesh
+from convoy.training.optimizers import LambConfig, LarsConfig, create_optimizer
+from ranks import run_ranks
+
+MESH = Mesh(("sample", "filter"), (2, 2))
+SHAPES = ((3, 4), (5, 4), (5,), (4, 6))
+AXES = ((), (1,), (1,), (0, 1))
+"""A weight whole on all ranks, one divided over `filter` (unevenly), a bias divided, one over both axes."""
+
+
+def difference(a: list[Tensor], b: list[Tensor]) -> float:
+    return max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(a, b, strict=True))
+
+
+def shards(values: list[Tensor], groups: Groups | None) -> list[Tensor]:
+    if groups is None:
+        return values
+    sample, part = groups.coordinates
+    own = slice(0, 3) if part == 0 else slice(3, 5)
+    return [values[0], values[1][own], values[2][own], values[3][2 * sample + part : 2 * sample + part + 1]]
+
+
+def drawn(seed: int, groups: Groups | None) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [part.clone() for part in shards([torch.randn(s, generator=generator).double() for s in SHAPES], groups)]
+
+
+def weights(groups: Groups | None) -> nn.ParameterList:
+    return nn.ParameterList(map(nn.Parameter, drawn(0, groups)))
+
+
+def norms() -> tuple[float, list[float], float, float]:
+    groups, gradients = Groups(MESH), drawn(1, None)
+    own = weights(groups)
+    for parameter, gradient in zip(own, drawn(1, groups), strict=True):
+        parameter.grad = gradient
+    tensors = [(p.grad, axes) for p, axes in zip(own, AXES, strict=True) if p.grad is not None]
+    want, seen = nn.utils.get_total_norm(gradients), global_norm(tensors, groups)
+    twice = global_norm([(tensor, (0, 1)) for tensor, _ in tensors], groups)
+    each = [abs(float(a / g.norm() - 1)) for a, g in zip(shard_norms(tensors, groups), gradients, strict=True)]
+    assert torch.equal(clip_grad_norm(list(zip(own, AXES, strict=True)), groups, 1.0), seen)
+    return abs(float(seen / want - 1)), each, float(global_norm(tensors, groups)), abs(float(twice / want - 1))
+
+
+def test_every_element_of_a_norm_counts_once() -> None:
+    for error, each, left, counted_twice in run_ranks(norms, 4):
+        assert max(error, *each) < 1e-12 and left == pytest.approx(1.0, abs=1e-6)
+        assert counted_twice > 0.1, "the negative control"
+
+
+CONFIGS = [
+    LarsConfig(name="lars", lr=0.5, weight_decay=0.01),
+    LambConfig(name="lamb", lr=0.1),
+    LambConfig(name="lamb", lr=0.1, decay_norm_and_bias=True),
+]
+
+
+def trust_ratios(whole_norms: bool) -> list[float]:
+    groups, found = Groups(MESH), []
+    for config in CONFIGS:
+        for foreach in (False, True):
+            whole, own = weights(None), weights(groups)
+            optimizers = [create_optimizer(net, config, lr=0.1) for net in (whole, own)]
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["foreach"] = foreach
+            for step in range(4):
+                for net, place in ((whole, None), (own, groups)):
+                    for parameter, gradient in zip(net, drawn(step + 1, place), strict=True):
+                        parameter.grad = gradient
+                optimizers[0].step()
+                if whole_norms:
+                    with WholeNorms(list(zip(own, AXES, strict=True)), groups):
+                        optimizers[1].step()
+                else:
+                    optimizers[1].step()
+            found.append(difference([p.detach() for p in own], shards([p.detach() for p in whole], groups)))
+    with pytest.raises(RuntimeError, match="do not belong"), WholeNorms([], groups):
+        torch.linalg.norm(torch.ones(2))
+    return found
+
+
+def test_lars_and_lamb_see_whole_tensors() -> None:
+    """Fails where the library asks for its norms in another way than `WholeNorms` knows."""
+    assert max(map(max, run_ranks(trust_ratios, 4, True))) < 1e-12
+    assert min(max(row) for row in zip(*run_ranks(trust_ratios, 4, False), strict=True)) > 1e-4
