@@ -48,8 +48,9 @@ SETTLED: list[tuple[list[tuple[str, str, bool]], str, tuple[object, ...], list[s
     ([H100], "optimizer.name=lars optimizer.lr=1", ("bf16", True, "none"), GPU_SAYS[:2]),
     ([H100], "reproducible=true", ("fp32", False, None), ["precision fp32: a reproducible run does not follow"]),
     ([H100, V100], "", ("fp32", False, None), ["precision fp32: Tesla V100, the device of rank 1, has no bf16"]),
-    ([NEW], "precision=auto", ("bf16", False, None), ["precision "]),
-    ([OLD], "precision=auto", ("fp32", False, None), ["precision fp32: this CPU has no bf16 in hardware: neither"]),
+    ([NEW], "precision=auto", ("bf16", False, True), ["precision "]),
+    ([OLD], "reproducible=true", ("fp32", False, None), []),
+    ([OLD], "precision=auto", ("fp32", False, True), ["precision fp32: this CPU has no bf16 in hardware: neither"]),
 ]
 
 

@@ -53,6 +53,26 @@ def trained(net: nn.Module, config: OptimizerConfig) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in net.named_parameters()}
 
 
+@pytest.mark.parametrize(
+    "optimizer", [SgdConfig(name="sgd", lr=0.1), AdamWConfig(name="adamw", lr=0.1)], ids=["sgd", "adamw"]
+)
+def test_fused_kernels_do_not_mind_how_weights_gradients_and_state_lie(optimizer: OptimizerConfig) -> None:
+    def weights(fused: bool) -> Tensor:
+        torch.manual_seed(0)
+        net = nn.Conv2d(5, 6, 3, bias=False).double().to(memory_format=torch.channels_last)
+        made = create_optimizer(net, optimizer.model_copy(update={"fused": fused}), 0.1)
+        for step in range(4):
+            net.weight.grad = torch.randn(6, 5, 3, 3, dtype=torch.float64)
+            assert net.weight.grad.stride() != net.weight.stride()
+            made.step()
+            if step == 1:  # a state as a checkpoint gives it back
+                for value in (value for value in made.state[net.weight].values() if torch.is_tensor(value)):
+                    value.set_(value.clone(memory_format=torch.contiguous_format))
+        return net.weight.detach()
+
+    assert torch.allclose(weights(True), weights(False), rtol=0, atol=1e-12)
+
+
 def expected(net: nn.Module, update: Update) -> dict[str, Tensor]:
     weights = {name: p.detach().clone() for name, p in net.named_parameters()}
     state: dict[str, dict[str, Tensor]] = {name: {} for name in weights}

@@ -57,7 +57,9 @@ class _Decaying(_Common):
 class _OfTorch(_Decaying):
     """Torch's own optimizers, which have fused kernels."""
 
-    fused: bool | None = Field(None, description="one kernel for the update; null: on GPUs in bf16 and fp16")
+    fused: bool | None = Field(
+        None, description="one kernel for the update; null: on CPUs, if not reproducible, and on GPUs in bf16 and fp16"
+    )
 
     @model_serializer(mode="wrap")
     def _as_before_where_nothing_is_said(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -162,18 +164,16 @@ def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float) -> 
     groups = [group for group in groups if group["params"]]
     match config:
         case SgdConfig():
-            return torch.optim.SGD(
+            optimizer: Any = torch.optim.SGD(
                 groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, fused=config.fused or None
             )
         case AdamWConfig():
-            return torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=config.fused or None)
+            optimizer = torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=config.fused or None)
         case LarsConfig():
             from pytorch_optimizer import LARS  # the import takes most of a second
 
             ratio = config.trust_coefficient
-            optimizer: Any = LARS(
-                groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, trust_coefficient=ratio
-            )
+            optimizer = LARS(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, trust_coefficient=ratio)
         case LambConfig():
             from pytorch_optimizer import Lamb
 
@@ -183,4 +183,20 @@ def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float) -> 
             # lr / (1 - beta1^t), ten times that at first.
             optimizer = Lamb(groups, lr=lr, betas=config.betas, eps=config.eps, weight_decouple=False, adam_debias=True)
             optimizer.clamp = math.inf  # the library cuts ‖w‖ at 10, less than a large convolution has from the start
+    if getattr(config, "fused", None):
+        optimizer.register_step_pre_hook(_lay_out_like_weights)
     return cast("Optimizer", optimizer)
+
+
+def _lay_out_like_weights(optimizer: "Optimizer", *_: Any) -> None:
+    """Give gradients and state the strides of their weights. torch's fused kernels go through memory as it lies: on a
+    CPU other strides, as of a state that was loaded, give wrong weights without a word (torch 2.13)."""
+    import torch
+
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        if parameter.grad.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+        state = optimizer.state.get(parameter, {})
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.ndim and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter).copy_(value)
