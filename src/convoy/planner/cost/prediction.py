@@ -15,7 +15,7 @@ from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import returning
 from convoy.plans.stages import Crossing
-from convoy.plans.timeline import Timeline, split_engine_time
+from convoy.plans.timeline import Timeline
 from convoy.plans.traffic import needs_gradient
 
 
@@ -191,8 +191,8 @@ class Scored:
 
 
 def scored(plan: Plan, placement: Placement, costs: Costs, passes: int = 1, staging: Staging | None = None) -> Scored:
-    """The prediction for a plan that is placed; the engine's own time has a span beside the optimizer's."""
-    timeline = split_engine_time(predict(placement, costs, passes, staging=staging), costs.update.fixed)
+    """The prediction for a plan that is placed."""
+    timeline = predict(placement, costs, passes, staging=staging)
     memory = rank_memory(placement, costs, staging)
     by_stage: tuple[RankMemory, ...] = ()
     if staging is not None:

@@ -16,21 +16,12 @@ from convoy.ops.onednn import FEW_PIXELS
 from convoy.ops.placing import sharing_axes
 from convoy.ops.postponed import joins, postponed_part
 from convoy.ops.recompute import stretches
-from convoy.planner.cost.link import Collective
+from convoy.planner.cost.link import Collective, Message
 from convoy.planner.cost.local_op import BatchNorm, LocalOp, Operand, Option, dtype_name, local_op
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import Sent, needs_gradient, transfer_traffic
 from convoy.plans.transfer import Step
-
-
-@dataclass(frozen=True)
-class Message:
-    """A collective of all groups over some axes."""
-
-    axes: Axes
-    kind: Collective
-    bytes: tuple[int, ...]  # of each rank, as `Link.seconds` counts them for the kind
 
 
 def moved(

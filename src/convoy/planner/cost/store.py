@@ -14,7 +14,7 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -130,16 +130,11 @@ _RUNS = 5  # runs that the time of an operation is the median of
 _LONG_S = 30 * 86_400.0  # seconds after which a run is old: later measurements count in its place
 _OPERATIONS, _DEVICES = 10_000, 64  # most that are kept of a device, and of devices
 _PATIENCE_S = 60.0  # for other processes that write
-_TABLES = """
-CREATE TABLE IF NOT EXISTS devices (key TEXT PRIMARY KEY, device TEXT, changed REAL);
-CREATE TABLE IF NOT EXISTS notes (device TEXT, name TEXT, value TEXT, PRIMARY KEY (device, name));
-CREATE TABLE IF NOT EXISTS times (number INTEGER PRIMARY KEY AUTOINCREMENT, device TEXT, op TEXT, local_op TEXT,
-    forward REAL, backward REAL, measured REAL, source TEXT, host_forward REAL, host_backward REAL);
-CREATE INDEX IF NOT EXISTS of_op ON times (device, op);
-"""
-
-# Columns of `times` that stores of earlier versions lack; without a value they are 0
-_LATER = ("host_forward", "host_backward")
+# Documents in JSON, by device and name: that of the device itself has no name, those of operations begin with `op `,
+# and the others are notes. What is written anew comes last.
+_TABLE = "CREATE TABLE IF NOT EXISTS kept (device TEXT, name TEXT, value TEXT, PRIMARY KEY (device, name))"
+_WRITE = "INSERT OR REPLACE INTO kept VALUES (?, ?, ?)"
+_READ = "SELECT value FROM kept WHERE device = ? AND name = ?"
 
 # What measured an operation: the planner by itself, or a training that was watched
 Source = Literal["profiling", "run"]
@@ -169,15 +164,12 @@ class ProfileStore:
 
     def rows(self, device: Device) -> list[Measurement]:
         """What is known of every operation, those measured longest ago first."""
-        by_op: dict[str, list[Measurement]] = {}
-        for op, *columns in self._read(
-            "SELECT op, local_op, measured, source, forward, backward, host_forward, host_backward FROM times "
-            "WHERE device = ? ORDER BY number",
-            device.key,
-        ):
-            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # somebody else's rows
-                by_op[op] = [*by_op.pop(op, []), _row(*columns)]
-        return [_together(rows) for rows in by_op.values()]
+        rows = []
+        query = "SELECT value FROM kept WHERE device = ? AND name LIKE 'op %' ORDER BY rowid"
+        for (text,) in self._read(query, device.key):
+            with contextlib.suppress(*_DAMAGED):  # somebody else's rows
+                rows.append(_measurement(json.loads(text)))
+        return rows
 
     def put(self, device: Device, measured: Mapping[LocalOp, Times], source: Source = "profiling") -> None:
         """Add measurements of the planner, or of a run; a ValueError for a time that is none. A run knows nothing of
@@ -188,57 +180,53 @@ class ProfileStore:
                 raise ValueError(f"{times} are no times")
         if not measured:
             return
-        with self._writing(device, now) as database:
+        with self._writing(device) as database:
             for local_op, times in measured.items():
-                where = device.key, local_op.key
-                host = times.host_forward, times.host_backward
-                if source == "run":
-                    query = (
-                        "SELECT host_forward, host_backward FROM times WHERE device = ? AND op = ? ORDER BY number DESC"
-                    )
-                    host = database.execute(query, where).fetchone() or host
-                old = "DELETE FROM times WHERE device = ? AND op = ? AND"
-                database.execute(f"{old} (source != 'run' OR measured < ?)", (*where, now - _LONG_S))
-                cursor = database.execute("SELECT number FROM times WHERE device = ? AND op = ? ORDER BY number", where)
-                runs = cursor.fetchall()
-                if source != "run" and runs:
+                where = device.key, f"op {local_op.key}"
+                runs: list[list[Any]] = []
+                host = [times.host_forward, times.host_backward]
+                for (text,) in database.execute(_READ, where):
+                    with contextlib.suppress(*_DAMAGED):
+                        before = json.loads(text)
+                        if before["source"] == "run":
+                            runs = [one for one in before["seconds"] if one[0] >= now - _LONG_S]
+                        host = before["host"] if source == "run" else host
+                if source == "profiling" and runs:  # what training took counts more
                     continue
-                if len(runs) >= _RUNS:
-                    database.execute(f"{old} number <= ?", (*where, runs[-_RUNS][0]))
-                columns = "device, op, local_op, forward, backward, measured, source, host_forward, host_backward"
-                values = json.dumps(local_op.to_dict()), times.forward, times.backward, now, source, *host
-                database.execute(f"INSERT INTO times ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*where, *values))
-            newest = database.execute(
-                "SELECT max(number) FROM times WHERE device = ? GROUP BY op ORDER BY 1 DESC", (device.key,)
-            ).fetchall()
+                seconds = [*runs[1 - _RUNS :], [now, times.forward, times.backward]]
+                value = {"op": local_op.to_dict(), "source": source, "seconds": seconds, "host": host}
+                database.execute(_WRITE, (*where, json.dumps(value)))
+            query = "SELECT rowid FROM kept WHERE device = ? AND name LIKE 'op %' ORDER BY rowid DESC"
+            newest = database.execute(query, (device.key,)).fetchall()
             if len(newest) > _OPERATIONS:
-                last = newest[_OPERATIONS * 3 // 4][0]
-                database.execute("DELETE FROM times WHERE device = ? AND number <= ?", (device.key, last))
+                oldest = newest[_OPERATIONS * 3 // 4 :]
+                database.executemany("DELETE FROM kept WHERE rowid = ?", oldest)
 
     def note(self, device: Device, name: str, value: Any) -> None:
         """Keep a fact about a device that JSON can say, such as its links."""
         text = json.dumps(value, allow_nan=False)
-        with self._writing(device, time.time()) as database:
-            database.execute("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", (device.key, name, text))
+        with self._writing(device) as database:
+            database.execute(_WRITE, (device.key, f"note {name}", text))
 
     def noted(self, device: Device, name: str) -> Any:
         """What was noted last under a name, None where nothing was."""
-        rows = self._read("SELECT value FROM notes WHERE device = ? AND name = ?", device.key, name)
+        rows = self._read(_READ, device.key, f"note {name}")
         return json.loads(rows[0][0]) if rows else None
 
     def devices(self) -> list[Device]:
         devices = []
-        for (text,) in self._read("SELECT device FROM devices ORDER BY key"):
+        for (text,) in self._read("SELECT value FROM kept WHERE name = '' ORDER BY device"):
             with contextlib.suppress(TypeError, ValueError):  # of another version of this program
                 devices.append(Device(**json.loads(text)))
         return devices
 
     def clear(self, device: Device | None = None) -> int:
         """Forget a device, or all of them; how many those were."""
-        keys = [key for (key,) in self._read("SELECT key FROM devices") if device is None or key == device.key]
+        rows = self._read("SELECT device FROM kept WHERE name = ''")
+        keys = [row for row in rows if device is None or row == (device.key,)]
         if keys:
             with self._writing() as database:
-                _forget(database, keys)
+                database.executemany("DELETE FROM kept WHERE device = ?", keys)
         return len(keys)
 
     def _read(self, query: str, *values: str) -> list[tuple[Any, ...]]:
@@ -251,17 +239,16 @@ class ProfileStore:
             return []
 
     @contextmanager
-    def _writing(self, device: Device | None = None, now: float = 0.0) -> Iterator[sqlite3.Connection]:
+    def _writing(self, device: Device | None = None) -> Iterator[sqlite3.Connection]:
         """While entered, nobody else writes; all of it is kept, or nothing."""
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             with closing(self._open()) as database:
                 database.execute("BEGIN IMMEDIATE")
                 if device is not None:
-                    values = device.key, json.dumps(asdict(device)), now
-                    database.execute("INSERT OR REPLACE INTO devices VALUES (?, ?, ?)", values)
-                    keys = database.execute("SELECT key FROM devices ORDER BY changed DESC").fetchall()
-                    _forget(database, [key for (key,) in keys[_DEVICES:]])
+                    database.execute(_WRITE, (device.key, "", json.dumps(asdict(device))))
+                    keys = database.execute("SELECT device FROM kept WHERE name = '' ORDER BY rowid DESC").fetchall()
+                    database.executemany("DELETE FROM kept WHERE device = ?", keys[_DEVICES:])
                 yield database
                 database.execute("COMMIT")
         except sqlite3.Error as error:
@@ -271,12 +258,7 @@ class ProfileStore:
         for attempt in (1, 2):
             database = sqlite3.connect(self._file, _PATIENCE_S, isolation_level=None)
             try:
-                database.executescript(_TABLES)
-                columns = {name for _, name, *_ in database.execute("PRAGMA table_info(times)")}
-                for column in _LATER:
-                    if column not in columns:
-                        with contextlib.suppress(sqlite3.OperationalError):  # another process has just done it
-                            database.execute(f"ALTER TABLE times ADD COLUMN {column} REAL")
+                database.execute(_TABLE)
             except sqlite3.DatabaseError as error:
                 database.close()
                 if isinstance(error, sqlite3.OperationalError) or attempt == 2:  # locked, read-only, a full disk
@@ -296,32 +278,21 @@ def default_folder() -> Path:
     return (Path(cache) if cache else expanded("~") / ".cache") / "convoy" / "profiles"
 
 
-def _forget(database: sqlite3.Connection, keys: list[str]) -> None:
-    for key in keys:
-        for table, column in (("devices", "key"), ("notes", "device"), ("times", "device")):
-            database.execute(f"DELETE FROM {table} WHERE {column} = ?", (key,))
+# What a document may raise that this program did not write
+_DAMAGED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 
 
-def _row(local_op: str, measured: float, source: str, *seconds: float | None) -> Measurement:
-    """A row of the table `times`; a KeyError, TypeError, ValueError or AttributeError where it is none."""
-    forward, backward, *host = seconds
-    if forward is None or backward is None:
-        raise ValueError("an operation without its times")
-    times = Times(float(forward), float(backward), *(float(number or 0.0) for number in host))
-    return Measurement(
-        LocalOp.from_dict(json.loads(local_op)), times, measured, "run" if source == "run" else "profiling"
-    )
+def _measurement(document: Any) -> Measurement:
+    """The measurement that `put` wrote; one of `_DAMAGED` where it is none."""
+    measured, forward, backward = zip(*document["seconds"], strict=True)
+    times = Times(*map(_middle, (forward, backward)), *map(float, document["host"]))
+    source: Source = "run" if document["source"] == "run" else "profiling"
+    return Measurement(LocalOp.from_dict(document["op"]), times, float(measured[-1]), source)
 
 
-def _together(rows: list[Measurement]) -> Measurement:
-    last = rows[-1]
-    times = Times(*(_middle(list(ways)) for ways in zip(*(row.times.numbers for row in rows), strict=True)))
-    return Measurement(last.local_op, times, last.measured, last.source)
-
-
-def _middle(values: list[float]) -> float:
+def _middle(values: Sequence[float]) -> float:
     """The median, where the second value counts twice, the third three times, and so on."""
-    weighed = sorted((value, place) for place, value in enumerate(values, 1))
+    weighed = sorted((float(value), place) for place, value in enumerate(values, 1))
     half = sum(place for _, place in weighed) / 2
     for value, place in weighed:
         half -= place

@@ -100,20 +100,9 @@ class Shared:
             tuple((place.key, *map(scope.index, place.scope)) if place else None for place in inputs),
             (scope.index(choice[0]), choice[1].strategies, batch.axes) if choice is not None else None,
         )
-        states = self._placed.get(key)
-        if states is None:
-            states = self._placed[key] = self._place(call, batch, inputs, choice, scope, check_grid(scope, sizes))
-        return states
-
-    def _place(
-        self,
-        call: Call,
-        batch: Batch,
-        inputs: Sequence[Known | None],
-        choice: tuple[int, Choice] | None,
-        scope: Scope,
-        sizes: tuple[int, ...],
-    ) -> PlacedStates:
+        if key in self._placed:
+            return self._placed[key]
+        sizes = check_grid(scope, sizes)
         arrays = [aligned(place.ids, place.scope, scope) if place else None for place in inputs]
         strategies: Sequence[Strategy] = choice[1].strategies if choice is not None else ((),)
         states = np.arange(len(strategies))
@@ -141,7 +130,7 @@ class Shared:
             places, ids = narrowed(spread(numbers, np.int64))
             return places, ids, self.key(ids)
 
-        return PlacedStates(
+        placed = self._placed[key] = PlacedStates(
             spread((np.inf if a is None else a.seconds for a in answers), np.float64),
             spread((0.0 if a is None else a.inside for a in answers), np.float64),
             [narrow(NOWHERE if a is None else a.wants[n] for a in answers) for n in range(len(call.inputs))],
@@ -149,6 +138,7 @@ class Shared:
             next((a.keeps for a in answers if a is not None), ()),
             refused,
         )
+        return placed
 
 
 def check_grid(scope: Scope, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -378,7 +368,8 @@ class _Builder:
         if value.origin != "parameter":
             return
         numbers, at = relabelled(home.ids)
-        pairs = [self.prices.parameter(value, int(n)) if n != NOWHERE else (0.0, 0.0) for n in numbers]
+        costs = [self.prices.parameter(value, int(n)) if n != NOWHERE else None for n in numbers]
+        pairs = [(0.0, 0.0) if cost is None else (cost.seconds, cost.held) for cost in costs]
         seconds, held = np.array(pairs).T[:, at]
         self._add(self.problem.seconds, home.scope, seconds)
         self._add(self.problem.bytes, home.scope, held)
