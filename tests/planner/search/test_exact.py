@@ -8,17 +8,14 @@ import numpy as np
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.prediction import most, rank_memory
 from convoy.planner.search import solve as solving
 from convoy.planner.search.elimination import Elimination, Table
-from convoy.planner.search.joins import codes_of, relabelled
 from convoy.planner.search.layers import compact
-from convoy.planner.search.prices import Prices, meshes
+from convoy.planner.search.prices import meshes
+from convoy.planner.search.problem import relabelled
 from convoy.planner.search.search import search
-from convoy.plans.layout import Layout, Split, balanced, indices
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import Batch
 from convoy.plans.plan import Plan
 from convoy.plans.traffic import redistributions
 from planner.search import nets
@@ -52,6 +49,7 @@ CASES = [
     pytest.param(Residual, TWO, ("sample", "filter"), {}, marks=pytest.mark.slow),
     pytest.param(SqueezeExcite, THREE, ("sample", "filter"), {}, marks=pytest.mark.slow),
 ]
+
 
 @pytest.mark.parametrize(("make", "mesh", "among", "options"), CASES)
 def test_no_plan_costs_less_and_none_that_is_about_as_fast_redistributes_less(
@@ -112,27 +110,6 @@ def test_sums_over_variables_are_least_and_of_those_within_a_budget_fewest_count
         ids = draw.integers(-1, high, size)
         numbers, places = relabelled(ids)
         assert (numbers == np.unique(ids)).all() and (numbers[places] == ids).all()
-
-
-@pytest.mark.parametrize(("count", "mesh"), [(3, ONE), (2, TWO)])
-def test_states_of_a_concatenation_with_one_code_are_placed_alike(count: int, mesh: Mesh) -> None:
-    graph, draw = workload(Branches(count)).graph, np.random.default_rng(0)
-    prices, batch = Prices(graph, mesh, Additive(COSTS, graph)), Batch(mesh, (0,), balanced(8, 2))
-    call = next(call for call in graph.calls if call.op == "cat")
-    chosen = []
-    for name in call.inputs:
-        layouts = [Layout.of({})]
-        for dim, size in enumerate((8, graph.shape(name)[1], 8)):
-            layouts += [Layout.of({dim: Split((axis,), balanced(size, 2))}) for axis in mesh.axes]
-        parts = tuple(indices(range(rank, graph.shape(name)[1], 2)) for rank in range(2))  # another way than evenly
-        layouts.append(Layout.of({1: Split((0,), parts)}))
-        chosen.append(draw.choice(np.array([prices.number(layout) for layout in layouts]), 1500))
-    codes = codes_of(call, prices, chosen)
-    assert len(np.unique(codes)) < len(np.unique(np.stack(chosen), axis=1).T)
-    by_code: dict[int, object] = {}
-    for code, *numbers in zip(codes.tolist(), *(one.tolist() for one in chosen), strict=True):
-        answer = prices.answer(call, batch, (), numbers)
-        assert by_code.setdefault(code, answer) == answer
 
 
 def test_the_best_of_all_meshes_comes_first_and_plain_samples_with_it() -> None:

@@ -108,7 +108,7 @@ def test_stages_hold_what_is_said_to_hold_of_their_ranks(make: Any, plan: str, p
         staging = Staging.of(one, job.graph, job.outputs, (16 // passes,) * passes)
         memory = rank_memory(job.place(one), COSTS, staging)
         for stage, pair in enumerate([(0, cut), (cut, -1)]):
-            first = next(rank for rank in range(whole.mesh.num_devices) if staging.stage_of(rank) == stage)
+            first = next(rank for rank in range(whole.mesh.num_devices) if whole.mesh.stage_of(rank) == stage)
             assert chain.held[pair] == pytest.approx(held(memory[first]))
 
 
@@ -173,5 +173,5 @@ def test_memory_decides_about_cuts_and_schedules() -> None:
     assert small.schedule == "1f1b"
     least = 4 * 2 * one + 4_000  # of every pass what the first stage receives and sends
     assert result(least, recompute=True)[0].seconds == pytest.approx(result(None, recompute=True)[0].seconds)
-    assert result(least)[0].seconds > 1.5 * whole.seconds, "the first stages can be of one layer each"
+    assert result(least)[0].seconds > 1.1 * whole.seconds, "the first stages can be of one layer each"
     assert result(one) == []

@@ -9,12 +9,10 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-import torch
-
 from convoy.graph.graph import Call, Graph, Value
 from convoy.planner.cost.costs import Costs, Times
 from convoy.planner.cost.link import Link
-from convoy.planner.cost.local_op import LocalOp, graph_facts, local_op
+from convoy.planner.cost.local_op import LocalOp, dtype_name, graph_facts, local_op
 from convoy.planner.cost.program import copied, internal_messages, joined, laid_out, moved, parameter_bytes
 from convoy.plans.layout import Layout, common
 from convoy.plans.mesh import Axes, Coordinates, Mesh
@@ -25,7 +23,6 @@ from convoy.plans.transfer import Step
 # Of an exchange of gradients beside the computation, the part by which it makes an update longer, beyond the cycles
 # that it takes from the computation
 _SHOWN = 0.3
-_DTYPES = {1: "uint8", 4: "float32", 8: "float64"}
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,6 @@ class Additive:
         whole = [prod(value.shape) * value.dtype.itemsize for value in graph.parameters()]
         large = sum(size for size in whole if size >= self._sizes.alone)
         self._divides = costs.on_cpu and costs.update.divides(large)
-        half = "float16" if any(value.dtype == torch.float16 for value in graph.values.values()) else "bfloat16"
-        self._dtypes = _DTYPES | {2: half}
         self._known: dict[LocalOp, Times] = {}
         self._copies: dict[tuple[object, ...], float] = {}
         self._links: dict[tuple[Mesh, Axes], Link] = {}
@@ -79,14 +74,15 @@ class Additive:
             saved += more * self._times(copied(parameter_bytes(op), 2)).forward
         return saved
 
-    def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
+    def transfer(self, step: Step, mesh: Mesh, value: Value) -> float:
         """Seconds of one step of a redistribution, forward and, where a gradient comes back, backward."""
-        first = mesh.coordinates(0)
+        first, shape, itemsize = mesh.coordinates(0), value.shape, value.dtype.itemsize
+        differentiable = value.name in graph_facts(self.graph).differentiable
         before, after = (elements(layout, shape, mesh, first) for layout in (step.source, step.target))
-        key = (step.kind, before, after, mesh.size(step.axes), itemsize, differentiable)
+        key = (step.kind, before, after, mesh.size(step.axes), value.dtype, differentiable)
         seconds = self._copies.get(key)
         if seconds is None:
-            times = self._times(moved(step, shape, self._dtypes.get(itemsize, "float32"), differentiable, mesh, first))
+            times = self._times(moved(step, shape, dtype_name(value.dtype), differentiable, mesh, first))
             seconds = self._copies[key] = max(times.total, times.host)
         engine = self.costs.per_transfer
         seconds += engine.total if differentiable else engine.forward
@@ -166,12 +162,10 @@ def sums_of_calls(placement: Placement, costs: Additive) -> Iterator[tuple[float
     """For every call of a placement the seconds of all passes, with what brings its inputs, and the parameters that it
     is the first to take. What brings the network's outputs belongs to the last one."""
     graph, mesh = placement.graph, placement.mesh
-    differentiable = graph_facts(graph).differentiable
     seconds = [costs.compute(placed, placement) for placed in placement.calls]
     for number, name, steps in redistributions(placement):
-        value, number = graph.values[name], min(number, len(seconds) - 1)
         for step in steps:
-            seconds[number] += costs.transfer(step, mesh, value.shape, value.dtype.itemsize, name in differentiable)
+            seconds[min(number, len(seconds) - 1)] += costs.transfer(step, mesh, graph.values[name])
     seen: set[str] = set()
     for placed, of_call in zip(placement.calls, seconds, strict=True):
         new = [name for name in placed.call.inputs if graph.values[name].origin == "parameter" and name not in seen]

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from convoy.graph.graph import Graph
 from convoy.ops import work
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import Action, Schedule, actions, in_flight
 from convoy.plans.stages import StagedGraph, Stages
@@ -48,10 +47,6 @@ class Staging:
         """How many stages there are."""
         return self.staged.number
 
-    def stage_of(self, rank: int) -> int:
-        """The stage that a rank runs."""
-        return self.mesh.coordinates(rank)[self.axis]
-
     def peer(self, rank: int, stage: int) -> int:
         """The rank of another stage with which a rank exchanges what crosses between them."""
         place = list(self.mesh.coordinates(rank))
@@ -61,10 +56,6 @@ class Staging:
     def in_flight(self, stage: int) -> int:
         """Passes whose activations a stage keeps at once, at most."""
         return in_flight(self.schedule, len(self.samples), stage, self.number)
-
-    def part(self, placement: Placement, stage: int) -> Placement:
-        """What the ranks of a stage run of a placement."""
-        return self.staged.part(placement, stage)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What is predicted of a plan: the memory of its ranks, and the timeline of an update."""
 
+from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
@@ -44,11 +45,12 @@ def rank_memory(placement: Placement, costs: Costs, staging: Staging | None = No
     if staging is None:
         return _of_part(placement, costs)
     of_stages = [_of_stage(placement, costs, staging, stage) for stage in range(staging.number)]
-    return [of_stages[staging.stage_of(rank)][rank] for rank in range(placement.mesh.num_devices)]
+    mesh = placement.mesh
+    return [of_stages[mesh.stage_of(rank)][rank] for rank in range(mesh.num_devices)]
 
 
 def _of_stage(placement: Placement, costs: Costs, staging: Staging, stage: int) -> list[RankMemory]:
-    part, mesh = staging.part(placement, stage), placement.mesh
+    part, mesh = staging.staged.part(placement, stage), placement.mesh
     memories = _of_part(part, costs, staging.in_flight(stage))
     if not placement.graph.training:
         return memories
@@ -169,12 +171,12 @@ class Scored:
     @property
     def bubbles(self) -> tuple[float, ...]:
         """For each stage, the part of an update in which its devices wait for others and have nothing to compute."""
-        idle_parts: dict[int, list[float]] = {}
         if self.staging is None:
             return ()
+        mesh, idle_parts = self.staging.mesh, defaultdict[int, list[float]](list)
         for rank in self.timeline.ranks:
             idle = self.timeline.by_kind(rank)["idle"]
-            idle_parts.setdefault(self.staging.stage_of(rank), []).append(idle / self.seconds if self.seconds else 0.0)
+            idle_parts[mesh.stage_of(rank)].append(idle / self.seconds if self.seconds else 0.0)
         return tuple(sum(idle_parts[stage]) / len(idle_parts[stage]) for stage in sorted(idle_parts))
 
     @property
@@ -194,10 +196,8 @@ def scored(plan: Plan, placement: Placement, costs: Costs, passes: int = 1, stag
     """The prediction for a plan that is placed."""
     timeline = predict(placement, costs, passes, staging=staging)
     memory = rank_memory(placement, costs, staging)
-    by_stage: tuple[RankMemory, ...] = ()
-    if staging is not None:
-        of_stages = [
-            [one for rank, one in enumerate(memory) if staging.stage_of(rank) == s] for s in range(staging.number)
-        ]
-        by_stage = tuple(map(most, of_stages))
+    of_stages: dict[int, list[RankMemory]] = {}
+    for rank, one in enumerate(memory) if staging is not None else ():
+        of_stages.setdefault(plan.mesh.stage_of(rank), []).append(one)
+    by_stage = tuple(most(of_stages[stage]) for stage in sorted(of_stages))
     return Scored(plan, placement, timeline, most(memory), passes, staging, by_stage)

@@ -99,9 +99,9 @@ class _Builder:
         else:
             stages = [
                 _Stage(
-                    staging.part(self.placement, number),
+                    staging.staged.part(self.placement, number),
                     self.costs,
-                    [rank for rank in everyone if staging.stage_of(rank) == number],
+                    [rank for rank in everyone if mesh.stage_of(rank) == number],
                     self.postpones,
                 )
                 for number in range(staging.number)

@@ -1,21 +1,20 @@
-"""The profile store: what was measured on a device, kept for the next time, in a database of SQLite.
+"""The profile store: what was measured on a device, kept for the next time, in a file of JSON for each device.
 
 Of each operation it has the last runs (trainings that were watched), or the last profiling where no run had it, or none
 for long. Its time is the median of those runs, in which a newer one weighs more. Too many operations or devices: those
-that were measured longest ago go. A file that is no such database is put in its place anew.
+that were measured longest ago go. What is damaged is written anew.
 """
 
 import contextlib
-import errno
+import fcntl
 import hashlib
 import json
 import math
 import os
 import re
-import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from convoy import processor
-from convoy.files import expanded
+from convoy.files import expanded, write_text
 from convoy.planner.cost.costs import Times
 from convoy.planner.cost.local_op import LocalOp
 from convoy.resources import cores_allowed, free_memory
@@ -125,16 +124,9 @@ def _numerics(is_cpu: bool) -> Iterator[str]:
 
 
 ENVIRONMENT = "CONVOY_CACHE"
-FILE = "profiles.sqlite"
 _RUNS = 5  # runs that the time of an operation is the median of
 _LONG_S = 30 * 86_400.0  # seconds after which a run is old: later measurements count in its place
 _OPERATIONS, _DEVICES = 10_000, 64  # most that are kept of a device, and of devices
-_PATIENCE_S = 60.0  # for other processes that write
-# Documents in JSON, by device and name: that of the device itself has no name, those of operations begin with `op `,
-# and the others are notes. What is written anew comes last.
-_TABLE = "CREATE TABLE IF NOT EXISTS kept (device TEXT, name TEXT, value TEXT, PRIMARY KEY (device, name))"
-_WRITE = "INSERT OR REPLACE INTO kept VALUES (?, ?, ?)"
-_READ = "SELECT value FROM kept WHERE device = ? AND name = ?"
 
 # What measured an operation: the planner by itself, or a training that was watched
 Source = Literal["profiling", "run"]
@@ -157,7 +149,6 @@ class ProfileStore:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = default_folder() if path is None else Path(path)
-        self._file = self.path / FILE
 
     def times(self, device: Device) -> dict[LocalOp, Times]:
         return {row.local_op: row.times for row in self.rows(device)}
@@ -165,10 +156,9 @@ class ProfileStore:
     def rows(self, device: Device) -> list[Measurement]:
         """What is known of every operation, those measured longest ago first."""
         rows = []
-        query = "SELECT value FROM kept WHERE device = ? AND name LIKE 'op %' ORDER BY rowid"
-        for (text,) in self._read(query, device.key):
-            with contextlib.suppress(*_DAMAGED):  # somebody else's rows
-                rows.append(_measurement(json.loads(text)))
+        for entry in self._read(self._file(device))["operations"].values():
+            with contextlib.suppress(*_DAMAGED):
+                rows.append(_measurement(entry))
         return rows
 
     def put(self, device: Device, measured: Mapping[LocalOp, Times], source: Source = "profiling") -> None:
@@ -180,93 +170,78 @@ class ProfileStore:
                 raise ValueError(f"{times} are no times")
         if not measured:
             return
-        with self._writing(device) as database:
+        with self._changing(device) as document:
+            operations = document["operations"]
             for local_op, times in measured.items():
-                where = device.key, f"op {local_op.key}"
-                runs: list[list[Any]] = []
+                runs: list[list[float]] = []
                 host = [times.host_forward, times.host_backward]
-                for (text,) in database.execute(_READ, where):
-                    with contextlib.suppress(*_DAMAGED):
-                        before = json.loads(text)
-                        if before["source"] == "run":
-                            runs = [one for one in before["seconds"] if one[0] >= now - _LONG_S]
-                        host = before["host"] if source == "run" else host
+                with contextlib.suppress(*_DAMAGED):
+                    before = operations[local_op.key]
+                    if before["source"] == "run":
+                        runs = [run for run in before["seconds"] if run[0] >= now - _LONG_S]
+                    host = before["host"] if source == "run" else host
                 if source == "profiling" and runs:  # what training took counts more
                     continue
                 seconds = [*runs[1 - _RUNS :], [now, times.forward, times.backward]]
-                value = {"op": local_op.to_dict(), "source": source, "seconds": seconds, "host": host}
-                database.execute(_WRITE, (*where, json.dumps(value)))
-            query = "SELECT rowid FROM kept WHERE device = ? AND name LIKE 'op %' ORDER BY rowid DESC"
-            newest = database.execute(query, (device.key,)).fetchall()
-            if len(newest) > _OPERATIONS:
-                oldest = newest[_OPERATIONS * 3 // 4 :]
-                database.executemany("DELETE FROM kept WHERE rowid = ?", oldest)
+                operations.pop(local_op.key, None)  # what is written anew comes last
+                operations[local_op.key] = {
+                    "op": local_op.to_dict(),
+                    "source": source,
+                    "seconds": seconds,
+                    "host": host,
+                }
+            if len(operations) > _OPERATIONS:
+                for key in list(operations)[: -_OPERATIONS * 3 // 4]:
+                    del operations[key]
 
     def note(self, device: Device, name: str, value: Any) -> None:
         """Keep a fact about a device that JSON can say, such as its links."""
-        text = json.dumps(value, allow_nan=False)
-        with self._writing(device) as database:
-            database.execute(_WRITE, (device.key, f"note {name}", text))
+        with self._changing(device) as document:
+            document["notes"][name] = value
 
     def noted(self, device: Device, name: str) -> Any:
         """What was noted last under a name, None where nothing was."""
-        rows = self._read(_READ, device.key, f"note {name}")
-        return json.loads(rows[0][0]) if rows else None
+        return self._read(self._file(device))["notes"].get(name)
 
     def devices(self) -> list[Device]:
         devices = []
-        for (text,) in self._read("SELECT value FROM kept WHERE name = '' ORDER BY device"):
-            with contextlib.suppress(TypeError, ValueError):  # of another version of this program
-                devices.append(Device(**json.loads(text)))
+        for file in sorted(self.path.glob("*.json")):
+            with contextlib.suppress(TypeError):  # of another version of this program
+                devices.append(Device(**self._read(file)["device"]))
         return devices
 
     def clear(self, device: Device | None = None) -> int:
         """Forget a device, or all of them; how many those were."""
-        rows = self._read("SELECT device FROM kept WHERE name = ''")
-        keys = [row for row in rows if device is None or row == (device.key,)]
-        if keys:
-            with self._writing() as database:
-                database.executemany("DELETE FROM kept WHERE device = ?", keys)
-        return len(keys)
+        files = [file for file in self.path.glob("*.json") if device is None or file == self._file(device)]
+        for file in files:
+            file.unlink(missing_ok=True)
+        return len(files)
 
-    def _read(self, query: str, *values: str) -> list[tuple[Any, ...]]:
-        """The rows of a query; none where there is no store, or a damaged one."""
-        try:
-            address = f"{self._file.absolute().as_uri()}?mode=ro"
-            with closing(sqlite3.connect(address, _PATIENCE_S, uri=True)) as database:
-                return database.execute(query, values).fetchall()
-        except sqlite3.Error:
-            return []
+    def _file(self, device: Device) -> Path:
+        return self.path / f"{device.key}.json"
+
+    def _read(self, file: Path) -> dict[str, dict[str, Any]]:
+        """What a file says of its device; nothing where there is none, or a damaged one."""
+        parts: dict[str, dict[str, Any]] = {"device": {}, "notes": {}, "operations": {}}
+        with contextlib.suppress(OSError, ValueError):
+            document = json.loads(file.read_text(encoding="utf-8"))
+            if isinstance(document, dict):
+                parts |= {name: document[name] for name in parts if isinstance(document.get(name), dict)}
+        return parts
 
     @contextmanager
-    def _writing(self, device: Device | None = None) -> Iterator[sqlite3.Connection]:
-        """While entered, nobody else writes; all of it is kept, or nothing."""
+    def _changing(self, device: Device) -> Iterator[dict[str, dict[str, Any]]]:
+        """What is known of a device; while entered, nobody else writes. All that is changed in it is kept, or
+        nothing."""
         self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            with closing(self._open()) as database:
-                database.execute("BEGIN IMMEDIATE")
-                if device is not None:
-                    database.execute(_WRITE, (device.key, "", json.dumps(asdict(device))))
-                    keys = database.execute("SELECT device FROM kept WHERE name = '' ORDER BY rowid DESC").fetchall()
-                    database.executemany("DELETE FROM kept WHERE device = ?", keys[_DEVICES:])
-                yield database
-                database.execute("COMMIT")
-        except sqlite3.Error as error:
-            raise OSError(errno.EIO, str(error)) from error
-
-    def _open(self) -> sqlite3.Connection:
-        for attempt in (1, 2):
-            database = sqlite3.connect(self._file, _PATIENCE_S, isolation_level=None)
-            try:
-                database.execute(_TABLE)
-            except sqlite3.DatabaseError as error:
-                database.close()
-                if isinstance(error, sqlite3.OperationalError) or attempt == 2:  # locked, read-only, a full disk
-                    raise
-                self._file.unlink(missing_ok=True)
-            else:
-                return database
-        raise AssertionError("two attempts")
+        with (self.path / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            document = {**self._read(self._file(device)), "device": asdict(device)}
+            yield document
+            write_text(self._file(device), json.dumps(document, allow_nan=False))
+            files = sorted(self.path.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+            for file in files[:-_DEVICES]:
+                file.unlink()
 
 
 def default_folder() -> Path:

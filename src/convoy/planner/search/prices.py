@@ -221,12 +221,12 @@ class Prices:
     def transfer(self, source: int, target: int, value: Value) -> float:
         if source in (target, NOWHERE) or target == NOWHERE:
             return 0.0
-        tensor = value.shape, value.dtype.itemsize, value.name in self.differentiable
 
         def seconds() -> float:
             steps = transfer(self.layouts[source], self.layouts[target], self.mesh, value.shape)
-            return sum(self.costs.transfer(step, self.mesh, *tensor) for step in steps)
+            return sum(self.costs.transfer(step, self.mesh, value) for step in steps)
 
+        tensor = value.shape, value.dtype, value.name in self.differentiable
         return self._once("transfer", source, target, tensor, ask=seconds)
 
     def parameter(self, value: Value, number: int) -> OfParameter:

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Value
 from convoy.planner.search.elimination import Numbers, Scope, Table, TooWideError, aligned
-from convoy.planner.search.joins import Ids, codes_of, relabelled
 from convoy.planner.search.prices import NOWHERE, Answer, Prices, Strategy, is_choosing
 from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.place import Batch, own_samples
+
+Ids = NDArray[np.int64]  # numbers of layouts, as `convoy.planner.search.prices.Prices.number` gives them
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,22 @@ class Known:
     scope: Scope
     ids: Ids  # numbers of layouts, one dimension for each variable
     key: int  # the same for equal `ids`
+
+
+def relabelled(ids: Ids) -> tuple[Ids, Ids]:
+    """The distinct numbers of an array, ascending, and for every element the place of its number among them. As
+    `numpy.unique`, without sorting where the numbers are small."""
+    if ids.size == 1:
+        return ids.reshape(1), np.zeros_like(ids)
+    if ids.size >= 64:
+        low, high = int(ids.min()), int(ids.max())
+        if high - low <= 4 * ids.size:
+            shifted = ids - low
+            seen = np.zeros(high - low + 1, bool)
+            seen[shifted] = True
+            return np.flatnonzero(seen) + low, (np.cumsum(seen) - 1)[shifted]
+    numbers, places = np.unique(ids, return_inverse=True)
+    return numbers, places.reshape(ids.shape)
 
 
 def narrowed(ids: Ids) -> tuple[tuple[int, ...], Ids]:
@@ -107,7 +124,11 @@ class Shared:
         strategies: Sequence[Strategy] = choice[1].strategies if choice is not None else ((),)
         states = np.arange(len(strategies))
         state = aligned(states, (choice[0],), scope) if choice is not None else np.zeros((), np.int64)
-        codes = codes_of(call, self.prices, arrays) * len(strategies) + state
+        codes = state  # equal where all is
+        for ids in arrays:
+            if ids is not None:
+                codes = codes * (len(self.prices.layouts) + 1) + ids + 1
+                codes = relabelled(codes)[1] if codes.size and codes.max() > 1 << 40 else codes
         numbers, inverse = relabelled(np.broadcast_to(codes, sizes))
         first = np.empty(len(numbers), np.int64)
         first[inverse.ravel()[::-1]] = np.arange(inverse.size)[::-1]

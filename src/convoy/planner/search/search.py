@@ -299,6 +299,7 @@ class _Search:
     def _memory(self, plan: Plan) -> float:
         return most(rank_memory(self.workload.place(plan), self.costs)).total
 
+
 def _rank(one: Solution) -> tuple[float, int]:
     return float(f"{one.seconds:.10g}"), len(one.mesh.sizes)
 
