@@ -120,6 +120,9 @@ def test_the_best_of_all_meshes_comes_first_and_plain_samples_with_it() -> None:
     assert len(set(plans)) == len(plans) >= 3
     assert result.best.seconds == min(search(job, 4, COSTS, on=[m], tolerance=0.0).best.seconds for m in meshes(4))
     assert str(search(job, 1, COSTS).best.plan) == "serial"
+    near = search(workload(Chain(), 16), 4, COSTS, tolerance=0.3)  # of plans that are about as fast, the simplest
+    assert near.best.redistributions == 0 < near.candidates[1].redistributions
+    assert near.best.seconds > near.candidates[1].seconds
     result = search(job, 4, nets.costs(flops=1e12, rate=1e6), top=1, tolerance=0.0)
     assert Plan.parse("sample=4") in [one.plan for one in result.candidates] and str(result.best.plan) != "sample=4"
     assert [one.seconds for one in result.candidates] == sorted(one.seconds for one in result.candidates)
