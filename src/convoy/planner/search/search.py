@@ -92,7 +92,6 @@ class SearchResult:
     candidates: tuple[Candidate, ...]
     exact: bool  # no plan on the meshes that were searched costs less than `least`
     notes: tuple[str, ...]  # sentences about what was left out or tied, empty where `exact`
-    searched: tuple[Mesh, ...]
     least: float  # seconds of the fastest plan
     solution: Solution = field(repr=False, compare=False)  # of the best plan
 
@@ -202,9 +201,7 @@ class _Search:
                 "not all plans that are about as fast as the fastest were compared by how often they redistribute: too "
                 "many features meet for that"
             )
-        return SearchResult(
-            tuple(candidates), not self.notes, tuple(self.notes), tuple(self.meshes), self.least, chosen[0]
-        )
+        return SearchResult(tuple(candidates), not self.notes, tuple(self.notes), self.least, chosen[0])
 
     def _all(self, with_memory: bool = False) -> list[Solution]:
         """The best plans of all meshes and ways to divide the samples, the fastest first; a ConvoyError where there is
