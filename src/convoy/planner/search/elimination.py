@@ -37,11 +37,6 @@ class Table:
     scope: Scope
     numbers: Numbers
 
-    def over(self, scope: Scope) -> Numbers:
-        """The vectors, to broadcast over more variables."""
-        sizes = iter(self.numbers.shape)
-        return self.numbers.reshape([*(next(sizes) if v in self.scope else 1 for v in scope), self.numbers.shape[-1]])
-
 
 @dataclass
 class _Bucket:
@@ -93,7 +88,7 @@ class Elimination:
         total = np.zeros([1] * (len(bucket.scope) + 1))
         # the small ones first: what broadcasts together is added before it grows
         for part in sorted(self._parts(bucket), key=lambda part: part.numbers.size):
-            total = _plus(total, part.over(bucket.scope), self._length)
+            total = _plus(total, aligned(part.numbers, part.scope, bucket.scope), self._length)
         return np.broadcast_to(total, [*(self._sizes[v] for v in bucket.scope), total.shape[-1]])
 
     def assignment(self, budget: float = math.inf) -> dict[int, int] | None:
@@ -134,12 +129,12 @@ class Elimination:
         marginals: dict[int, Numbers] = {}
         for place in reversed(range(len(self._buckets) - 1)):
             bucket = self._buckets[place]
-            numbers = self._sum(bucket) + outside[place].over(bucket.scope)
+            numbers = self._sum(bucket) + aligned(outside[place].numbers, outside[place].scope, bucket.scope)
             marginals[bucket.variable] = _least(numbers, bucket.scope, (bucket.variable,))[:, 0]
             for child in bucket.children:
                 message = self._buckets[child].message
                 with np.errstate(invalid="ignore"):
-                    left = numbers - message.over(bucket.scope)
+                    left = numbers - aligned(message.numbers, message.scope, bucket.scope)
                 left[np.isnan(left)] = np.inf  # what cannot be, with or without the message
                 outside[child] = Table(message.scope, _least(left, bucket.scope, message.scope))
         return marginals
@@ -175,12 +170,13 @@ def _least(numbers: Numbers, scope: Scope, kept: Scope) -> Numbers:
 
 
 def aligned(numbers: NDArray, scope: Scope, target: Scope) -> NDArray:
-    """A view of an array over `scope` that broadcasts over `target`, which has all of its variables."""
+    """A view of an array over `scope`, and perhaps more dimensions, that broadcasts over `target`, which has all of its
+    variables."""
     if scope == target:
         return numbers
     sizes = iter(numbers.shape)
     members = set(scope)
-    return numbers.reshape([next(sizes) if v in members else 1 for v in target])
+    return numbers.reshape([*[next(sizes) if v in members else 1 for v in target], *sizes])
 
 
 def restricted(tables: Sequence[Table], kept: Mapping[int, Sequence[int]]) -> list[Table]:
