@@ -61,7 +61,8 @@ def test_no_plan_costs_less_and_none_that_is_about_as_fast_redistributes_less(
     for costs in EVERY:
         every = list(zip([seconds_of(job, one, costs) for one in placements], counts, strict=True))
         least = min(seconds for seconds, _ in every)
-        for tolerance in (0.0, 0.03):
+        # a way to divide the samples that the fastest plan for it does not use is left out, with what is simpler in it
+        for tolerance in (0.0, 0.03 if mesh is ONE else 0.01):
             result = search(job, mesh.num_devices, costs, on=[mesh], among=among, tolerance=tolerance)
             best = result.best
             assert result.exact and result.least == pytest.approx(least, rel=1e-12)
@@ -72,7 +73,7 @@ def test_no_plan_costs_less_and_none_that_is_about_as_fast_redistributes_less(
             placement = job.place(Plan.parse(best.plan.to_yaml()))
             assert seconds_of(job, placement, costs) == pytest.approx(best.seconds, rel=1e-12)
             simpler += best.seconds > least * (1 + 1e-9)
-    assert simpler or make is not Chain, "no case in which the tolerance matters"
+    assert simpler or not options, "no case in which the tolerance matters"
 
 
 def test_sums_over_variables_are_least_and_of_those_within_a_budget_fewest_count() -> None:
