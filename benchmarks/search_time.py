@@ -18,6 +18,7 @@ for, as `convoy plan NETWORK --on MACHINE --batch BATCH` does; the command takes
 
 import resource
 import time
+from dataclasses import replace
 
 import torch
 from measuring import harness
@@ -66,9 +67,10 @@ def _peak() -> float:
 
 
 def _cut(workload: Workload, devices: int, limit: float | None, known: float) -> list[str]:
-    """Search plans with stages."""
+    """Search plans with stages, in any number of equal passes."""
+    counts = tuple(number for number in range(1, workload.batch + 1) if workload.batch % number == 0)
     start, worked = time.perf_counter(), time.process_time()
-    found = search_stages(workload, devices, COSTS, memory_limit=limit, known=known)
+    found = search_stages(replace(workload, counts=counts), devices, COSTS, memory_limit=limit, known=known)
     times = f"{time.perf_counter() - start:.2f} s ({time.process_time() - worked:.2f} s of a core)"
     best = found[0] if found else None
     plan = f"{best.plan.mesh} in {best.passes} passes, {best.schedule}: {1e3 * best.seconds:.2f} ms" if best else "none"
