@@ -7,9 +7,9 @@
 
 Each network is searched in a process of its own. The time is that of `convoy.planner.search.search` on one mesh, with
 all sets of sample axes; capture and what imports take come before it. The costs are those of a GPU of 50 TFLOP/s and
-1 TB/s with links of 20 GB/s, a third of that between nodes (`measuring/analytic.py`). With `--stages` the
-search over cuts on as many devices comes on top, at all numbers of stages and passes, with the capture at a second
-size from which the network at the sizes of these passes follows.
+1 TB/s with links of 20 GB/s, a third of that between nodes of eight. With `--stages` the search over cuts on as many
+devices comes on top, at all numbers of stages and passes, with the capture at a second size from which the network at
+the sizes of these passes follows.
 
 With `--machines`, how long plans take for machines that are not at hand, and what they say: seven networks on six
 machines. For each pair the network is captured anew at a batch of 32 images for each device, predicted and searched
@@ -18,43 +18,47 @@ for, as `convoy plan NETWORK --on MACHINE --batch BATCH` does; the command takes
 
 import resource
 import time
-from functools import cache
+from dataclasses import replace
 
 import torch
 from measuring import harness
-from measuring.analytic import Analytic
 from measuring.ranks import run_ranks
-from torch import nn
 
 from convoy import models
 from convoy.errors import TooLargeError
 from convoy.hardware.catalog import machine
-from convoy.ops import capture
-from convoy.planner.cost.link import Links, Rate
+from convoy.planner.cost.costs import Costs, Roofline
+from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.link import Assumed, Rate
 from convoy.planner.machines import PRECISIONS, Prediction, predict
-from convoy.planner.search import search
-from convoy.planner.search.cuts import InPasses
+from convoy.planner.search.search import search
 from convoy.planner.search.stages import search_stages
-from convoy.planner.workload import workload_of
+from convoy.planner.workload import Workload, workload_of
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 
 NETWORKS = ("resnet152", "googlenet", "densenet121")
+COSTS = Costs(
+    Roofline(flops_per_s=5e13, bytes_per_s=1e12, overhead_s=5e-6),
+    Assumed(Rate(2e-5, 2e10 / 3), Rate(2e-5, 2e10), per_host=8).links(),
+    Update(per_byte=5e-12, state=1.0),
+    on_cpu=False,
+)
 
 
 def measure(network: str, sizes: tuple[int, ...], batch: int, limit: float | None, stages: bool) -> list[str]:
     """Search one network in this process: the cells of its row."""
     with torch.device("meta"):
         model = models.create(network)
-        graph = capture(model, (torch.empty(batch, 3, 224, 224),), training=True)
+    workload = workload_of(model, torch.empty(1, 3, 224, 224), batch, name=network)
     before, mesh = _peak(), Mesh(("node", "gpu")[-len(sizes) :], sizes)
     start, worked = time.perf_counter(), time.process_time()
-    found = search(graph, mesh.num_devices, Analytic(), on=[mesh], memory_limit=limit)
+    found = search(workload, mesh.num_devices, COSTS, on=[mesh], memory_limit=limit)
     times = f"{time.perf_counter() - start:.2f} s ({time.process_time() - worked:.2f} s of a core)"
     exact = ", ".join(("exact" if found.exact else "not exact", *found.notes))
     cells = [network, times, f"{_peak():.0f} MB ({before:.0f} MB)", exact]
     cells.append(f"{found.best.seconds * 1e3:.2f} ms: {str(found.best.plan)[:300]}")
-    return cells + (_cut(model, mesh.num_devices, batch, limit, found.best.seconds) if stages else [])
+    return cells + (_cut(workload, mesh.num_devices, limit, found.best.seconds) if stages else [])
 
 
 def _peak() -> float:
@@ -62,22 +66,11 @@ def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
-def _cut(model: nn.Module, devices: int, batch: int, limit: float | None, known: float) -> list[str]:
-    """Search plans with stages."""
-    workload = workload_of(model, torch.empty(1, 3, 224, 224), batch, name="network")
-    in_passes = workload.in_passes
-    assert in_passes is not None
-
-    @cache
-    def at(passes: int) -> InPasses:
-        update = in_passes(passes)
-        return InPasses(update.graph, update.outputs, passes, update.parts, Analytic(passes=passes))
-
-    counts = [number for number in range(1, batch + 1) if batch % number == 0]
-    link = Rate(2e-5, 2e10 / 3)
-    links = Links(otherwise=lambda ranks: link.link(len(ranks), overlap=True, cpu_share=0.0))
+def _cut(workload: Workload, devices: int, limit: float | None, known: float) -> list[str]:
+    """Search plans with stages, in any number of equal passes."""
+    counts = tuple(number for number in range(1, workload.batch + 1) if workload.batch % number == 0)
     start, worked = time.perf_counter(), time.process_time()
-    found = search_stages(at, counts, devices, links, memory_limit=limit, known=known)
+    found = search_stages(replace(workload, counts=counts), devices, COSTS, memory_limit=limit, known=known)
     times = f"{time.perf_counter() - start:.2f} s ({time.process_time() - worked:.2f} s of a core)"
     best = found[0] if found else None
     plan = f"{best.plan.mesh} in {best.passes} passes, {best.schedule}: {1e3 * best.seconds:.2f} ms" if best else "none"

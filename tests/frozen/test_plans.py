@@ -7,14 +7,14 @@ import torch
 
 from convoy.models import create
 from convoy.planner import Workload, score, workload_of
-from convoy.planner.cost.additive import Additive
+from convoy.planner.cost.additive import Additive, additive_seconds
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Assumed, Rate
 from convoy.planner.planner import propose
-from convoy.planner.search import additive_seconds, search
 from convoy.planner.search.prices import AXIS_STRATEGIES
+from convoy.planner.search.search import search
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from frozen.golden import golden, unlike
@@ -69,8 +69,8 @@ def predicted(network: str, plan: Plan, costs: Costs) -> dict[str, object]:
 def test_the_plan_that_is_found(network: str, mesh: str) -> None:
     """Where another plan is found its regret is said: how much longer it takes by the predictions of today."""
     (on, costs, among), job = MESHES[mesh], workload(network)
-    sums, batch = Additive(costs, job.graph, job.passes), {"parts": job.parts, "outputs": job.outputs}
-    best = search(job.graph, on.num_devices, sums, on=[on], among=among, **batch).best
+    sums = Additive(costs, job.graph, job.passes)
+    best = search(job, on.num_devices, costs, on=[on], among=among).best
     plan = best.plan
     now = {"plan": plan.to_yaml().splitlines(), "sum": best.seconds, **predicted(network, plan, costs)}
     stored = golden("plans.json", f"{network} on {mesh}", now)

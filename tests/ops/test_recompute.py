@@ -5,7 +5,6 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 import torch
-from benchmarks.measuring.analytic import Analytic
 from torch import nn
 
 from convoy.errors import ConvoyError
@@ -15,6 +14,8 @@ from convoy.ops import capture, place
 from convoy.ops import recompute as recomputation
 from convoy.ops.memory import predict_memory
 from convoy.ops.recompute import KeptTensors, as_recompute, check_recompute, recomputing, stretches, with_recomputed
+from convoy.planner.cost.costs import Costs, Times
+from convoy.planner.cost.prediction import most, rank_memory
 from convoy.planner.search.memory import nothing_fits
 from convoy.plans.place import Batch, Placement
 from convoy.plans.plan import Plan
@@ -94,8 +95,8 @@ def test_only_some_layers_and_what_is_no_layer():
 
 
 def test_where_nothing_fits_it_is_proposed():
-    placement, costs = placed(chain(16), (2, 4, 8, 8), False), Analytic()
-    needed, again = costs.memory(placement), costs.memory(with_recomputed(placement, True))
+    placement, costs = placed(chain(16), (2, 4, 8, 8), False), Costs(lambda _: Times())
+    needed, again = (most(rank_memory(one, costs)).total for one in (placement, with_recomputed(placement, True)))
     assert again < needed
     text = str(nothing_fits(placement, costs, needed, needed - 1))
     assert text.endswith(f"if the devices have more; with --recompute it needs {size(int(again))}")

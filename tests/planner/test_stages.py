@@ -10,10 +10,10 @@ from convoy.comm.ranks import Ranks
 from convoy.errors import TooLargeError
 from convoy.models import create
 from convoy.planner import Workload, make_plan, score, workload_of
-from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.link import Links, Rate
-from convoy.planner.planner import _fitting, _search_stages, propose
+from convoy.planner.planner import _fitting, propose
+from convoy.planner.search.stages import search_stages
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 
@@ -37,8 +37,8 @@ def test_unequal_devices_give_nine_tenths_of_their_speeds() -> None:
     images, in_parts = torch.zeros(1, 3, 64, 64), {"batch_norm": "microbatch", "microbatch": 16}
     resnet50 = workload_of(create("resnet50"), images, 512, name="resnet50", **in_parts)
     device_costs = costs(slowdowns=(2 / 3, 4 / 3))
-    plans = _search_stages(resnet50, 2, device_costs, (), None, float("inf"))
-    best = min((score(resnet50, plan, device_costs, passes) for plan, passes in plans), key=lambda one: one.seconds)
+    plans = search_stages(resnet50, 2, device_costs)
+    best = min((score(resnet50, one.plan, device_costs, one.passes) for one in plans), key=lambda one: one.seconds)
     one_device = score(resnet50, SERIAL, replace(device_costs, slowdowns=())).seconds
     speeds = 3 / 2 + 3 / 4
     assert one_device / best.seconds >= 0.9 * speeds
@@ -67,7 +67,7 @@ def test_the_schedule_and_the_passes_are_those_that_fit_or_a_sentence_says_what_
     assert result.staging.schedule == "1f1b" and result.passes > free.passes
     small = score(workload, STAGES, costs(), memory_limit=1000.0)
     with pytest.raises(TooLargeError) as refused:
-        _fitting([small], Additive(costs(), workload.graph), 1000.0)
+        _fitting([small], costs(), 1000.0)
     assert str(refused.value).startswith("the plan stage=2 does not fit: it needs ")
     assert "use more stages on more devices, smaller microbatches, smaller images" in str(refused.value)
     still = r"^no plan fits: stage=4 in 32 passes, of equal work, still needs "

@@ -118,7 +118,7 @@ def notes_of(data: Path, cache: Path, input_s: float | None, *settings: str) -> 
         return "", str(error), False
     returns = found.network.stages is not None and found.network.stages.returns_memory
     notes = [*found.notes, *(["freed memory is given back"] if returns else [])]
-    return str(found.plan), " ".join(notes), any(cache.rglob("*.sqlite"))
+    return str(found.plan), " ".join(notes), any(cache.rglob("*.json"))
 
 
 def said(data: Path, cache: Path, cases: dict[str, tuple[str, ...]]) -> dict[str, str]:

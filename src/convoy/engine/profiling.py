@@ -86,47 +86,23 @@ def contiguous(tensor: Tensor, channels_last: bool) -> Tensor:
     return tensor.contiguous(memory_format=memory_format)
 
 
-class NoTransfer:
-    """What stands for the steps of a transfer: gives what they would give, as if the others had what this rank has.
-    `shape` is that of the whole tensor, and `place` the rank's on the mesh."""
-
-    def __init__(
-        self,
-        steps: tuple[Step, ...],
-        shape: tuple[int, ...],
-        placement: Placement,
-        place: Coordinates,
-        channels_last: bool,
-    ) -> None:
-        layouts = steps[0].source, steps[-1].target
-        self._before, self._after = (layout.local_shape(shape, placement.mesh, place) for layout in layouts)
-        self._channels_last = channels_last
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """From the rank's part before the transfer to that after it."""
-        result: Tensor = _NoTransfer.apply(x, self)
-        return result
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._new(x, self._after)
-
-    def backward(self, gradient: Tensor) -> Tensor:
-        return self._new(gradient, self._before)
-
-    def _new(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        result = contiguous(tiled(like, shape), self._channels_last)
-        return result.clone() if result.data_ptr() == like.data_ptr() else result
-
-
-class _NoTransfer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, way: NoTransfer) -> Tensor:
-        ctx.way = way
-        return way.forward(x)
+class StandIn(torch.autograd.Function):
+    """What stands for the steps of a transfer: from the rank's part before it to one of the `shape` after it, as if the
+    others had what this rank has."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.way.backward(gradient), None
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], channels_last: bool) -> Tensor:
+        ctx.before, ctx.channels_last = x.shape, channels_last
+        return _made_up(x, shape, channels_last)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _made_up(gradient, ctx.before, ctx.channels_last), None, None
+
+
+def _made_up(like: Tensor, shape: tuple[int, ...], channels_last: bool) -> Tensor:
+    result = contiguous(tiled(like, shape), channels_last)
+    return result.clone() if result.data_ptr() == like.data_ptr() else result
 
 
 T = TypeVar("T")
@@ -274,8 +250,9 @@ class Profiler:
         self._ahead = 4
         self._grew = False
 
-        def stand_in(steps: tuple[Step, ...], shape: tuple[int, ...]) -> NoTransfer:
-            return NoTransfer(steps, shape, placement, place, channels_last)
+        def stand_in(steps: tuple[Step, ...], shape: tuple[int, ...]) -> Callable[[Tensor], Any]:
+            part = steps[-1].target.local_shape(shape, mesh, place)
+            return lambda x: StandIn.apply(x, part, channels_last)
 
         def timed(steps: tuple[Step, ...], shape: tuple[int, ...]) -> Redistribution:
             assert groups is not None

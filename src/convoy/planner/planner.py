@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 
 import torch
 
@@ -13,7 +13,6 @@ from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.launch.host import HostWatch, beside_others
-from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.link import Links, Rate, links_named
@@ -23,7 +22,6 @@ from convoy.planner.cost.store import ProfileStore, device_memory
 from convoy.planner.link_probe import measured_links
 from convoy.planner.measured import LONGEST, Measurements, Progress, check_optimizer, device_of, jobs_for, plan_job
 from convoy.planner.remembered import remember, unlike_runs
-from convoy.planner.search.cuts import InPasses
 from convoy.planner.search.layers import Layers
 from convoy.planner.search.memory import nothing_fits
 from convoy.planner.search.prices import AXIS_STRATEGIES
@@ -32,7 +30,7 @@ from convoy.planner.search.search import SearchResult, search
 from convoy.planner.search.stages import in_best_passes, search_stages
 from convoy.planner.workload import Workload, memory_of_updates
 from convoy.plans.mesh import STAGE, Mesh
-from convoy.plans.place import Placement, sample_axes
+from convoy.plans.place import sample_axes
 from convoy.plans.plan import Plan
 from convoy.units import shorten, size
 
@@ -217,7 +215,7 @@ def make_plan(
         scores = [score(as_run, plan, costs, passes, memory_limit) for plan, passes in candidates]
         left_out: list[str] = []
         if memory_limit is not None:
-            scores, left_out = _fitting(scores, Additive(costs, workload.graph, workload.passes), memory_limit)
+            scores, left_out = _fitting(scores, costs, memory_limit)
         scores.sort(key=lambda one: one.seconds)
         best = ranks.broadcast((scores[0].plan, scores[0].passes))
         staged = [one for one in candidates if one[0].num_stages > 1] if plans else [best]
@@ -353,14 +351,13 @@ def _on_speeds(slowdowns: Sequence[float], shares: tuple[int, ...] | None) -> st
     return f"{sentence}; plans that divide samples {where} do so as --shares {','.join(map(str, shares))}"
 
 
-def _fitting(scored: Sequence[Scored], costs: Additive, limit: float) -> tuple[list[Scored], list[str]]:
+def _fitting(scored: Sequence[Scored], costs: Costs, limit: float) -> tuple[list[Scored], list[str]]:
     """The plans that fit into memory, and a note on each of the others; a TooLargeError where none fits."""
     too_large = [one for one in scored if one.memory.total > limit]
     errors = []
     for one in sorted(too_large, key=lambda one: one.memory.total):
-        needs = partial(_needs, costs.costs, one.staging)
         what = f"the plan {shorten(str(one.plan), LONGEST)} does not fit: it"
-        errors.append(nothing_fits(one.placement, costs, one.memory.total, limit, what, needs))
+        errors.append(nothing_fits(one.placement, costs, one.memory.total, limit, what, one.staging))
     if len(too_large) == len(scored):
         raise errors[0]
     return [one for one in scored if one not in too_large], [str(error) for error in errors]
@@ -376,11 +373,7 @@ def _check_memory(workload: Workload, devices: int, fixes: Sequence[str], limit:
             return
     proposed = propose(workload, devices, costs, fixes, limit, [])
     predictions = [score(workload, plan, costs, passes, limit) for plan, passes in proposed]
-    _fitting(predictions, Additive(costs, workload.graph, workload.passes), limit)
-
-
-def _needs(costs: Costs, staging: Staging | None, placement: Placement) -> float:
-    return most(rank_memory(placement, costs, staging)).total
+    _fitting(predictions, costs, limit)
 
 
 def propose(
@@ -398,22 +391,14 @@ def propose(
     plans: list[Plan] = []
     refused: ConvoyError | None = None
     try:
-        result = search(
-            workload.graph,
-            devices,
-            Additive(costs, workload.graph, workload.passes),
-            parts=workload.parts,
-            outputs=workload.outputs,
-            fixes=fixes,
-            memory_limit=memory_limit,
-            on=on,
-            among=among,
-        )
+        result = search(workload, devices, costs, fixes=fixes, memory_limit=memory_limit, on=on, among=among)
         results[:] = [result]
         plans += [candidate.plan for candidate in result.candidates]
     except ConvoyError as error:
         refused = error
-    cut = _search_stages(workload, devices, costs, fixes, memory_limit, result.best.seconds if plans else math.inf)
+    known = result.best.seconds if plans else math.inf
+    staged = search_stages(workload, devices, costs, fixes=fixes, memory_limit=memory_limit, known=known)
+    cut = [(one.plan, one.passes) for one in staged]
     if refused is not None and not cut:
         raise _smallest(workload, devices, costs, memory_limit, refused) if memory_limit is not None else refused
     plain = Plan.by_samples(devices)
@@ -435,31 +420,5 @@ def _smallest(workload: Workload, devices: int, costs: Costs, limit: float, refu
         return refused
     passes = f"{one.passes} pass{'es' * (one.passes > 1)}"
     what = f"no plan fits: {one.plan} in {passes}, of equal work, still"
-    other = nothing_fits(one.placement, Additive(costs, workload.graph, one.passes), one.memory.total, limit, what)
+    other = nothing_fits(one.placement, costs, one.memory.total, limit, what)
     return other if one.memory.total < refused.needed else refused
-
-
-def _search_stages(
-    workload: Workload, devices: int, costs: Costs, fixes: Sequence[str], memory_limit: float | None, best_s: float
-) -> list[Proposal]:
-    """The fastest plans with stages, if they may be as fast as what is known."""
-    if not workload.counts or devices == 1:
-        return []
-
-    def at(passes: int) -> InPasses:
-        cut = workload.through(devices, passes)
-        equal = replace(costs, slowdowns=())
-        return InPasses(cut.graph, cut.outputs, cut.passes, cut.parts, Additive(equal, cut.graph, cut.passes))
-
-    staged = search_stages(
-        cache(at),
-        workload.counts,
-        devices,
-        costs.links,
-        slowdowns=costs.slowdowns,
-        fixes=fixes,
-        memory_limit=memory_limit,
-        known=best_s,
-        schedules=workload.schedules,
-    )
-    return [(one.plan, one.passes) for one in staged]

@@ -66,7 +66,7 @@ def recalled(
     costs = replace(costs, batch_norm=batch_norm, microbatch=microbatch, recorded=recorded)
     measured = store.times(device)
     for rank in range(placement.mesh.num_devices):
-        part = placement if staging is None else staging.part(placement, staging.stage_of(rank))
+        part = placement if staging is None else staging.staged.part(placement, placement.mesh.stage_of(rank))
         for placed in part.calls:
             one = local_op(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
             if one not in measured and not one.is_empty and one.op not in VIEWS:

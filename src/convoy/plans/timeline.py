@@ -6,7 +6,7 @@ A predicted update (`convoy.planner.cost.simulation`) and a measured one (`convo
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 from typing import Literal
@@ -224,32 +224,5 @@ ENGINE = "the engine itself"
 
 
 def is_engine(task: Task) -> bool:
-    """Whether it is a task that `split_engine_time` has made of the engine's time."""
+    """Whether it is the time that an update takes beside the optimizer's work, once."""
     return task.kind == "around" and task.name == ENGINE
-
-
-def split_engine_time(timeline: Timeline, fixed: float) -> Timeline:
-    """The same timeline, where the time that an update takes beside the optimizer's work has a span of its own: `fixed`
-    seconds once in an update, `convoy.planner.cost.gradients.Update.fixed`."""
-    if fixed <= 0:
-        return timeline
-    spans: list[Span] = []
-    engines: list[Span] = []  # at the end, so that the places of all other tasks stay as they are
-    for span in timeline.spans:
-        if span.task.kind != "update":
-            spans.append(span)
-            continue
-        optimizer, engine = _divided(span, fixed)
-        spans.append(optimizer)
-        engines.append(engine)
-    return Timeline((*spans, *engines))
-
-
-def _divided(span: Span, fixed: float) -> tuple[Span, Span]:
-    task = span.task
-    engine_seconds = min(fixed, task.seconds)
-    middle = span.end - (span.end - span.start) * engine_seconds / task.seconds
-    return (
-        replace(span, task=replace(task, seconds=task.seconds - engine_seconds), end=middle),
-        Span(replace(task, kind="around", name=ENGINE, seconds=engine_seconds), middle, middle, span.end),
-    )

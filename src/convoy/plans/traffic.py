@@ -7,6 +7,7 @@ inside a layer (the statistics of a batch norm over several ranks) is not counte
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from convoy.graph.graph import Graph
@@ -101,19 +102,25 @@ def _received(step: Step, mesh: Mesh, receiver: Coordinates, shape: tuple[int, .
     return elements
 
 
+def redistributions(placement: Placement) -> Iterator[tuple[int, str, tuple[Step, ...]]]:
+    """The steps that bring values to layouts in which they do not lie, each once for all calls that want a value so:
+    number of the first of these calls (for the network's own outputs, how many calls there are), value and steps."""
+    targets: set[tuple[str, Layout]] = set()
+    for number, transfers in enumerate((*(placed.transfers for placed in placement.calls), placement.outputs)):
+        for name, steps in transfers.items():
+            if steps and (name, steps[-1].target) not in targets:
+                targets.add((name, steps[-1].target))
+                yield number, name, steps
+
+
 def transfer_traffic(placement: Placement) -> list[Sent]:
-    """The messages between calls, each step once for all calls that want a value in the same layout."""
+    """The messages between calls."""
     graph, mesh = placement.graph, placement.mesh
     differentiable = needs_gradient(graph)
-    requests = [(call.call.name, name, steps) for call in placement.calls for name, steps in call.transfers.items()]
-    requests += [("", name, steps) for name, steps in placement.outputs.items()]
-    targets: set[tuple[str, Layout]] = set()
     traffic_of: dict[tuple[Step, tuple[int, ...]], tuple[Traffic, ...]] = {}  # blocks repeat
+    calls = [*(placed.call.name for placed in placement.calls), ""]
     messages = []
-    for call, name, steps in requests:
-        if not steps or (name, steps[-1].target) in targets:
-            continue
-        targets.add((name, steps[-1].target))
+    for number, name, steps in redistributions(placement):
         value = graph.values[name]
         for step in steps:
             if (step, value.shape) not in traffic_of:
@@ -121,7 +128,7 @@ def transfer_traffic(placement: Placement) -> list[Sent]:
                 traffic_of[step, value.shape] = tuple(step_elements(step, mesh, place, value.shape) for place in places)
             traffics = (traffic * value.dtype.itemsize for traffic in traffic_of[step, value.shape])
             ranks = tuple(traffic if name in differentiable else Traffic(traffic.forward) for traffic in traffics)
-            messages.append(Sent(call, name, step, ranks))
+            messages.append(Sent(calls[number], name, step, ranks))
     return messages
 
 

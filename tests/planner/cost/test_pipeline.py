@@ -97,19 +97,13 @@ def test_the_slowest_stage_device_or_link_decides() -> None:
         times = [StageTimes(2.0, 4.0, sends=10.0), StageTimes(2.0, 4.0, returns=10.0)]
         assert pipeline_seconds(times, 4, schedule) == pytest.approx(seconds)
         assert predicted("stage=2", 4, schedule, links(10.0)).seconds == pytest.approx(seconds)
-    without, beside, at_end = (
-        predicted("stage=2", 4, "gpipe", links(1.0, *how)).seconds for how in ((), (True, 1.0), (False,))
-    )
-    assert without < beside < without + 2 * 4 * 1.0 and at_end == pytest.approx(beside)  # which takes the core
-    fast_last, slow_last = (predicted(cut("l2"), 3, "1f1b", layers=3, slowdowns=s) for s in ((0.5, 1.0), (1.0, 0.5)))
-    assert fast_last.seconds == pytest.approx(4 * 3.0) and slow_last.seconds > fast_last.seconds
     # The third pass has half of the samples: the first stage waits for the second's 6 + 6 s behind its own 2 s, takes
     # the second pass back from 14 to 18 s, and the third in half the time.
     assert predicted("stage=2", 3, "1f1b", samples=(4, 4, 2)).seconds == pytest.approx(20.0)
     assert predicted("stage=2", 3, "1f1b").seconds == pytest.approx(24.0)
 
 
-def test_weight_gradients_of_several_passes_at_once_may_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_gradients_of_several_passes_at_once_may_take_less() -> None:
     """The second stage computes all of them at the end. Here a second of each backward pass is for reading weights."""
 
     def reading(op: LocalOp) -> Times:
@@ -121,11 +115,6 @@ def test_weight_gradients_of_several_passes_at_once_may_take_less(monkeypatch: p
         1.0 + 4 * 2 * (1.0 + 1.5) + 2 * 0.5 * (1.0 + 4 * 2.0)
     )
     assert of("gpipe", times=reading).seconds == pytest.approx(1.0 + 4 * 2 * (1.0 + 3.0) + 3.0)  # one by one
-    # large images are not copied for one call: three times weight gradients of two layers are added up
-    monkeypatch.setattr(step, "joined", lambda op, number: None)
-    addition = copied(WEIGHT + BIAS, 2)
-    result = of("zero-bubble", times=lambda op: Times(0.25) if op == addition else layers_only(op))
-    assert result.seconds == pytest.approx(1.0 + 4 * 6.0 + 3 * 2 * 0.25)
 
 
 def convolution(samples: int, channels: int, pixels: int, **options: Any) -> LocalOp:
@@ -142,22 +131,17 @@ def convolution(samples: int, channels: int, pixels: int, **options: Any) -> Loc
 
 def test_what_is_joined_and_laid_out_is_what_the_engine_joins_and_lays_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """It copies inputs and gradients where they have fewer numbers than the weight."""
-    two = convolution(2, 16, 6)
+    two, plain = convolution(2, 16, 6), {"groups": 1, "transposed": False}
     assert joined(two, 3) == convolution(6, 16, 6)  # 2 · 16 · 36 twice are as many as 16 · 16 · 9
-    assert joined(two, 2.5) == convolution(5, 16, 6)  # the last pass is smaller
-    apart = (joined(convolution(3, 16, 6), 3), joined(convolution(4, 16, 16), 8), joined(two, 1))
-    assert apart == (None, None, None)
-    plain: dict[str, Any] = {"groups": 1, "transposed": False}
+    assert joined(convolution(3, 16, 6), 3) is joined(two, 1) is None
     assert laid_out(convolution(2, 8, 16, **plain)) == copied(16 * 8 * 9 * 4)
-    for pixels, other in ((32, {}), (0, {}), (16, {"groups": 2}), (16, {"transposed": True})):
-        assert laid_out(convolution(2, 8, pixels, **plain | other)) is None
+    assert laid_out(convolution(2, 8, 32, **plain)) is laid_out(convolution(2, 8, 16, **plain | {"groups": 2})) is None
     # In the first pass alone: of the six of the second stage's two layers five save a quarter forward and one back.
     once = LocalOp("copy", "", (), ())
     monkeypatch.setattr(step, "laid_out", lambda op: once if op.op == "linear" else None)
     of = partial(predicted, times=lambda op: Times(0.25) if op is once else layers_only(op))
     assert of("stage=2", 6, "zero-bubble", lays_out=True).seconds == pytest.approx(6 * 6.0 + 2.0 - 5 * 4 * 0.25)
     assert of("stage=2", 6, "1f1b", lays_out=True).seconds == pytest.approx(7 * 6.0)
-    assert of("stage=2", 6, "zero-bubble").seconds == pytest.approx(6 * 6.0 + 2.0)
 
 
 def test_the_loss_is_the_last_stages_and_every_stage_updates_its_own() -> None:
@@ -170,7 +154,8 @@ def test_the_loss_is_the_last_stages_and_every_stage_updates_its_own() -> None:
         result = predicted(plan, 4, "1f1b", links(0.5))
         sent = [span.task for span in result.timeline.spans if span.task.stream == "stages"]
         assert sent and all(one.num_bytes == ONE // 2 for one in sent)
-        assert all(result.staging.stage_of(one.rank) != result.staging.stage_of(one.peer) for one in sent)
+        mesh = result.placement.mesh
+        assert all(mesh.stage_of(one.rank) != mesh.stage_of(one.peer) for one in sent)
 
 
 def test_a_stage_keeps_the_activations_of_its_passes_in_flight() -> None:

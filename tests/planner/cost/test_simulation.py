@@ -1,15 +1,12 @@
-"""Timelines against what they come to by hand: streams, messages, hosts of devices; as events, and as a trace."""
+"""Timelines against what they come to by hand: streams, messages, hosts of devices."""
 
-import itertools
-import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.models import create
 from convoy.planner import score, workload_of
 from convoy.planner.cost.costs import Costs, HostCost, Times
@@ -17,11 +14,9 @@ from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.simulation import rank_classes, simulate
-from convoy.planner.text import trace
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import Task
-from convoy.training.recorder import middle_update
 
 
 def compute(
@@ -120,9 +115,6 @@ def test_a_device_waits_for_a_host_that_is_slower() -> None:
     assert (kinds["forward"], kinds["issuing"], kinds["idle"]) == pytest.approx((10, 20, 0))
     summary = simulate(chain([(3.0, 1.0)] * 4)).summary()  # part of the layer that waits, as events measure it
     assert summary.parts["forward"] == pytest.approx(12) and summary.parts["waiting"] == 0
-    # The host ends at 12 with an update, the device a second later, so the host of the next begins at -1.
-    spans = simulate(chain([(2.0, 3.0), (2.0, 1.0), (8.0, 1.0)])).spans
-    assert [(span.ready, span.start, span.end) for span in spans] == [(0, 1, 4), (4, 4, 5), (5, 11, 12)]
 
     def rank(number: int, host: float) -> list[Task]:
         after = replace(message(1.0, 2 * number, rank=number, meeting=7, stream="transfers"), host=host)
@@ -152,83 +144,3 @@ def test_small_batches_take_what_the_host_takes_and_recorded_ones_issue_the_opti
     tensors = len(list(create("lenet").parameters()))
     assert predicted(2, recorded=True) == pytest.approx((1 + tensors) * host, rel=0.05)
     assert predicted(2, host, True, "stage=2") == predicted(2, host, False, "stage=2")  # stages are not recorded
-
-
-@dataclass
-class Call:
-    """Of a placement, as far as events want it; and the placement of two calls."""
-
-    name: str
-    layer: str
-    outputs: tuple[str, ...] = ()
-    calls: tuple[Any, ...] = ()
-
-    @property
-    def call(self) -> "Call":
-        return self
-
-
-MARKS = [  # what begins of which call in which pass, and how long it takes; in the prediction's words
-    ("input", "", -1, 0.5, ("compute", "around", "", "input", 0.5)),
-    ("rest", "", -1, 0.25, None),
-    ("forward", "", -1, 0.125, ("compute", "around", "", "rest", 0.375)),
-    ("forward", "conv", 0, 1.0, ("compute", "forward", "features.0", "conv", 1.0)),
-    ("rest", "", 0, 0.125, ("compute", "around", "", "rest", 0.125)),
-    ("transfer", "", 0, 0.75, ("transfers", "transfer", "head", "head", 0.75)),
-    ("forward", "fc", 0, 2.0, ("compute", "forward", "head", "fc", 2.0)),
-    ("rest", "", -1, 0.5, ("compute", "around", "", "rest", 0.5)),
-    ("backward", "fc", 0, 3.0, ("compute", "backward", "head", "fc", 3.0)),
-    ("copy", "fc", 0, 0.25, ("compute", "copy", "head", "fc", 0.25)),
-    ("transfer", "backward", 0, 0.5, ("transfers", "transfer", "head", "head", 0.5)),
-    ("backward", "conv", 0, 1.5, ("compute", "backward", "features.0", "conv", 1.5)),
-    ("gradient", "", -1, 1.0, ("gradients", "gradient", "", "gradient", 1.0)),
-    ("update", "", -1, 0.5, ("compute", "update", "", "optimizer", 0.5)),
-    ("rest", "", -1, 0.25, ("compute", "around", "", "rest", 0.25)),
-]
-
-
-def watched(placed: bool = True) -> WatchedUpdate:
-    now = [0.0]
-    update = WatchedUpdate(DeviceClock(torch.device("cpu"), lambda: now[0]))
-    if placed:
-        update.placements.append(Call("", "", calls=(Call("conv", "features.0"), Call("fc", "head"))))
-    for kind, call, run, seconds, _ in MARKS:
-        update.mark(kind, call, run)
-        now[0] += seconds
-    update.mark("rest")
-    return update
-
-
-def test_a_watched_update_is_events_from_its_beginning_to_its_end_in_the_words_of_the_prediction() -> None:
-    spans = watched().timeline(3).spans
-    assert spans[0].start == 0 and all(one.end == after.start for one, after in itertools.pairwise(spans))
-    total = sum(seconds for *_, seconds, _ in MARKS)
-    assert sum(one.end - one.start for one in spans) == spans[-1].end == total
-    assert sum(segment.seconds for segment in watched().segments()) == total
-    tasks = [span.task for span in spans]
-    assert [(one.stream, one.kind, one.layer, one.name, one.seconds) for one in tasks] == [m[4] for m in MARKS if m[4]]
-    alone = [span.task for span in watched(placed=False).timeline(0, alone=True).spans]  # nobody is waited for
-    assert {one.stream for one in alone} == {"compute"}
-    assert sum(one.seconds for one in alone if one.kind == "forward") == 3.125
-    for lengths, number in (([[3.0, 1.0, 2.0]], 2), ([[1.0, 2.0, 3.0], [1.0, 9.0, 3.0]], 2), ([[5.0]], 0)):
-        assert middle_update(lengths) == number  # of the slowest rank
-
-
-def test_a_trace_has_a_process_for_each_rank_a_thread_for_each_stream_and_microseconds() -> None:
-    tasks = [compute(0.002, layer="conv1"), compute(0.001, rank=1, layer="conv1")]
-    for rank in (0, 1):
-        tasks.append(Task(rank, "gradients", "gradient", "conv1", "conv1.weight", 0.001, (rank,), 0, num_bytes=400))
-    both = trace(predicted=simulate(tasks), measured=watched().timeline(0))
-    events = json.loads(json.dumps(both, allow_nan=False))["traceEvents"]
-    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert [named[pid] for pid in sorted(named)] == ["predicted rank 0", "measured rank 0", "predicted rank 1"]
-    assert min(named) > 0  # 0 is the kernel's
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    spans = [event for event in events if event["ph"] == "X"]
-    for thread, stream in threads.items():
-        group = sorted((e["ts"], e["dur"]) for e in spans if (e["pid"], e["tid"]) == thread)
-        for (start, seconds), (after, _) in itertools.pairwise(group):
-            assert round(1e3 * (start + seconds)) <= round(1e3 * after), stream
-    sent = next(e for e in spans if e["name"] == "conv1.weight" and named[e["pid"]] == "predicted rank 0")
-    assert (threads[sent["pid"], sent["tid"]], sent["ts"], sent["dur"]) == ("gradients", 2000.0, 1000.0)
-    assert sent["args"] == {"layer": "conv1", "kind": "gradient", "bytes": 400}

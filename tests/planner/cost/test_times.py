@@ -1,24 +1,19 @@
 """Times of operations and links: which are the same, what is counted of them, and what is told from measured ones."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 from convoy.errors import ConvoyError
-from convoy.hardware.catalog import link_named
 from convoy.hardware.catalog import links as catalog
 from convoy.models import create
 from convoy.models.counting import count
 from convoy.planner.cost.calibrated import Calibrated, fitted
 from convoy.planner.cost.costs import Roofline, Times
-from convoy.planner.cost.gradients import Update, issuing
-from convoy.planner.cost.link import Curve, Link, Links, Rate, first_group, links_named
+from convoy.planner.cost.link import Curve, Link, Links, Rate, links_named
 from convoy.planner.cost.local_op import LocalOp, Operand, local_op
 from convoy.plans.mesh import Mesh
 from plans.made_graph import Does, chain, graph_of, placed, small_net
@@ -47,38 +42,11 @@ def conv3(a: int, b: int, **options: Any) -> nn.Conv2d:
     return nn.Conv2d(a, b, 3, padding=1, **options)
 
 
-def test_an_operation_has_its_key_in_every_process_and_another_one_has_another() -> None:
-    one = conv(8)
-    again = LocalOp.from_dict(json.loads(json.dumps(one.to_dict())))
-    assert again == one and hash(again) == hash(one) and one.key.startswith("conv-")
-    code = "from convoy.planner.cost.local_op import LocalOp; print(LocalOp.from_dict(eval(input())).key)"
-    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": "src"}
-    result = subprocess.run(
-        command, input=repr(one.to_dict()), capture_output=True, text=True, check=True, env=environment
-    )
-    assert result.stdout.strip() == one.key
-    images, weight = one.inputs
-    changes = ({"shape": (9, 16, 14, 14)}, {"dtype": "bfloat16"}, {"gradient": False})
-    variants = [replace(one, inputs=(replace(images, **change), weight)) for change in changes]
-    assert len({other.key for other in (one, replace(one, op="linear"), conv(8, stride=2), *variants)}) == 6
-
-
-class Shared(nn.Module):
-    """A value that several calls take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.r = conv3(4, 4), conv3(4, 4), conv3(4, 4), nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        return self.c(x + self.b(x)) + self.r(x)
-
-
 def test_ranks_and_blocks_that_do_the_same_have_one_operation_and_others_another() -> None:
     blocks = chain((8, 4, 9, 9), first=conv3(4, 4), a=conv3(4, 4), r=nn.ReLU(), b=conv3(4, 4))
     result = local_ops(blocks, "sample=2")
     assert result["a"] == result["b"] != result["first"]  # which needs no gradient of the images
+    assert result["a"].key == result["b"].key != result["first"].key
     first, second = (local_ops(small_net(9), "sample=2", rank)["features.0"] for rank in (0, 1))
     assert (first.inputs[0].shape[0], second.inputs[0].shape[0]) == (5, 4)
     assert local_ops(small_net(), "sample=2", 0) == local_ops(small_net(), "sample=2", 1)
@@ -86,31 +54,9 @@ def test_ranks_and_blocks_that_do_the_same_have_one_operation_and_others_another
     assert [row.option("padding")[0] for row in rows] == [(0, 1, 0), (0, 0, 0), (0, 0, 1)]
     assert [row.inputs[0].shape[2] for row in rows] == [5, 6, 5]
     assert rows[0].bytes.forward > replace(rows[0], options=rows[1].options).bytes.forward  # the padding takes a copy
-    grouped = chain((4, 8, 9, 9), a=conv3(8, 8, groups=4))
-    assert [local_ops(grouped, plan)["a"].option("groups") for plan in ("filter=2", "serial")] == [2, 4]
-    partial = chain((4, 8, 9, 9), c=conv3(8, 8))  # one rank adds the bias
-    assert [local_ops(partial, "channel=2", rank)["c"].option("bias") for rank in (0, 1)] == [True, False]
-    shared = local_ops(graph_of(Shared(), 8, 4, 9, 9), "sample=2")
-    assert (result["r"].option("overwrites"), shared["r"].option("overwrites")) == (True, None)
-    assert [operand.adds for operand in shared["b"].inputs] == [True, False, False]  # all but the last of a value
-    assert shared["b"].bytes.backward - shared["c"].bytes.backward == 3 * shared["b"].inputs[0].bytes
     odd = chain((8, 4, 9, 9), a=conv3(4, 4), m=Does(lambda x: x.clamp_min(float("-inf"))))
     clamped = local_ops(odd, "sample=2")["m"]  # JSON has no infinite numbers
     assert LocalOp.from_dict(json.loads(json.dumps(clamped.to_dict(), allow_nan=False))) == clamped
-
-
-class Mixture(nn.Module):
-    """Grouped, strided and transposed convolutions and matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.grouped = nn.Conv2d(8, 12, 3, stride=2, padding=1, groups=4)
-        self.up = nn.ConvTranspose2d(12, 6, 4, stride=2, padding=1, groups=2)
-        self.fc = nn.Linear(6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up(self.grouped(x)).flatten(2)
-        return self.fc(x @ x.mT)
 
 
 def test_work_is_that_by_hand_that_torch_counts_and_the_same_over_all_ranks() -> None:
@@ -123,78 +69,32 @@ def test_work_is_that_by_hand_that_torch_counts_and_the_same_over_all_ranks() ->
     assert (both.flops, images_only.flops) == ((by_hand, 2 * by_hand), (by_hand, by_hand))
     images, weight = 8 * 16 * 14 * 14 * 4, 16 * 16 * 9 * 4
     assert images_only.bytes == (images + weight + images, images + weight + images + weight)
-    for model, shape in ((Mixture(), (8, 10, 10)), (create("squeezenet1_1"), (3, 96, 96))):
-        placement = placed(graph_of(model, 1, *shape, training=False), "serial")
-        assert sum(local_op(one, placement, 0).flops.forward for one in placement.calls) == count(model, shape).flops
-    for plan in ("sample=2", "filter=2", "owt=4", "sample=2,filter=2"):
+    network = placed(graph_of(create("squeezenet1_1"), 1, 3, 96, 96, training=False), "serial")
+    work = sum(local_op(one, network, 0).flops.forward for one in network.calls)
+    assert work == count(create("squeezenet1_1"), (3, 96, 96)).flops
+    for plan in ("sample=2", "filter=2", "sample=2,filter=2"):
         assert flops(small_net(), plan) == flops(small_net(), "serial"), plan
-    views = local_ops(small_net(), "serial")
-    assert (views[""].op, views[""].bytes) == ("reshape", (0, 0))
-    assert all(each.is_empty and each.bytes == (0, 0) for each in local_ops(small_net(1), "sample=2", 1).values())
-    assert views["features.2"].describe() == "conv 8×8×16×16 → 8×12×8×8, 3×3 /2"
-
-
-def test_a_roofline_counts_the_slower_of_arithmetic_and_memory() -> None:
-    one = conv(4)
-    assert ROOFLINE(one).forward == pytest.approx(1e-6 + one.flops.forward / 1e9)
-    assert Roofline(1e12, 1e6)(one).forward == pytest.approx(one.bytes.forward / 1e6)
-    assert ROOFLINE(relu(1000)) == Times(1e-6 + 8e-6, 1e-6 + 12e-6) and ROOFLINE(relu(0)) == Times()
-    truth = Roofline(3e10, 5e9)
-    measured = {one: truth(one) for one in (conv(8), conv(16), conv(8, channels=32), relu(10**5), relu(10**6))}
-    result = fitted(measured)
-    assert (result.flops_per_s, result.bytes_per_s) == pytest.approx((3e10, 5e9), rel=0.01)
-    assert fitted({}).flops_per_s > 0
-    assert Calibrated(measured)(conv(32)).forward == pytest.approx(truth(conv(32)).forward, rel=0.15)
 
 
 def test_times_between_measured_ones_have_an_efficiency_between_theirs() -> None:
     def ratio(times: Calibrated, op: LocalOp) -> float:
         return times(op).forward / ROOFLINE(op).forward
 
+    one = conv(4)  # the slower of arithmetic and memory
+    assert ROOFLINE(one).forward == pytest.approx(1e-6 + one.flops.forward / 1e9)
+    assert Roofline(1e12, 1e6)(one).forward == pytest.approx(one.bytes.forward / 1e6)
+    truth = Roofline(3e10, 5e9)
+    operations = (conv(8), conv(16), conv(8, channels=32), relu(10**5), relu(10**6))
+    result = fitted({one: truth(one) for one in operations})
+    assert (result.flops_per_s, result.bytes_per_s) == pytest.approx((3e10, 5e9), rel=0.01)
     sizes = Calibrated({conv(n): ROOFLINE(conv(n)) * factor for n, factor in ((4, 2.0), (64, 4.0))}, ROOFLINE)
     assert sizes(conv(4)) == ROOFLINE(conv(4)) * 2  # what was measured is exact
     assert 2.0 < ratio(sizes, conv(5)) < 2.2 < ratio(sizes, conv(16)) < 3.8 < ratio(sizes, conv(60)) < 4.0
-    half = Calibrated({conv(4): ROOFLINE(conv(4)) * 2}, ROOFLINE)  # a device of half the speed, from one layer
-    for other in (conv(32), conv(4, channels=64), conv(8, stride=2), relu(1000)):
-        assert half(other).total == pytest.approx(2 * ROOFLINE(other).total, rel=0.06)
     strides = {conv(4, stride=s): ROOFLINE(conv(4, stride=s)) * factor for s, factor in ((1, 2), (2, 5))}
     for s, factor in ((1, 2), (2, 5)):  # layers of the same options are nearer
         assert ratio(Calibrated(strides, ROOFLINE), conv(5, stride=s)) == pytest.approx(factor, rel=0.05)
-    functions = Calibrated({relu(1000): ROOFLINE(relu(1000)), relu(1000, "gelu"): ROOFLINE(relu(1000)) * 10}, ROOFLINE)
-    result = [ratio(functions, relu(2000, function)) for function in ("relu", "gelu", "mish")]
-    assert result == pytest.approx([1, 10, 5.5])  # what is unknown lies between
     hosts = {relu(64 << k): Times(1e-6, 2e-6, 1e-5 * (k + 1), 2e-5 * (k + 1)) for k in range(3)}
     assert Calibrated(hosts)(relu(10**6)).host == pytest.approx(6e-5)  # as long as others of its sort take
-
-    def slow_weights(op: LocalOp) -> Times:
-        """A device on which weights take five times as long as activations: small batches gain little."""
-        weights = sum(operand.bytes for operand in op.inputs if operand.role == "parameter")
-        ways = enumerate(zip(op.flops, op.bytes, strict=True))
-        return Times(
-            *(1e-6 + f / 1e11 + (b - (1 + w) * weights) / 1e10 + (1 + w) * weights / 2e9 for w, (f, b) in ways)
-        )
-
-    measured = [conv(n, channels, size=7) for n in (16, 64) for channels in (64, 128, 256, 512)]
-    calibrated = Calibrated({one: slow_weights(one) for one in measured})
-    for samples in (4, 8, 32, 128):
-        one = conv(samples, 256, size=7)
-        assert calibrated(one).total == pytest.approx(slow_weights(one).total, rel=0.15), samples
-
-
-def test_an_optimizer_and_its_host_from_measured_points() -> None:
-    truth = Update(2e-10, 3e-6)
-    points = [(size, number, truth.seconds(size, number)) for size, number in ((10**8, 16), (10**8, 160), (10**6, 60))]
-    result = Update.fit(points, state=2.0, divisible=True)
-    assert (result.per_byte, result.per_tensor) == (pytest.approx(2e-10), pytest.approx(3e-6))
-    assert (result.state, result.divisible, Update.fit([])) == (2.0, True, Update())
-    odd = Update.fit([(10**8, 16, 1.0), (10**8, 1600, 0.9)])  # more tensors do not make it faster
-    assert odd.per_tensor == 0 < odd.per_byte
-    for measured, rates in (
-        ([(1, 30e-6), (16, 60e-6), (256, 540e-6)], (28e-6, 2e-6)),
-        ([(1, 0.0), (16, 0.0)], (0.0, 0.0)),
-        ([(1, 8e-6), (3, 4e-6)], (6e-6, 0.0)),
-    ):
-        assert issuing(measured) == pytest.approx(rates)
 
 
 CURVE = Curve(((1000, 2e-5), (100_000, 3e-5), (1_000_000, 4e-4)))
@@ -203,10 +103,6 @@ CURVE = Curve(((1000, 2e-5), (100_000, 3e-5), (1_000_000, 4e-4)))
 def test_curves_are_exact_at_their_points_and_links_are_known_by_the_ranks_that_they_join() -> None:
     assert [CURVE(size) for size, _ in CURVE.points] == [seconds for _, seconds in CURVE.points]
     assert (CURVE(550_000), CURVE(10), CURVE(1_900_000)) == pytest.approx((2.15e-4, 2e-5, 4e-4 + 3.7e-4))
-    assert Curve(((1000, 3e-5), (2000, 2e-5)))(4000) == pytest.approx(2e-5 + 2000 * 1e-8)
-    assert Curve.through([(10, 3.0), (5, 1.0), (10, 1.0), (10, 2.0)]).points == ((5, 1.0), (10, 2.0))  # the median
-    with pytest.raises(ConvoyError, match="a curve needs"):
-        Curve(((2, 1.0), (1, 2.0)))
     near, far = Link(CURVE, CURVE), Link(Curve(((0, 1.0),)), CURVE, True, 0.5, host=3e-5)
     links, mesh = Links({(0, 1): near, (0, 2): far}), Mesh(("a", "b"), (2, 2))
     assert links.of(mesh, (1,)) is links.of(Mesh(("only",), (2,)), (0,)) is near
@@ -214,8 +110,6 @@ def test_curves_are_exact_at_their_points_and_links_are_known_by_the_ranks_that_
     assert Links.from_list(json.loads(json.dumps(links.to_list()))) == links and "host" not in near.to_dict()
     with pytest.raises(ConvoyError, match=r"between ranks \[0, 1\]"):
         Links().of(Mesh(("a",), (2,)), (0,))
-    cube = Mesh(("a", "b", "c"), (2, 3, 2))
-    assert [first_group(cube, axes) for axes in ((2,), (2, 0), (1,))] == [(0, 1), (0, 1, 6, 7), (0, 2, 4)]
 
 
 def test_rates_by_name_are_as_published_and_the_slowest_part_of_the_way_decides() -> None:
@@ -226,17 +120,10 @@ def test_rates_by_name_are_as_published_and_the_slowest_part_of_the_way_decides(
     pcie, switch = (Rate.of(catalog()[name]).link(8, True, 0) for name in ("pcie3", "pcie3-switch"))
     assert pcie.all_reduce(67_108_864) == pytest.approx(22.2e-3, rel=0.15)
     assert switch.all_reduce(67_108_864) < 15e-3
-    for text, rate in (("10gbit", 1.125e9), ("5GB/s", 5e9), ("800 Mbit/s", 0.09e9), ("pcie4", 21.8e9)):
-        assert link_named(text).rate == pytest.approx(rate)
     mesh = Mesh(("host", "gpu"), (2, 4))
-    both, note = links_named("10gbit,4xnvlink4", on_cpu=False)
+    both, _ = links_named("10gbit,4xnvlink4", on_cpu=False)
     plain, nvlink = (links_named(name, on_cpu=False)[0] for name in ("10gbit", "nvlink4"))
     assert both.of(mesh, (1,)) == nvlink.of(mesh, (1,)) and both.of(mesh, (0,)) == plain.of(mesh, (0,))
     assert both.of(mesh, (0, 1)).all_reduce(1 << 20) > nvlink.of(mesh, (1,)).all_reduce(1 << 20)
-    assert "inside hosts of 4 devices" in note
-    for wrong in ("string", "10gbit,nvlink4", "10gbit,0xnvlink4"):
-        with pytest.raises(ConvoyError, match="is no link"):
-            links_named(wrong, on_cpu=False)
-    named = (("1gbit", True), ("5GB/s", True), ("5GB/s", False))
-    slow, fast, gpu = (links_named(text, on_cpu)[0].of(mesh, (0,)).cpu_share for text, on_cpu in named)
-    assert 0 < slow < 0.2 and (fast, gpu) == (1, 0)  # which leave a CPU its cycles
+    with pytest.raises(ConvoyError, match="is no link"):
+        links_named("10gbit,nvlink4", on_cpu=False)

@@ -1,32 +1,42 @@
 """Networks of few layers with the joins that make a search hard, and every plan of one priced by itself."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmarks.measuring.analytic import Analytic
 from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
-from convoy.graph.graph import Graph, Ref
+from convoy.graph.graph import Ref
 from convoy.graph.tree import leaves
-from convoy.ops import capture, place
+from convoy.ops import capture
+from convoy.planner.cost.additive import Additive, additive_seconds
+from convoy.planner.cost.costs import Costs, Roofline
+from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.link import Assumed, Rate
 from convoy.planner.search.prices import CHOOSING, Strategy
-from convoy.plans.layout import balanced
+from convoy.planner.workload import Workload
+from convoy.plans.buckets import Sizes
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import Batch, Placement, sample_axes
+from convoy.plans.place import Placement
 
 ONE, THREE, TWO = Mesh(("gpu",), (2,)), Mesh(("gpu",), (3,)), Mesh(("node", "gpu"), (2, 2))
 FEW = ("sample", "filter", "channel", "height")
-Parts = Callable[[int], tuple[range, ...]]
 
-# Of a slow device, with links between those where computing and those where sending decides
-Costs = partial(Analytic, flops=1e9, bandwidth=1e11, overhead=2e-6, latency=1e-5, rate=3e8)
+
+def costs(flops: float = 1e9, memory: float = 1e11, latency: float = 1e-5, rate: float = 3e8) -> Costs:
+    """Of a slow device, with links between those where computing and those where sending decides, three times as fast
+    between neighbours. Each gradient travels alone."""
+    links = Assumed(Rate(latency, rate / 3), Rate(latency, rate), per_host=2, overlap=False).links()
+    return Costs(Roofline(flops, memory, 2e-6), links, Update(5 / memory), sizes=Sizes(1, 1, 1))
+
+
 # under which the best plans are mixed
-EVERY = (Costs(), Costs(flops=3e8, rate=1e8, latency=1e-6, bandwidth=1e10), Costs(flops=1e10, rate=5e7, latency=1e-6))
+COSTS = costs()
+EVERY = (COSTS, costs(flops=3e8, rate=1e8, latency=1e-6, memory=1e10), costs(flops=1e10, rate=5e7, latency=1e-6))
 
 
 @dataclass
@@ -40,28 +50,20 @@ class EachLayer:
         return self.layers.get(layer, ("replicate",) * len(self.mesh.sizes))
 
 
-def placed_under(graph: Graph, plan: object, parts: Parts | None = None) -> Placement:
-    """A graph under a plan, as `parallelize` places it."""
-    axes = sample_axes(((call.layer, call.op) for call in graph.calls), plan)
-    samples = graph.shape(graph.inputs[0])[0]
-    batch = Batch(plan.mesh, axes, (parts or (lambda count: balanced(samples, count)))(plan.mesh.size(axes)))
-    return place(graph, plan, batch, [ref.name for ref in leaves(graph.output, Ref)])
+def seconds_of(workload: Workload, placement: Placement, costs: Costs) -> float:
+    return additive_seconds(placement, Additive(costs, workload.graph, workload.passes))
 
 
 def every_placement(
-    graph: Graph,
-    mesh: Mesh,
-    among: Sequence[str],
-    parts: Parts | None = None,
-    fixed: Mapping[str, Sequence[Strategy]] = {},
+    workload: Workload, mesh: Mesh, among: Sequence[str], fixed: Mapping[str, Sequence[Strategy]] = {}
 ) -> Iterator[tuple[dict[str, Strategy], Placement]]:
     """Every plan that can be placed, by the strategies of its layers; some layers have but those that are fixed."""
-    layers = dict.fromkeys(call.layer for call in graph.calls if call.op in CHOOSING)
+    layers = dict.fromkeys(call.layer for call in workload.graph.calls if call.op in CHOOSING)
     free = list(itertools.product(among, repeat=len(mesh.sizes)))
     for strategies in itertools.product(*(fixed.get(layer, free) for layer in layers)):
         by_layer = dict(zip(layers, strategies, strict=True))
         try:
-            yield by_layer, placed_under(graph, EachLayer(mesh, by_layer), parts)
+            yield by_layer, workload.place(EachLayer(mesh, by_layer))
         except ConvoyError:
             continue
 
@@ -158,6 +160,7 @@ class Halves(nn.Module):
         return self.last(torch.cat([a, b], 1)).mean((2, 3))
 
 
-def captured(model: nn.Module, samples: int = 8, size: int = 8) -> Graph:
-    """The graph of a training pass."""
-    return capture(model, (torch.empty(samples, 3, size, size, device="meta"),), training=True)
+def workload(model: nn.Module, samples: int = 8, size: int = 8, **options: Any) -> Workload:
+    """A training pass."""
+    graph = capture(model, (torch.empty(samples, 3, size, size, device="meta"),), training=True)
+    return Workload("", graph, tuple(ref.name for ref in leaves(graph.output, Ref)), **options)

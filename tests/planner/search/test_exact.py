@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.planner.search import additive_seconds, search
+from convoy.planner.cost.prediction import most, rank_memory
 from convoy.planner.search import solve as solving
 from convoy.planner.search.elimination import Elimination, Table
-from convoy.planner.search.fewest import fewest
-from convoy.planner.search.joins import codes_of, relabelled
-from convoy.planner.search.layers import alone, compact, tied, tied_where_wide
-from convoy.planner.search.prices import Prices, meshes, redistributions
-from convoy.plans.layout import Layout, Split, balanced, indices
+from convoy.planner.search.layers import compact
+from convoy.planner.search.prices import meshes
+from convoy.planner.search.problem import relabelled
+from convoy.planner.search.search import search
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import Batch
 from convoy.plans.plan import Plan
+from convoy.plans.traffic import redistributions
+from planner.search import nets
 from planner.search.nets import (
+    COSTS,
     EVERY,
     FEW,
     ONE,
@@ -27,60 +28,52 @@ from planner.search.nets import (
     TWO,
     Branches,
     Chain,
-    Costs,
     Halves,
     Nested,
     Residual,
     Twice,
-    captured,
     every_placement,
-    placed_under,
+    seconds_of,
+    workload,
 )
 from small_nets import Dense, SqueezeExcite
 
 CASES = [
-    (Residual, ONE, FEW),
-    (Branches, THREE, ("sample", "filter", "channel")),
-    (Nested, ONE, FEW),
-    (Twice, ONE, FEW),
-    (Halves, ONE, FEW),
-    pytest.param(Chain, TWO, ("sample", "filter", "channel"), marks=pytest.mark.slow),
-    pytest.param(Residual, TWO, ("sample", "filter"), marks=pytest.mark.slow),
-    pytest.param(SqueezeExcite, THREE, ("sample", "filter"), marks=pytest.mark.slow),
+    (Residual, ONE, FEW, {}),
+    (Branches, THREE, ("sample", "filter", "channel"), {}),
+    (Nested, ONE, FEW, {}),
+    (Twice, ONE, FEW, {}),
+    (Chain, ONE, FEW, {"shares": (3, 1)}),  # of the samples
+    pytest.param(Halves, ONE, FEW, {}, marks=pytest.mark.slow),
+    pytest.param(Chain, TWO, ("sample", "filter", "channel"), {}, marks=pytest.mark.slow),
+    pytest.param(Residual, TWO, ("sample", "filter"), {}, marks=pytest.mark.slow),
+    pytest.param(SqueezeExcite, THREE, ("sample", "filter"), {}, marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("make", "mesh", "among"), CASES)
+@pytest.mark.parametrize(("make", "mesh", "among", "options"), CASES)
 def test_no_plan_costs_less_and_none_that_is_about_as_fast_redistributes_less(
-    make: Any, mesh: Mesh, among: tuple[str, ...]
+    make: Any, mesh: Mesh, among: tuple[str, ...], options: dict[str, Any]
 ) -> None:
-    graph = captured(make())
-    placements = [placement for _, placement in every_placement(graph, mesh, among)]
-    counts = [len(redistributions(placement)) for placement in placements]
+    job, simpler = workload(make(), **options), 0
+    placements = [placement for _, placement in every_placement(job, mesh, among)]
+    counts = [len(list(redistributions(placement))) for placement in placements]
     for costs in EVERY:
-        every = list(zip([additive_seconds(one, costs) for one in placements], counts, strict=True))
+        every = list(zip([seconds_of(job, one, costs) for one in placements], counts, strict=True))
         least = min(seconds for seconds, _ in every)
-        for tolerance in (0.0, 0.01, 0.1):
-            result = search(graph, mesh.num_devices, costs, on=[mesh], among=among, tolerance=tolerance)
+        # a way to divide the samples that the fastest plan for it does not use is left out, with what is simpler in it
+        for tolerance in (0.0, 0.03 if mesh is ONE else 0.01):
+            result = search(job, mesh.num_devices, costs, on=[mesh], among=among, tolerance=tolerance)
             best = result.best
             assert result.exact and result.least == pytest.approx(least, rel=1e-12)
             fewest_count, seconds = min((count, s) for s, count in every if s <= least * (1 + tolerance) * (1 + 1e-9))
             assert best.seconds == pytest.approx(seconds if tolerance else least, rel=1e-9)
             assert not tolerance or best.redistributions == fewest_count
             # a plan costs when it is placed what the search says, through its text as well
-            placement = placed_under(graph, Plan.parse(best.plan.to_yaml()))
-            assert additive_seconds(placement, costs) == pytest.approx(best.seconds, rel=1e-12)
-            assert len(redistributions(placement)) == best.redistributions
-
-
-def test_the_tolerance_matters() -> None:
-    changed = 0
-    for make, costs in itertools.product((Residual, Branches, Chain), EVERY):
-        graph = captured(make())
-        strict, near = (search(graph, 2, costs, on=[ONE], among=FEW, tolerance=share).best for share in (0.0, 0.1))
-        assert strict.seconds <= near.seconds <= 1.1 * strict.seconds
-        changed += near.redistributions < strict.redistributions
-    assert changed, "no case in which the tolerance matters"
+            placement = job.place(Plan.parse(best.plan.to_yaml()))
+            assert seconds_of(job, placement, costs) == pytest.approx(best.seconds, rel=1e-12)
+            simpler += best.seconds > least * (1 + 1e-9)
+    assert simpler or not options, "no case in which the tolerance matters"
 
 
 def test_sums_over_variables_are_least_and_of_those_within_a_budget_fewest_count() -> None:
@@ -104,9 +97,9 @@ def test_sums_over_variables_are_least_and_of_those_within_a_budget_fewest_count
             assert least == pytest.approx(target)
         for budget in (seconds, 1.2 * seconds, 2 * seconds):
             _, _, target = min((c, s, at) for s, c, at in every if s <= budget)
-            result = fewest(tables, counts, sizes, budget * (1 + 1e-12), int(count), 10**6)
+            result = Elimination(tables, sizes, 10**6, counts, int(count)).assignment(budget * (1 + 1e-12))
             assert tuple(result[variable] for variable in sizes) == target
-        assert fewest(tables, counts, sizes, 0.9 * seconds, 30, 10**6) is None
+        assert Elimination(tables, sizes, 10**6, counts, 30).assignment(0.9 * seconds) is None
     # variables that are settled are no dimensions: here are more of them than an array may have
     draw, leaves = np.random.default_rng(0), range(1, 41)
     tables = [Table((0, leaf), draw.random((3, 1))) for leaf in leaves]
@@ -120,67 +113,32 @@ def test_sums_over_variables_are_least_and_of_those_within_a_budget_fewest_count
         assert (numbers == np.unique(ids)).all() and (numbers[places] == ids).all()
 
 
-@pytest.mark.parametrize(("count", "mesh"), [(3, ONE), (2, TWO)])
-def test_states_of_a_concatenation_with_one_code_are_placed_alike(count: int, mesh: Mesh) -> None:
-    graph, draw = captured(Branches(count)), np.random.default_rng(0)
-    prices, batch = Prices(graph, mesh, Costs()), Batch(mesh, (0,), balanced(8, 2))
-    call = next(call for call in graph.calls if call.op == "cat")
-    chosen = []
-    for name in call.inputs:
-        layouts = [Layout.of({})]
-        for dim, size in enumerate((8, graph.shape(name)[1], 8)):
-            layouts += [Layout.of({dim: Split((axis,), balanced(size, 2))}) for axis in mesh.axes]
-        parts = tuple(indices(range(rank, graph.shape(name)[1], 2)) for rank in range(2))  # another way than evenly
-        layouts.append(Layout.of({1: Split((0,), parts)}))
-        chosen.append(draw.choice(np.array([prices.number(layout) for layout in layouts]), 1500))
-    codes = codes_of(call, prices, chosen)
-    assert len(np.unique(codes)) < len(np.unique(np.stack(chosen), axis=1).T)
-    by_code: dict[int, object] = {}
-    for code, *numbers in zip(codes.tolist(), *(one.tolist() for one in chosen), strict=True):
-        answer = prices.answer(call, batch, (), numbers)
-        assert by_code.setdefault(code, answer) == answer
-
-
-def test_meshes_are_ordered_factorisations_and_the_best_of_all_is_taken() -> None:
+def test_the_best_of_all_meshes_comes_first_and_plain_samples_with_it() -> None:
     assert [mesh.sizes for mesh in meshes(12)] == [(12,), (2, 6), (3, 4), (4, 3), (6, 2)]
-    assert ([mesh.sizes for mesh in meshes(1)], meshes(4)[1].names) == ([()], ("node", "gpu"))
-    graph = captured(Residual(), 16)
-    result = search(graph, 4, Costs(), top=4, tolerance=0.0)
+    job = workload(Residual(), 16)
+    result = search(job, 4, COSTS, top=4, tolerance=0.0)
     plans = [str(candidate.plan) for candidate in result.candidates]
     assert len(set(plans)) == len(plans) >= 3
-    each = [search(graph, 4, Costs(), on=[mesh], tolerance=0.0).best.seconds for mesh in meshes(4)]
-    assert result.best.seconds == min(each)
-    one = search(captured(Chain()), 1, Costs())
-    assert (str(one.best.plan), one.exact) == ("serial", True)
-
-
-def test_plain_samples_are_a_candidate_where_they_can_be() -> None:
-    result = search(captured(Residual()), 4, Costs(flops=1e12, rate=1e6), top=1, tolerance=0.0)
+    assert result.best.seconds == min(search(job, 4, COSTS, on=[m], tolerance=0.0).best.seconds for m in meshes(4))
+    assert str(search(job, 1, COSTS).best.plan) == "serial"
+    near = search(workload(Chain(), 16), 4, COSTS, tolerance=0.3)  # of plans that are about as fast, the simplest
+    assert near.best.redistributions == 0 < near.candidates[1].redistributions
+    assert near.best.seconds > near.candidates[1].seconds
+    result = search(job, 4, nets.costs(flops=1e12, rate=1e6), top=1, tolerance=0.0)
     assert Plan.parse("sample=4") in [one.plan for one in result.candidates] and str(result.best.plan) != "sample=4"
     assert [one.seconds for one in result.candidates] == sorted(one.seconds for one in result.candidates)
-    for candidate in search(captured(Chain(), 2), 4, Costs()).candidates:  # not of two samples
+    for candidate in search(workload(Chain(), 2), 4, COSTS).candidates:  # not of two samples
         for layer in ("features.0", "fc"):
             pairs = zip(candidate.plan.mesh.sizes, candidate.plan.strategy(layer, "conv"), strict=True)
             assert all(size <= 2 for size, strategy in pairs if strategy == "sample")
-
-    def whole(count: int) -> tuple[range, ...]:
-        if count > 1:
-            raise ConvoyError("one microbatch is not divided")
-        return (range(8),)
-
-    graph = captured(Chain())
-    result = search(graph, 2, Costs(), parts=whole)
-    assert all("sample" not in str(candidate.plan) for candidate in result.candidates)
-    uneven = {1: (range(8),), 2: (range(6), range(6, 8))}.__getitem__
-    least = min(additive_seconds(one, Costs()) for _, one in every_placement(graph, ONE, FEW, uneven))
-    result = search(graph, 2, Costs(), on=[ONE], among=FEW, parts=uneven, tolerance=0.0)
-    assert result.best.seconds == pytest.approx(least, rel=1e-12)
+    whole = search(workload(Chain(), microbatch=8), 2, COSTS)  # one microbatch is not divided
+    assert all("sample" not in str(candidate.plan) for candidate in whole.candidates)
 
 
 def test_the_next_best_strategy_of_a_layer_is_what_the_best_plan_with_it_costs() -> None:
-    graph = captured(Residual())
-    result = search(graph, 2, Costs(), on=[ONE], among=FEW, tolerance=0.0)
-    every = [(by_layer, additive_seconds(one, Costs())) for by_layer, one in every_placement(graph, ONE, FEW)]
+    job = workload(Residual())
+    result = search(job, 2, COSTS, on=[ONE], among=FEW, tolerance=0.0)
+    every = [(by_layer, seconds_of(job, one, COSTS)) for by_layer, one in every_placement(job, ONE, FEW)]
     uses = any(one.strategy == ("sample",) for one in result.next_best)
     for one in result.next_best:
 
@@ -197,67 +155,58 @@ def test_the_next_best_strategy_of_a_layer_is_what_the_best_plan_with_it_costs()
 
 
 def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:
-    graph = captured(Chain(), 64)
-    free = search(graph, 2, Costs(), on=[ONE], among=FEW, tolerance=0.0)
-    every = [(Costs().memory(one), additive_seconds(one, Costs())) for _, one in every_placement(graph, ONE, FEW)]
+    job = workload(Chain(), 64)
+    free = search(job, 2, COSTS, on=[ONE], among=FEW, tolerance=0.0)
+    every = [
+        (most(rank_memory(one, COSTS)).total, seconds_of(job, one, COSTS)) for _, one in every_placement(job, ONE, FEW)
+    ]
     needed = sorted({memory for memory, _ in every})
     for limit in (needed[0], needed[len(needed) // 3], free.best.memory):
-        result = search(graph, 2, Costs(), on=[ONE], among=FEW, memory_limit=limit)
+        result = search(job, 2, COSTS, on=[ONE], among=FEW, memory_limit=limit)
         best = min(seconds for memory, seconds in every if memory <= limit)
         assert all(candidate.memory <= limit for candidate in result.candidates)
         assert best * (1 - 1e-12) <= result.best.seconds <= best * (1 + 1e-9 if result.exact else 1.5)
     assert result.exact
-    parts = r"\(3.46 kB for outputs of 5 calls, 6.29 kB for parameters and gradients\)"
-    words = rf"no plan fits: the smallest needs 9.74 kB on a device {parts}, .* the 1 kB .*; layer fc takes most"
-    with pytest.raises(ConvoyError, match=words):
-        search(captured(Chain(), 1, 8), 2, Costs(), memory_limit=1000)
+    with pytest.raises(ConvoyError, match=r"no plan fits: the smallest needs .* on a device .*; layer .* takes most"):
+        search(workload(Chain(), 1, 8), 2, COSTS, memory_limit=1000)
 
 
 def test_layers_that_are_fixed_keep_their_strategy_and_the_others_are_chosen_for_it() -> None:
-    graph = captured(Residual())
-    result = search(graph, 2, Costs(), on=[ONE], among=FEW, fixes=["block*=height"], tolerance=0.0)
+    job = workload(Residual())
+    result = search(job, 2, COSTS, on=[ONE], among=FEW, fixes=["block*=height"], tolerance=0.0)
     blocks = {"block1.0": [("height",)], "block2.0": [("height",)]}
-    least = min(additive_seconds(one, Costs()) for _, one in every_placement(graph, ONE, FEW, None, blocks))
+    least = min(seconds_of(job, one, COSTS) for _, one in every_placement(job, ONE, FEW, blocks))
     assert result.best.seconds == pytest.approx(least, rel=1e-12)
     for net, devices, fixes, strategies in (
         (Residual, 2, ["block1.*=filter", "*=sample"], {"block1.0": ("filter",), "stem": ("sample",)}),  # the first
         (Chain, 4, ["fc=sample,filter"], {"fc": ("sample", "filter")}),  # one for each axis
         (Chain, 2, ["*=owt"], {"fc": ("filter",), "features.0": ("sample",)}),
     ):
-        plan = search(captured(net()), devices, Costs(), fixes=fixes).best.plan
+        plan = search(workload(net()), devices, COSTS, fixes=fixes).best.plan
         for layer, strategy in strategies.items():
             assert plan.strategy(layer, "linear" if layer == "fc" else "conv") == strategy
     for fix, words in (
-        ("feature.*=filter", r"matches no layer of this network: did you mean features\.\*"),
-        ("fc=model", "model is no strategy: did you mean filter"),
-        ("fc", "fixes nothing: write a pattern and a strategy"),
         ("fc=sample,filter,height", "no mesh that was searched has as many axes"),
         ("features.0=channel", r"features\.0.* has only 3 input channels for the 4 ranks"),
     ):
-        on = {"on": [Mesh(("gpu",), (4,))]} if "channel" in fix else {}
         with pytest.raises(ConvoyError, match=words):
-            search(captured(Chain()), 4, Costs(), fixes=[fix], **on)
+            search(workload(Chain()), 4, COSTS, fixes=[fix], on=[Mesh(("gpu",), (4,))])
 
 
 def test_where_much_meets_layers_of_one_role_are_tied_and_the_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = captured(Dense())  # whose last features are concatenated of four
-    assert ("convs.0", "convs.1", "convs.2") in tied_where_wide(alone(graph), graph, 3)
-    result = search(graph, 2, Costs(), on=[ONE], among=FEW, tolerance=0.0)
+    job = workload(Dense())  # whose last features are concatenated of four
+    result = search(job, 2, COSTS, on=[ONE], among=FEW, tolerance=0.0)
     assert not result.exact and "3 layers were given one strategy between them" in result.notes[0]
     seconds = [
-        additive_seconds(placement, Costs())
+        seconds_of(job, placement, COSTS)
         for one in FEW
-        for _, placement in every_placement(graph, ONE, FEW, None, {f"convs.{number}": [(one,)] for number in range(3)})
+        for _, placement in every_placement(job, ONE, FEW, {f"convs.{number}": [(one,)] for number in range(3)})
     ]
     assert result.best.seconds == pytest.approx(min(seconds), rel=1e-12)
-    nested = captured(Nested())
-    exact = search(nested, 2, Costs(), on=[ONE], tolerance=0.0)
+    exact = search(workload(Nested()), 2, COSTS, on=[ONE], tolerance=0.0)
     monkeypatch.setattr(solving, "LIMIT", 40)  # what is too wide otherwise is tied as well
-    small = search(nested, 2, Costs(), on=[ONE], tolerance=0.0)
+    small = search(workload(Nested()), 2, COSTS, on=[ONE], tolerance=0.0)
     assert (exact.exact, small.exact) == (True, False) and small.best.seconds >= exact.best.seconds
-    branches = captured(Branches(3))
-    groups = tied(alone(branches), ["ways.0", "ways.1"], branches)  # ties stay in their module
-    assert sorted(map(len, groups)) == [1, 1, 3] and ("ways.0", "ways.1", "ways.2") in groups
 
 
 def test_a_plan_is_written_with_few_patterns_that_give_every_layer_its_strategy() -> None:

@@ -1,32 +1,37 @@
 """The costs of a step as a sum over calls, transfers and parameters: what an exact search can make least.
 
 The timeline knows more (what hides behind what, who waits for whom); the sum is what it comes to where nothing
-overlaps, with an estimate of how much of the exchange of gradients shows. It serves
-`convoy.planner.search` as its `Costs`.
+overlaps, with an estimate of how much of the exchange of gradients shows. Every answer is a function of what is given:
+the search asks once for all calls, tensors and steps that are alike.
 """
 
-from collections.abc import Hashable
-from dataclasses import replace
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
 from math import prod
-
-import torch
 
 from convoy.graph.graph import Call, Graph, Value
 from convoy.planner.cost.costs import Costs, Times
 from convoy.planner.cost.link import Link
-from convoy.planner.cost.local_op import LocalOp, graph_facts, local_op
-from convoy.planner.cost.prediction import most, rank_memory, workspace
+from convoy.planner.cost.local_op import LocalOp, dtype_name, graph_facts, local_op
 from convoy.planner.cost.program import copied, internal_messages, joined, laid_out, moved, parameter_bytes
 from convoy.plans.layout import Layout, common
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
-from convoy.plans.traffic import Traffic, step_elements
+from convoy.plans.traffic import Traffic, redistributions, step_elements
 from convoy.plans.transfer import Step
 
 # Of an exchange of gradients beside the computation, the part by which it makes an update longer, beyond the cycles
 # that it takes from the computation
 _SHOWN = 0.3
-_DTYPES = {1: "uint8", 4: "float32", 8: "float64"}
+
+
+@dataclass(frozen=True)
+class OfParameter:
+    """What belongs to a parameter."""
+
+    seconds: float  # once in an update: the exchange of its gradient, as far as that delays it, and the optimizer
+    adding: float  # seconds of adding its gradient in one more pass to that of earlier ones
+    held: float  # bytes on rank 0, with its gradient and the optimizer's state
 
 
 class Additive:
@@ -38,44 +43,46 @@ class Additive:
         whole = [prod(value.shape) * value.dtype.itemsize for value in graph.parameters()]
         large = sum(size for size in whole if size >= self._sizes.alone)
         self._divides = costs.on_cpu and costs.update.divides(large)
-        half = "float16" if any(value.dtype == torch.float16 for value in graph.values.values()) else "bfloat16"
-        self._dtypes = _DTYPES | {2: half}
         self._known: dict[LocalOp, Times] = {}
         self._copies: dict[tuple[object, ...], float] = {}
         self._links: dict[tuple[Mesh, Axes], Link] = {}
 
     def context(self, call: Call) -> Hashable:
+        """What the seconds of a call depend on that is not in it: how its inputs are used elsewhere."""
         facts = graph_facts(self.graph)
         return tuple((name in facts.adding[call.name], name in facts.spare) for name in call.inputs)
 
     def compute(self, placed: PlacedCall, placement: Placement) -> float:
+        """Seconds of a call, forward and backward. Its `transfers` name the inputs that come from another layout, with
+        or without the steps. Of the placement only graph, mesh and batch are read."""
         slowdowns = self.costs.slowdowns
         if slowdowns:  # the busiest rank may be any
             return self.passes * max(s * self._call(placed, placement, rank) for rank, s in enumerate(slowdowns))
         return self.passes * max(self._call(placed, placement, rank) for rank in busy_ranks(placed, placement.mesh))
 
-    def laid_out(self, placed: PlacedCall, placement: Placement) -> float:
-        if not self.costs.lays_out or placed.call.op != "conv":
-            return 0.0
-        op = local_op(placed, placement, 0)
-        layout_op = laid_out(op)
-        return min(2 * self._times(layout_op).forward, self._times(op).total / 3) if layout_op is not None else 0.0
-
-    def joining(self, placed: PlacedCall, placement: Placement, part: float) -> float:
-        op = local_op(placed, placement, 0)
+    def postponing(self, placed: PlacedCall, placement: Placement, part: float) -> float:
+        """Seconds of an update less where a call's weight is laid out once for all passes, and its gradients of all of
+        them are computed at once, and not added up; they take `part` of the call's backward pass."""
+        op, more = local_op(placed, placement, 0), self.passes - 1
+        layout_op = laid_out(op) if self.costs.lays_out else None
+        saved = 0.0
+        if layout_op is not None:
+            saved += more * min(2 * self._times(layout_op).forward, self._times(op).total / 3)
         at_once = joined(op, self.passes)
-        if at_once is None:
-            return 0.0
-        saved = part * (self.passes * self._times(op).backward - self._times(at_once).backward)
-        return max(0.0, saved) + (self.passes - 1) * self._times(copied(parameter_bytes(op), 2)).forward
+        if at_once is not None:
+            saved += max(0.0, part * (self.passes * self._times(op).backward - self._times(at_once).backward))
+            saved += more * self._times(copied(parameter_bytes(op), 2)).forward
+        return saved
 
-    def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
-        first = mesh.coordinates(0)
+    def transfer(self, step: Step, mesh: Mesh, value: Value) -> float:
+        """Seconds of one step of a redistribution, forward and, where a gradient comes back, backward."""
+        first, shape, itemsize = mesh.coordinates(0), value.shape, value.dtype.itemsize
+        differentiable = value.name in graph_facts(self.graph).differentiable
         before, after = (elements(layout, shape, mesh, first) for layout in (step.source, step.target))
-        key = (step.kind, before, after, mesh.size(step.axes), itemsize, differentiable)
+        key = (step.kind, before, after, mesh.size(step.axes), value.dtype, differentiable)
         seconds = self._copies.get(key)
         if seconds is None:
-            times = self._times(moved(step, shape, self._dtypes.get(itemsize, "float32"), differentiable, mesh, first))
+            times = self._times(moved(step, shape, dtype_name(value.dtype), differentiable, mesh, first))
             seconds = self._copies[key] = max(times.total, times.host)
         engine = self.costs.per_transfer
         seconds += engine.total if differentiable else engine.forward
@@ -84,11 +91,20 @@ class Additive:
             seconds += self._messages(step, mesh, axes, shape, itemsize, differentiable)
         return self.passes * seconds
 
-    def gradient(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
+    def parameter(self, parameter: Value, layout: Layout, mesh: Mesh) -> OfParameter:
+        held = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
+        divided = self._divides and held >= self._sizes.alone
+        updated = held // mesh.size(tuple(layout.copied)) if divided else held
+        update = self.costs.update
+        seconds = self._gradient(held, layout, mesh) + (update.per_tensor + update.per_byte * updated)
+        adding = self._times(copied(held, 2)).forward if held else 0.0
+        return OfParameter(seconds, adding, 2 * held + update.state * updated)
+
+    def _gradient(self, size: int, layout: Layout, mesh: Mesh) -> float:
+        """Seconds that the exchange of a parameter's gradient over its `copied` axes delays the update."""
         axes = tuple(sorted(axis for axis in layout.copied if mesh.sizes[axis] > 1))
         if not axes:
             return 0.0
-        size = _held(parameter, layout, mesh)
         link = self._link(mesh, axes)
         if size < self._sizes.alone:  # it travels with others, of whose message it pays its part
             seconds = link.all_reduce(self._sizes.bucket) * size / self._sizes.bucket
@@ -101,28 +117,6 @@ class Additive:
         if link.overlap:
             seconds *= link.cpu_share + (1 - link.cpu_share) * _SHOWN
         return seconds + copies + self.costs.per_parameter
-
-    def adding(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
-        size = _held(parameter, layout, mesh)
-        return self._times(copied(size, 2)).forward if size else 0.0
-
-    def update(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
-        return self.costs.update.per_tensor + self.costs.update.per_byte * self._updated(parameter, layout, mesh)
-
-    def parameter_memory(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
-        held = _held(parameter, layout, mesh)
-        return 2 * held + self.costs.update.state * self._updated(parameter, layout, mesh)
-
-    def workspace(self, placed: PlacedCall, placement: Placement) -> float:
-        return workspace(placed, placement, 0) if self.costs.on_cpu else 0.0
-
-    def memory(self, placement: Placement) -> float:
-        return most(rank_memory(placement, self.costs)).total
-
-    def _updated(self, parameter: Value, layout: Layout, mesh: Mesh) -> int:
-        size = _held(parameter, layout, mesh)
-        count = mesh.size(tuple(layout.copied))
-        return size // count if self._divides and size >= self._sizes.alone else size
 
     def _times(self, one: LocalOp) -> Times:
         if one not in self._known:
@@ -164,6 +158,29 @@ class Additive:
         return seconds + (link.exchange(backward) if backward and differentiable else 0.0)
 
 
+def sums_of_calls(placement: Placement, costs: Additive) -> Iterator[tuple[float, dict[str, OfParameter]]]:
+    """For every call of a placement the seconds of all passes, with what brings its inputs, and the parameters that it
+    is the first to take. What brings the network's outputs belongs to the last one."""
+    graph, mesh = placement.graph, placement.mesh
+    seconds = [costs.compute(placed, placement) for placed in placement.calls]
+    for number, name, steps in redistributions(placement):
+        for step in steps:
+            seconds[min(number, len(seconds) - 1)] += costs.transfer(step, mesh, graph.values[name])
+    seen: set[str] = set()
+    for placed, of_call in zip(placement.calls, seconds, strict=True):
+        new = [name for name in placed.call.inputs if graph.values[name].origin == "parameter" and name not in seen]
+        seen.update(new)
+        yield of_call, {name: costs.parameter(graph.values[name], placement.layouts[name], mesh) for name in new}
+
+
+def additive_seconds(placement: Placement, costs: Additive) -> float:
+    """The sum that the search makes least, over a network as it is placed."""
+    return sum(
+        seconds + sum(of.seconds for of in parameters.values())
+        for seconds, parameters in sums_of_calls(placement, costs)
+    )
+
+
 def elements(layout: Layout, shape: tuple[int, ...], mesh: Mesh, place: Coordinates) -> int:
     """How many elements the rank at a place holds of a tensor."""
     count = prod(shape)
@@ -203,8 +220,3 @@ def busy_ranks(placed: PlacedCall, mesh: Mesh) -> set[int]:
     inner = {axis for layout in layouts for dim, split in layout.splits if dim > 1 for axis in split.axes}
     middle = mesh.rank(tuple(size // 2 if axis in inner else 0 for axis, size in enumerate(mesh.sizes)))
     return {0, middle}
-
-
-def _held(parameter: Value, layout: Layout, mesh: Mesh) -> int:
-    """Bytes of a parameter on rank 0."""
-    return elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import torch
 
-from convoy.planner.cost.link import Collective
+from convoy.planner.cost.link import Message
 from convoy.plans.buckets import WORTH_DIVIDING, Item, Sizes, plan_buckets
 from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.mesh import Axes
@@ -29,7 +29,8 @@ class Update:
     host_per_tensor: float = 0.0
 
     def seconds(self, num_bytes: float, tensors: int) -> float:
-        return self.fixed + self.per_byte * num_bytes + self.per_tensor * tensors
+        """Of the optimizer, without what is done once."""
+        return self.per_byte * num_bytes + self.per_tensor * tensors
 
     def issuing(self, tensors: int) -> float:
         return self.host + self.host_per_tensor * tensors
@@ -65,14 +66,11 @@ def least_squares(rows: Sequence[tuple[float, float]], targets: Sequence[float])
 
 
 @dataclass(frozen=True)
-class GradientMessage:
-    """One message of the exchange."""
+class GradientMessage(Message):
+    """One message of the exchange, over the axes over which its gradients are added."""
 
-    axes: Axes  # over which it is added
     layer: str  # the first of those whose gradients are in it
     parameters: tuple[str, ...]  # none in a message that only counts users
-    kind: Collective
-    bytes: tuple[int, ...]  # of each rank, as `Link.seconds` counts them
     # bytes that each rank copies into it and out of it again; 0 where the gradient itself is sent
     copied: tuple[int, ...]
     gathered: tuple[int, ...] = ()  # bytes of the pieces to gather after the update, where ranks divide it
@@ -114,17 +112,16 @@ def exchange(placement: Placement, order: Sequence[str], update: Update, sizes: 
         itemsize = items[(bucket.members or bucket.tally)[0]].dtype.itemsize
         layer = layers.get(members[0], "") if members else ""
         by_rank = tuple(sum(held[name][rank] for name in members) for rank in range(mesh.num_devices))
+        zeros = (0,) * len(by_rank)
         if bucket.alone and divided:
-            count = mesh.size(bucket.axes)
-            pieces = tuple(size - size // count for size in by_rank)
-            messages.append(
-                GradientMessage(bucket.axes, layer, members, "reduce_scatter", pieces, (0,) * len(by_rank), pieces)
-            )
-            shared[members[0]] = count
-            continue
-        sent = tuple(size + len(bucket.tally) * itemsize for size in by_rank)
-        copied = (0,) * len(by_rank) if bucket.alone else by_rank
-        messages.append(GradientMessage(bucket.axes, layer, members, "all_reduce", sent, copied))
+            shared[members[0]] = mesh.size(bucket.axes)
+            pieces = tuple(size - size // mesh.size(bucket.axes) for size in by_rank)
+            message = GradientMessage(bucket.axes, "reduce_scatter", pieces, layer, members, zeros, pieces)
+        else:
+            sent = tuple(size + len(bucket.tally) * itemsize for size in by_rank)
+            copies = zeros if bucket.alone else by_rank
+            message = GradientMessage(bucket.axes, "all_reduce", sent, layer, members, copies)
+        messages.append(message)
     ranks = range(mesh.num_devices)
     whole = tuple(sum(row[rank] for row in held.values()) for rank in ranks)
     updated = tuple(sum(row[rank] // shared.get(name, 1) for name, row in held.items()) for rank in ranks)

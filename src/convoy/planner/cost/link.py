@@ -25,6 +25,15 @@ Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class Message:
+    """A collective of all groups over some axes."""
+
+    axes: Axes
+    kind: Collective
+    bytes: tuple[int, ...]  # of each rank, as `Link.seconds` counts them for the kind
+
+
+@dataclass(frozen=True)
 class Curve:
     """Seconds by bytes, straight between measured points and exact at them. Below the smallest point the time is that
     of the point: it is mostly latency. Above the largest the last slope goes on; where there is none upwards, the rate

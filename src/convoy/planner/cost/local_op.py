@@ -134,10 +134,7 @@ class LocalOp:
     @cached_property
     def key(self) -> str:
         """A short name that is the same in every process: `conv-1f0c…`."""
-        inputs, outputs = (
-            [(o.shape, o.dtype, o.role, o.gradient, o.adds) for o in part] for part in (self.inputs, self.outputs)
-        )
-        text = repr((self.op, self.function, inputs, outputs, self.options))
+        text = repr((self.op, self.function, self.inputs, self.outputs, self.options))
         return f"{self.op}-{hashlib.blake2b(text.encode(), digest_size=10).hexdigest()}"
 
     def option(self, name: str) -> Option:
@@ -157,7 +154,7 @@ class LocalOp:
             )
             for part in (document["inputs"], document["outputs"])
         )
-        options = tuple(sorted((str(name), _tuples(value)) for name, value in dict(document["options"]).items()))
+        options = tuple(sorted((str(name), _plain(value)) for name, value in dict(document["options"]).items()))
         return LocalOp(str(document["op"]), str(document["function"]), inputs, outputs, options)
 
     @property
@@ -215,14 +212,6 @@ class LocalOp:
 
 
 _KEEP_NOTHING = frozenset({"add", "radd", "iadd", "sub", "rsub", "isub", "neg", "cat", "pad", "to", "expand_like"})
-
-
-def _tuples(value: Any) -> Option:
-    if isinstance(value, list | tuple):
-        return tuple(_tuples(item) for item in value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ValueError(f"{value!r} is no option of a piece")
 
 
 def _joined(value: Option) -> str:

@@ -1,12 +1,11 @@
 """Stages of a network through which passes go one after the other, and how long an update takes them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.graph.graph import Graph
 from convoy.ops import work
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import Action, Schedule, actions, in_flight
 from convoy.plans.stages import StagedGraph, Stages
@@ -48,10 +47,6 @@ class Staging:
         """How many stages there are."""
         return self.staged.number
 
-    def stage_of(self, rank: int) -> int:
-        """The stage that a rank runs."""
-        return self.mesh.coordinates(rank)[self.axis]
-
     def peer(self, rank: int, stage: int) -> int:
         """The rank of another stage with which a rank exchanges what crosses between them."""
         place = list(self.mesh.coordinates(rank))
@@ -61,10 +56,6 @@ class Staging:
     def in_flight(self, stage: int) -> int:
         """Passes whose activations a stage keeps at once, at most."""
         return in_flight(self.schedule, len(self.samples), stage, self.number)
-
-    def part(self, placement: Placement, stage: int) -> Placement:
-        """What the ranks of a stage run of a placement."""
-        return self.staged.part(placement, stage)
 
 
 @dataclass(frozen=True)
@@ -79,6 +70,23 @@ class StageTimes:
     weights: float = 0.0  # the part of `backward` that zero-bubble postpones: gradients of weights
 
 
+def in_order(schedule: Schedule, passes: int, stages: int) -> Iterator[tuple[int, Action]]:
+    """What all stages do in an update, each as far as the passes that it is sent by the stage before (of gradients, by
+    the one after) have been listed."""
+    orders = [iter(actions(schedule, passes, stage, stages)) for stage in range(stages)]
+    following = [next(order, None) for order in orders]
+    done: set[tuple[int, Action]] = set()
+    while any(following):
+        for stage, order in enumerate(orders):
+            while (action := following[stage]) is not None:
+                sender = stage - 1 if action[0] == "forward" else stage + 1
+                if action[0] != "weights" and 0 <= sender < stages and (sender, action) not in done:
+                    break
+                done.add((stage, action))
+                following[stage] = next(order, None)
+                yield stage, action
+
+
 def pipeline_seconds(stages: Sequence[StageTimes], passes: int, schedule: Schedule) -> float:
     """Seconds of an update, stage by stage; each sends one message after the other, beside its computing.
 
@@ -90,31 +98,18 @@ def pipeline_seconds(stages: Sequence[StageTimes], passes: int, schedule: Schedu
     27.0
     """
     count, postpones = len(stages), schedule == "zero-bubble"
-    orders = [iter(actions(schedule, passes, stage, count)) for stage in range(count)]
-    waiting: list[Action | None] = [next(order, None) for order in orders]
     free, way_out, computed = [0.0] * count, [0.0] * count, [-1] * count
-    arrived: dict[tuple[bool, int, int], float] = {(True, 0, number): 0.0 for number in range(passes)}
-    going = True
-    while going:
-        going = False
-        for stage, times in enumerate(stages):
-            while (action := waiting[stage]) is not None:
-                kind, number = action
-                if kind == "weights":
-                    free[stage] += times.weights * (number - computed[stage])
-                    computed[stage], waiting[stage] = number, next(orders[stage], None)
-                    continue
-                forward = kind == "forward"
-                needs = (forward, stage, number)
-                is_turn = not forward and stage == count - 1
-                if not is_turn and needs not in arrived:
-                    break
-                start = max(free[stage], 0.0 if is_turn else arrived[needs])
-                free[stage] = start + (times.forward if forward else times.backward - postpones * times.weights)
-                to = stage + 1 if forward else stage - 1
-                if 0 <= to < count:
-                    begins = max(free[stage], way_out[stage])
-                    way_out[stage] = begins + (times.sends if forward else times.returns)
-                    arrived[forward, to, number] = way_out[stage]
-                waiting[stage], going = next(orders[stage], None), True
+    arrived: dict[tuple[int, Action], float] = {}
+    for stage, action in in_order(schedule, passes, count):
+        (kind, number), times = action, stages[stage]
+        if kind == "weights":
+            free[stage] += times.weights * (number - computed[stage])
+            computed[stage] = number
+            continue
+        seconds = times.forward if kind == "forward" else times.backward - postpones * times.weights
+        free[stage] = max(free[stage], arrived.get((stage, action), 0.0)) + seconds
+        target = stage + 1 if kind == "forward" else stage - 1
+        if 0 <= target < count:
+            way_out[stage] = max(free[stage], way_out[stage]) + (times.sends if kind == "forward" else times.returns)
+            arrived[target, action] = way_out[stage]
     return max(end + stage.once for end, stage in zip(free, stages, strict=True))

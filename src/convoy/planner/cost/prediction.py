@@ -1,6 +1,7 @@
 """What is predicted of a plan: the memory of its ranks, and the timeline of an update."""
 
-from collections.abc import Container, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.ops.memory import predict_memory
@@ -15,7 +16,7 @@ from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import returning
 from convoy.plans.stages import Crossing
-from convoy.plans.timeline import Timeline, split_engine_time
+from convoy.plans.timeline import Timeline
 from convoy.plans.traffic import needs_gradient
 
 
@@ -42,35 +43,46 @@ def rank_memory(placement: Placement, costs: Costs, staging: Staging | None = No
     activations of all its passes in flight, with what it receives and sends for them. Of one weight after the other it
     also has a pass's own gradient, until that is added to those before."""
     if staging is None:
-        return _of_part(placement, costs)
-    of_stages = [_of_stage(placement, costs, staging, stage) for stage in range(staging.number)]
-    return [of_stages[staging.stage_of(rank)][rank] for rank in range(placement.mesh.num_devices)]
+        return [memory for _, memory in _of_part(placement, costs, None, 0)]
+    parts = (staging.staged.part(placement, stage) for stage in range(staging.number))
+    by_rank = dict(of_rank for stage, part in enumerate(parts) for of_rank in _of_part(part, costs, staging, stage))
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _of_stage(placement: Placement, costs: Costs, staging: Staging, stage: int) -> list[RankMemory]:
-    part, mesh = staging.part(placement, stage), placement.mesh
-    memories = _of_part(part, costs, staging.in_flight(stage))
-    if not placement.graph.training:
-        return memories
-    weights = [value.name for value in placement.graph.parameters() if value.name in part.layouts]
-    differentiable = needs_gradient(placement.graph)
-    passes = len(staging.samples)
+def _of_part(
+    placement: Placement, costs: Costs, staging: Staging | None, stage: int
+) -> Iterator[tuple[int, RankMemory]]:
+    """The ranks of a stage, or all where there are none, each with its memory."""
+    graph, passes = placement.graph, len(staging.samples) if staging is not None else 1
+    in_flight, mesh = staging.in_flight(stage) if staging is not None else 1, placement.mesh
+    memories = enumerate(predict_memory(placement, in_flight))
+    of_ranks = [one for one in memories if staging is None or mesh.stage_of(one[0]) == stage]
+    if not graph.training:
+        for rank, memory in of_ranks:
+            yield rank, RankMemory(memory.parameters, 0, memory.buffers, memory.activations, 0, 0)
+        return
+    sent, differentiable = gradient_exchange(placement, costs), needs_gradient(graph)
+    weights = [value.name for value in graph.parameters() if value.name in placement.layouts and passes > 1]
     later: list[str] = []
-    if staging.schedule == "zero-bubble":  # inputs and gradients, of all passes, at the end
-        calls = [one.call for one in part.calls if postpones(one, placement.graph, differentiable)]
+    if staging is not None and staging.schedule == "zero-bubble":  # inputs and gradients, of all passes, at the end
+        calls = [one.call for one in placement.calls if postpones(one, graph, differentiable)]
         later = [name for call in calls for name in (call.attributes["input"], call.outputs[0])]
-    return [
-        replace(
-            memory,
-            activations=max(memory.activations, passes * sum(local_bytes(part, name, rank) for name in later)),
-            gradients=memory.gradients
-            + max((local_bytes(part, name, rank) for name in weights), default=0) * (passes > 1),
-            messages=memory.messages + _sent_and_received(placement, staging, stage, rank, differentiable),
+    for rank, memory in of_ranks:
+        messages = sum(message.copied[rank] for message in sent.messages)
+        if staging is not None:
+            messages += _sent_and_received(placement, staging, stage, rank, differentiable)
+        yield (
+            rank,
+            RankMemory(
+                memory.parameters,
+                memory.gradients + max((local_bytes(placement, name, rank) for name in weights), default=0),
+                memory.buffers,
+                max(memory.activations, passes * sum(local_bytes(placement, name, rank) for name in later)),
+                int(costs.update.state * sent.updated[rank]),
+                messages,
+                max((workspace(one, placement, rank) for one in placement.calls if costs.on_cpu), default=0),
+            ),
         )
-        if mesh.stage_of(rank) == stage
-        else memory
-        for rank, memory in enumerate(memories)
-    ]
 
 
 def _sent_and_received(
@@ -88,26 +100,6 @@ def _sent_and_received(
         passes_kept = returning(staging.schedule, passes, crossing.source, stage, staging.number)
         total += passes_kept * size(crossing, True) + (in_flight < passes) * size(crossing, False)
     return total
-
-
-def _of_part(placement: Placement, costs: Costs, in_flight: int = 1) -> list[RankMemory]:
-    memories = predict_memory(placement, in_flight)
-    if not placement.graph.training:
-        return [RankMemory(m.parameters, 0, m.buffers, m.activations, 0, 0) for m in memories]
-    sent = gradient_exchange(placement, costs)
-    calls = placement.calls if costs.on_cpu else ()
-    return [
-        RankMemory(
-            memory.parameters,
-            memory.gradients,
-            memory.buffers,
-            memory.activations,
-            int(costs.update.state * sent.updated[rank]),
-            sum(message.copied[rank] for message in sent.messages),
-            max((workspace(placed, placement, rank) for placed in calls), default=0),
-        )
-        for rank, memory in enumerate(memories)
-    ]
 
 
 def workspace(placed: PlacedCall, placement: Placement, rank: int) -> int:
@@ -169,12 +161,12 @@ class Scored:
     @property
     def bubbles(self) -> tuple[float, ...]:
         """For each stage, the part of an update in which its devices wait for others and have nothing to compute."""
-        idle_parts: dict[int, list[float]] = {}
         if self.staging is None:
             return ()
+        mesh, idle_parts = self.staging.mesh, defaultdict[int, list[float]](list)
         for rank in self.timeline.ranks:
             idle = self.timeline.by_kind(rank)["idle"]
-            idle_parts.setdefault(self.staging.stage_of(rank), []).append(idle / self.seconds if self.seconds else 0.0)
+            idle_parts[mesh.stage_of(rank)].append(idle / self.seconds if self.seconds else 0.0)
         return tuple(sum(idle_parts[stage]) / len(idle_parts[stage]) for stage in sorted(idle_parts))
 
     @property
@@ -191,13 +183,11 @@ class Scored:
 
 
 def scored(plan: Plan, placement: Placement, costs: Costs, passes: int = 1, staging: Staging | None = None) -> Scored:
-    """The prediction for a plan that is placed; the engine's own time has a span beside the optimizer's."""
-    timeline = split_engine_time(predict(placement, costs, passes, staging=staging), costs.update.fixed)
+    """The prediction for a plan that is placed."""
+    timeline = predict(placement, costs, passes, staging=staging)
     memory = rank_memory(placement, costs, staging)
-    by_stage: tuple[RankMemory, ...] = ()
-    if staging is not None:
-        of_stages = [
-            [one for rank, one in enumerate(memory) if staging.stage_of(rank) == s] for s in range(staging.number)
-        ]
-        by_stage = tuple(map(most, of_stages))
+    of_stages: dict[int, list[RankMemory]] = {}
+    for rank, one in enumerate(memory) if staging is not None else ():
+        of_stages.setdefault(plan.mesh.stage_of(rank), []).append(one)
+    by_stage = tuple(most(of_stages[stage]) for stage in sorted(of_stages))
     return Scored(plan, placement, timeline, most(memory), passes, staging, by_stage)

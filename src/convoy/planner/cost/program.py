@@ -8,7 +8,7 @@ messages, and what ranks exchange for normalizations, inside a call and, for run
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from convoy.graph.graph import Graph
 from convoy.ops import OPERATIONS
@@ -16,21 +16,12 @@ from convoy.ops.onednn import FEW_PIXELS
 from convoy.ops.placing import sharing_axes
 from convoy.ops.postponed import joins, postponed_part
 from convoy.ops.recompute import stretches
-from convoy.planner.cost.link import Collective
+from convoy.planner.cost.link import Collective, Message
 from convoy.planner.cost.local_op import BatchNorm, LocalOp, Operand, Option, dtype_name, local_op
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import Sent, needs_gradient, transfer_traffic
 from convoy.plans.transfer import Step
-
-
-@dataclass(frozen=True)
-class Message:
-    """A collective of all groups over some axes."""
-
-    axes: Axes
-    kind: Collective
-    bytes: tuple[int, ...]  # of each rank, as `Link.seconds` counts them for the kind
 
 
 def moved(
@@ -205,52 +196,30 @@ class _Program:
         return items
 
     def _call(self, placed: PlacedCall) -> Item:
-        call = placed.call
+        call, graph = placed.call, self.graph
         takes = tuple(name for name in call.inputs if name in self.differentiable)
         backward = bool(takes) and bool(self.differentiable.intersection(call.outputs))
-        local_ops = self._pieces(placed)
+        kinds: dict[tuple[object, ...], tuple[LocalOp, InternalMessages]] = {}  # one for all ranks that compute alike
+        ranks = []
+        for rank, place in enumerate(self.places):
+            signature = tuple(_signature(placed, place, self.mesh))
+            if signature not in kinds:
+                op = local_op(placed, self.placement, rank, batch_norm=self.batch_norm, microbatch=self.microbatch)
+                op = self.canonical.setdefault(op, op)
+                kinds[signature] = op, internal_messages(placed, graph, self.mesh, op, self.batch_norm)
+            ranks.append(kinds[signature])
+        local_ops, inside = zip(*ranks, strict=True)
         return Item(
             call.layer,
             call.name,
             False,
             local_ops,
-            *self._inside(placed, local_ops, backward),
+            _of_all_ranks(inside, "forward"),
+            _of_all_ranks(inside, "backward") if backward else (),
             backward,
             takes if backward else (),
-            postponed=postponed_part(placed, self.graph, self.differentiable) if backward else 0.0,
+            postponed=postponed_part(placed, graph, self.differentiable) if backward else 0.0,
         )
-
-    def _pieces(self, placed: PlacedCall) -> tuple[LocalOp, ...]:
-        """One object for all ranks that compute alike."""
-        by_signature: dict[tuple, LocalOp] = {}
-        pieces = []
-        for rank, place in enumerate(self.places):
-            signature = tuple(_signature(placed, place, self.mesh))
-            if signature not in by_signature:
-                new = local_op(placed, self.placement, rank, batch_norm=self.batch_norm, microbatch=self.microbatch)
-                by_signature[signature] = self.canonical.setdefault(new, new)
-            pieces.append(by_signature[signature])
-        return tuple(pieces)
-
-    def _inside(
-        self, placed: PlacedCall, local_ops: Sequence[LocalOp], backward: bool
-    ) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        first = internal_messages(placed, self.graph, self.mesh, local_ops[0], self.batch_norm)
-        if not first.axes:
-            return (), ()
-        sorts = {id(one): one for one in local_ops}
-        messages = {
-            key: internal_messages(placed, self.graph, self.mesh, one, self.batch_norm) for key, one in sorts.items()
-        }
-        ranks = [messages[id(one)] for one in local_ops]
-        forward, back = (
-            tuple(
-                Message(first.axes, kind, tuple(getattr(rank, way)[at][1] for rank in ranks))
-                for at, (kind, _) in enumerate(getattr(first, way))
-            )
-            for way in ("forward", "backward")
-        )
-        return forward, back if backward else ()
 
     def _transfer(self, sent: Sent, layer: str) -> Item:
         step, name = sent.step, sent.value
@@ -292,6 +261,11 @@ class _Program:
                     first.setdefault(name, item)
         for name, item in first.items():
             item.parameters += (name,)
+
+
+def _of_all_ranks(ranks: Sequence[InternalMessages], way: Literal["forward", "backward"]) -> tuple[Message, ...]:
+    messages = zip(*(getattr(one, way) for one in ranks), strict=True)  # each of all ranks, as kind and bytes
+    return tuple(Message(ranks[0].axes, of[0][0], tuple(size for _, size in of)) for of in messages)
 
 
 def _signature(placed: PlacedCall, place: Coordinates, mesh: Mesh) -> Iterator[object]:

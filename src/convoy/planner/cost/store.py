@@ -1,21 +1,20 @@
-"""The profile store: what was measured on a device, kept for the next time, in a database of SQLite.
+"""The profile store: what was measured on a device, kept for the next time, in a file of JSON for each device.
 
 Of each operation it has the last runs (trainings that were watched), or the last profiling where no run had it, or none
 for long. Its time is the median of those runs, in which a newer one weighs more. Too many operations or devices: those
-that were measured longest ago go. A file that is no such database is put in its place anew.
+that were measured longest ago go. What is damaged is written anew.
 """
 
 import contextlib
-import errno
+import fcntl
 import hashlib
 import json
 import math
 import os
 import re
-import sqlite3
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from convoy import processor
-from convoy.files import expanded
+from convoy.files import expanded, write_text
 from convoy.planner.cost.costs import Times
 from convoy.planner.cost.local_op import LocalOp
 from convoy.resources import cores_allowed, free_memory
@@ -125,21 +124,9 @@ def _numerics(is_cpu: bool) -> Iterator[str]:
 
 
 ENVIRONMENT = "CONVOY_CACHE"
-FILE = "profiles.sqlite"
 _RUNS = 5  # runs that the time of an operation is the median of
 _LONG_S = 30 * 86_400.0  # seconds after which a run is old: later measurements count in its place
 _OPERATIONS, _DEVICES = 10_000, 64  # most that are kept of a device, and of devices
-_PATIENCE_S = 60.0  # for other processes that write
-_TABLES = """
-CREATE TABLE IF NOT EXISTS devices (key TEXT PRIMARY KEY, device TEXT, changed REAL);
-CREATE TABLE IF NOT EXISTS notes (device TEXT, name TEXT, value TEXT, PRIMARY KEY (device, name));
-CREATE TABLE IF NOT EXISTS times (number INTEGER PRIMARY KEY AUTOINCREMENT, device TEXT, op TEXT, local_op TEXT,
-    forward REAL, backward REAL, measured REAL, source TEXT, host_forward REAL, host_backward REAL);
-CREATE INDEX IF NOT EXISTS of_op ON times (device, op);
-"""
-
-# Columns of `times` that stores of earlier versions lack; without a value they are 0
-_LATER = ("host_forward", "host_backward")
 
 # What measured an operation: the planner by itself, or a training that was watched
 Source = Literal["profiling", "run"]
@@ -162,22 +149,17 @@ class ProfileStore:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = default_folder() if path is None else Path(path)
-        self._file = self.path / FILE
 
     def times(self, device: Device) -> dict[LocalOp, Times]:
         return {row.local_op: row.times for row in self.rows(device)}
 
     def rows(self, device: Device) -> list[Measurement]:
         """What is known of every operation, those measured longest ago first."""
-        by_op: dict[str, list[Measurement]] = {}
-        for op, *columns in self._read(
-            "SELECT op, local_op, measured, source, forward, backward, host_forward, host_backward FROM times "
-            "WHERE device = ? ORDER BY number",
-            device.key,
-        ):
-            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # somebody else's rows
-                by_op[op] = [*by_op.pop(op, []), _row(*columns)]
-        return [_together(rows) for rows in by_op.values()]
+        rows = []
+        for entry in self._read(self._file(device))["operations"].values():
+            with contextlib.suppress(*_DAMAGED):
+                rows.append(_measurement(entry))
+        return rows
 
     def put(self, device: Device, measured: Mapping[LocalOp, Times], source: Source = "profiling") -> None:
         """Add measurements of the planner, or of a run; a ValueError for a time that is none. A run knows nothing of
@@ -188,103 +170,78 @@ class ProfileStore:
                 raise ValueError(f"{times} are no times")
         if not measured:
             return
-        with self._writing(device, now) as database:
+        with self._changing(device) as document:
+            operations = document["operations"]
             for local_op, times in measured.items():
-                where = device.key, local_op.key
-                host = times.host_forward, times.host_backward
-                if source == "run":
-                    query = (
-                        "SELECT host_forward, host_backward FROM times WHERE device = ? AND op = ? ORDER BY number DESC"
-                    )
-                    host = database.execute(query, where).fetchone() or host
-                old = "DELETE FROM times WHERE device = ? AND op = ? AND"
-                database.execute(f"{old} (source != 'run' OR measured < ?)", (*where, now - _LONG_S))
-                cursor = database.execute("SELECT number FROM times WHERE device = ? AND op = ? ORDER BY number", where)
-                runs = cursor.fetchall()
-                if source != "run" and runs:
+                runs: list[list[float]] = []
+                host = [times.host_forward, times.host_backward]
+                with contextlib.suppress(*_DAMAGED):
+                    before = operations[local_op.key]
+                    if before["source"] == "run":
+                        runs = [run for run in before["seconds"] if run[0] >= now - _LONG_S]
+                    host = before["host"] if source == "run" else host
+                if source == "profiling" and runs:  # what training took counts more
                     continue
-                if len(runs) >= _RUNS:
-                    database.execute(f"{old} number <= ?", (*where, runs[-_RUNS][0]))
-                columns = "device, op, local_op, forward, backward, measured, source, host_forward, host_backward"
-                values = json.dumps(local_op.to_dict()), times.forward, times.backward, now, source, *host
-                database.execute(f"INSERT INTO times ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*where, *values))
-            newest = database.execute(
-                "SELECT max(number) FROM times WHERE device = ? GROUP BY op ORDER BY 1 DESC", (device.key,)
-            ).fetchall()
-            if len(newest) > _OPERATIONS:
-                last = newest[_OPERATIONS * 3 // 4][0]
-                database.execute("DELETE FROM times WHERE device = ? AND number <= ?", (device.key, last))
+                seconds = [*runs[1 - _RUNS :], [now, times.forward, times.backward]]
+                operations.pop(local_op.key, None)  # what is written anew comes last
+                operations[local_op.key] = {
+                    "op": local_op.to_dict(),
+                    "source": source,
+                    "seconds": seconds,
+                    "host": host,
+                }
+            if len(operations) > _OPERATIONS:
+                for key in list(operations)[: -_OPERATIONS * 3 // 4]:
+                    del operations[key]
 
     def note(self, device: Device, name: str, value: Any) -> None:
         """Keep a fact about a device that JSON can say, such as its links."""
-        text = json.dumps(value, allow_nan=False)
-        with self._writing(device, time.time()) as database:
-            database.execute("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", (device.key, name, text))
+        with self._changing(device) as document:
+            document["notes"][name] = value
 
     def noted(self, device: Device, name: str) -> Any:
         """What was noted last under a name, None where nothing was."""
-        rows = self._read("SELECT value FROM notes WHERE device = ? AND name = ?", device.key, name)
-        return json.loads(rows[0][0]) if rows else None
+        return self._read(self._file(device))["notes"].get(name)
 
     def devices(self) -> list[Device]:
         devices = []
-        for (text,) in self._read("SELECT device FROM devices ORDER BY key"):
-            with contextlib.suppress(TypeError, ValueError):  # of another version of this program
-                devices.append(Device(**json.loads(text)))
+        for file in sorted(self.path.glob("*.json")):
+            with contextlib.suppress(TypeError):  # of another version of this program
+                devices.append(Device(**self._read(file)["device"]))
         return devices
 
     def clear(self, device: Device | None = None) -> int:
         """Forget a device, or all of them; how many those were."""
-        keys = [key for (key,) in self._read("SELECT key FROM devices") if device is None or key == device.key]
-        if keys:
-            with self._writing() as database:
-                _forget(database, keys)
-        return len(keys)
+        files = [file for file in self.path.glob("*.json") if device is None or file == self._file(device)]
+        for file in files:
+            file.unlink(missing_ok=True)
+        return len(files)
 
-    def _read(self, query: str, *values: str) -> list[tuple[Any, ...]]:
-        """The rows of a query; none where there is no store, or a damaged one."""
-        try:
-            address = f"{self._file.absolute().as_uri()}?mode=ro"
-            with closing(sqlite3.connect(address, _PATIENCE_S, uri=True)) as database:
-                return database.execute(query, values).fetchall()
-        except sqlite3.Error:
-            return []
+    def _file(self, device: Device) -> Path:
+        return self.path / f"{device.key}.json"
+
+    def _read(self, file: Path) -> dict[str, dict[str, Any]]:
+        """What a file says of its device; nothing where there is none, or a damaged one."""
+        parts: dict[str, dict[str, Any]] = {"device": {}, "notes": {}, "operations": {}}
+        with contextlib.suppress(OSError, ValueError):
+            document = json.loads(file.read_text(encoding="utf-8"))
+            if isinstance(document, dict):
+                parts |= {name: document[name] for name in parts if isinstance(document.get(name), dict)}
+        return parts
 
     @contextmanager
-    def _writing(self, device: Device | None = None, now: float = 0.0) -> Iterator[sqlite3.Connection]:
-        """While entered, nobody else writes; all of it is kept, or nothing."""
+    def _changing(self, device: Device) -> Iterator[dict[str, dict[str, Any]]]:
+        """What is known of a device; while entered, nobody else writes. All that is changed in it is kept, or
+        nothing."""
         self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            with closing(self._open()) as database:
-                database.execute("BEGIN IMMEDIATE")
-                if device is not None:
-                    values = device.key, json.dumps(asdict(device)), now
-                    database.execute("INSERT OR REPLACE INTO devices VALUES (?, ?, ?)", values)
-                    keys = database.execute("SELECT key FROM devices ORDER BY changed DESC").fetchall()
-                    _forget(database, [key for (key,) in keys[_DEVICES:]])
-                yield database
-                database.execute("COMMIT")
-        except sqlite3.Error as error:
-            raise OSError(errno.EIO, str(error)) from error
-
-    def _open(self) -> sqlite3.Connection:
-        for attempt in (1, 2):
-            database = sqlite3.connect(self._file, _PATIENCE_S, isolation_level=None)
-            try:
-                database.executescript(_TABLES)
-                columns = {name for _, name, *_ in database.execute("PRAGMA table_info(times)")}
-                for column in _LATER:
-                    if column not in columns:
-                        with contextlib.suppress(sqlite3.OperationalError):  # another process has just done it
-                            database.execute(f"ALTER TABLE times ADD COLUMN {column} REAL")
-            except sqlite3.DatabaseError as error:
-                database.close()
-                if isinstance(error, sqlite3.OperationalError) or attempt == 2:  # locked, read-only, a full disk
-                    raise
-                self._file.unlink(missing_ok=True)
-            else:
-                return database
-        raise AssertionError("two attempts")
+        with (self.path / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            document = {**self._read(self._file(device)), "device": asdict(device)}
+            yield document
+            write_text(self._file(device), json.dumps(document, allow_nan=False))
+            files = sorted(self.path.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+            for file in files[:-_DEVICES]:
+                file.unlink()
 
 
 def default_folder() -> Path:
@@ -296,32 +253,21 @@ def default_folder() -> Path:
     return (Path(cache) if cache else expanded("~") / ".cache") / "convoy" / "profiles"
 
 
-def _forget(database: sqlite3.Connection, keys: list[str]) -> None:
-    for key in keys:
-        for table, column in (("devices", "key"), ("notes", "device"), ("times", "device")):
-            database.execute(f"DELETE FROM {table} WHERE {column} = ?", (key,))
+# What a document may raise that this program did not write
+_DAMAGED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 
 
-def _row(local_op: str, measured: float, source: str, *seconds: float | None) -> Measurement:
-    """A row of the table `times`; a KeyError, TypeError, ValueError or AttributeError where it is none."""
-    forward, backward, *host = seconds
-    if forward is None or backward is None:
-        raise ValueError("an operation without its times")
-    times = Times(float(forward), float(backward), *(float(number or 0.0) for number in host))
-    return Measurement(
-        LocalOp.from_dict(json.loads(local_op)), times, measured, "run" if source == "run" else "profiling"
-    )
+def _measurement(document: Any) -> Measurement:
+    """The measurement that `put` wrote; one of `_DAMAGED` where it is none."""
+    measured, forward, backward = zip(*document["seconds"], strict=True)
+    times = Times(*map(_middle, (forward, backward)), *map(float, document["host"]))
+    source: Source = "run" if document["source"] == "run" else "profiling"
+    return Measurement(LocalOp.from_dict(document["op"]), times, float(measured[-1]), source)
 
 
-def _together(rows: list[Measurement]) -> Measurement:
-    last = rows[-1]
-    times = Times(*(_middle(list(ways)) for ways in zip(*(row.times.numbers for row in rows), strict=True)))
-    return Measurement(last.local_op, times, last.measured, last.source)
-
-
-def _middle(values: list[float]) -> float:
+def _middle(values: Sequence[float]) -> float:
     """The median, where the second value counts twice, the third three times, and so on."""
-    weighed = sorted((value, place) for place, value in enumerate(values, 1))
+    weighed = sorted((float(value), place) for place, value in enumerate(values, 1))
     half = sum(place for _, place in weighed) / 2
     for value, place in weighed:
         half -= place

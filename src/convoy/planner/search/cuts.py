@@ -20,35 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convoy.graph.graph import Graph
-from convoy.ops import place
 from convoy.ops.postponed import postponed_part
 from convoy.ops.recompute import KeptTensors
+from convoy.planner.cost.additive import Additive, sums_of_calls
 from convoy.planner.cost.link import Link
 from convoy.planner.cost.local_op import local_bytes
-from convoy.planner.search.prices import Costs
-from convoy.planner.search.search import Parts
-from convoy.plans.place import COMPUTE, Batch, Placement, sample_axes
-from convoy.plans.plan import Plan
+from convoy.planner.cost.prediction import workspace
+from convoy.plans.place import COMPUTE, Placement
 from convoy.plans.stages import cut_points, why_not_sent
 from convoy.plans.traffic import needs_gradient
 
 # Of the stage from one cut to another, by the numbers of both; of no meaning where the second is not later
 Numbers = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class InPasses:
-    """An update in some number of passes."""
-
-    graph: Graph  # at the samples of a pass
-    outputs: Sequence[str]  # names of the values that the network returns
-    passes: int
-    parts: Parts
-    costs: Costs
-
-    def place(self, plan: Plan) -> Placement:
-        axes = sample_axes(((call.layer, call.op) for call in self.graph.calls), plan)
-        return place(self.graph, plan, Batch(plan.mesh, axes, self.parts(plan.mesh.size(axes))), self.outputs)
 
 
 _FINE = 160  # layers up to which a stage may begin at any; in longer networks, at those with weights to multiply by
@@ -72,95 +55,69 @@ def cuts_of(graph: Graph) -> tuple[int, ...]:
 
 
 class Chain:
-    """What stages of a placed network take, from any cut to any later one. `update` is the network without stages,
-    `placement` a pass of it on the devices of a stage. Seconds are those of a pass, forward and backward, but for
-    `once`."""
+    """What stages of a placed network take, from any cut to any later one: the placement is a pass on the devices of a
+    stage. Seconds are those of a pass, forward and backward, but for `once`."""
 
-    def __init__(self, update: InPasses, placement: Placement) -> None:
-        graph, mesh, costs = update.graph, placement.mesh, update.costs
-        self.update, self.placement = update, placement
+    def __init__(self, placement: Placement, costs: Additive) -> None:
+        graph = placement.graph
+        self.placement, self.passes = placement, costs.passes
         self.cuts = cuts_of(graph)  # the calls before which a stage may begin, and both ends
+        self._differentiable = needs_gradient(graph)
         self._unit = np.searchsorted(self.cuts, range(len(graph.calls)), side="right") - 1
         units = len(self.cuts) - 1
-        passes, laid, joined, once, held, postponed, gradients, workspace = (np.zeros(units) for _ in range(8))
-        differentiable = needs_gradient(graph)
-        seen: set[str] = set()
-        asked = [
-            (unit, *one)
-            for unit, placed in zip(self._unit, placement.calls, strict=True)
-            for one in placed.transfers.items()
-        ]
-        asked += [(units - 1, *one) for one in placement.outputs.items()]
-        first = {(name, steps[-1].target): (unit, steps) for unit, name, steps in reversed(asked) if steps}
-        for (name, _), (unit, steps) in first.items():
-            value = graph.values[name]
-            for step in steps:
-                seconds = costs.transfer(step, mesh, value.shape, value.dtype.itemsize, name in differentiable)
-                passes[unit] += seconds
-        for unit, placed in zip(self._unit, placement.calls, strict=True):
-            passes[unit] += costs.compute(placed, placement)
-            workspace[unit] = max(workspace[unit], costs.workspace(placed, placement))
-            part = postponed_part(placed, graph, differentiable)
+        passes, saved, once, held, postponed, gradients, space = (np.zeros(units) for _ in range(7))
+        rows = zip(self._unit, placement.calls, sums_of_calls(placement, costs), strict=True)
+        for unit, placed, (seconds, parameters) in rows:
+            passes[unit] += seconds
+            if costs.costs.on_cpu:
+                space[unit] = max(space[unit], workspace(placed, placement, 0))
+            part = postponed_part(placed, graph, self._differentiable)
             if part:
-                laid[unit] += (update.passes - 1) * costs.laid_out(placed, placement)
-                joined[unit] += costs.joining(placed, placement, part)
+                saved[unit] += costs.postponing(placed, placement, part)
                 for name in (placed.call.attributes["input"], placed.call.outputs[0]):
                     postponed[unit] += local_bytes(placement, name, 0)
-            for name in placed.call.inputs:
-                value = graph.values[name]
-                if value.origin == "parameter" and name not in seen:
-                    layout = placement.layouts[name]
-                    passes[unit] += (update.passes - 1) * costs.adding(value, layout, mesh)
-                    once[unit] += costs.gradient(value, layout, mesh) + costs.update(value, layout, mesh)
-                    held[unit] += costs.parameter_memory(value, layout, mesh)
-                    if update.passes > 1:  # a pass's own gradient, until it is added to those before
-                        gradients[unit] = max(gradients[unit], local_bytes(placement, name, 0))
-                    seen.add(name)
-        # Gradients are added to those before. Less are the seconds of weights that are laid out once for all passes, as
+            for name, of_parameter in parameters.items():
+                passes[unit] += (self.passes - 1) * of_parameter.adding
+                once[unit] += of_parameter.seconds
+                held[unit] += of_parameter.held
+                if self.passes > 1:  # a pass's own gradient, until it is added to those before
+                    gradients[unit] = max(gradients[unit], local_bytes(placement, name, 0))
+        # Gradients are added to those before. Less are the seconds of weights that are laid out once for all passes
         # under zero-bubble, and of weight gradients of all passes that are computed in one call each.
-        self.seconds, self.laid_out, self.joined = (_between(total / update.passes) for total in (passes, laid, joined))
+        self.seconds, self.saved = (_between(total / self.passes) for total in (passes, saved))
         # Seconds for the exchange of gradients and the optimizer; bytes from which weight gradients are computed.
         self.once, self.postponed, sums = map(_between, (once, postponed, held))
         # bytes of parameters, gradients and optimizer, and of the kernel that holds most while it runs
-        self.held = sums + _largest(gradients) + _largest(workspace)
+        self.held = sums + _largest(gradients) + _largest(space)
 
     @cached_property
     def _touched(self) -> list[tuple[str, int, tuple[int, ...]]]:
         """The values that calls give: name, bytes on a rank, and the parts between cuts in which they are made or used;
         the network's outputs are used at its end."""
-        graph = self.update.graph
         units_of: dict[str, set[int]] = {}
-        for unit, call in zip(self._unit.tolist(), graph.calls, strict=True):
-            for name in call.outputs:
-                units_of[name] = {unit}
-            for name in call.inputs:
-                if name in units_of:
-                    units_of[name].add(unit)
-        for name in self.update.outputs:
-            if name in units_of:
-                units_of[name].add(len(self.cuts) - 2)
+        for unit, placed in zip(self._unit.tolist(), self.placement.calls, strict=True):
+            units_of |= {name: {unit} for name in placed.call.outputs}
+            for name in units_of.keys() & placed.call.inputs:
+                units_of[name].add(unit)
+        for name in units_of.keys() & self.placement.outputs.keys():
+            units_of[name].add(len(self.cuts) - 2)
         return [(name, local_bytes(self.placement, name, 0), tuple(sorted(units))) for name, units in units_of.items()]
 
-    def sends(self, link: Link) -> Numbers:
-        """Seconds of the activations of a pass that a stage sends to later ones: each to the next that uses it."""
-        seconds = self._empty()
-        for _, size, touches in self._touched:
-            for sender, receiver in itertools.pairwise(touches):
-                seconds[: sender + 1, sender + 1 : receiver + 1] += link.exchange(size)
-        return seconds
-
-    def returns(self, link: Link) -> Numbers:
-        """Seconds of the gradients of a pass that a stage sends to earlier ones: of all that these have sent to it."""
-        seconds, differentiable = self._empty(), needs_gradient(self.update.graph)
+    def messages(self, link: Link) -> tuple[Numbers, Numbers]:
+        """Seconds of the activations of a pass that a stage sends to later ones, each to the next that uses it, and of
+        the gradients that it sends to earlier ones: of all that these have sent to it."""
+        sends, returns = self._empty(), self._empty()
         for name, size, touches in self._touched:
-            for sender, receiver in itertools.pairwise(touches) if name in differentiable else ():
-                seconds[sender + 1 : receiver + 1, receiver + 1 :] += link.exchange(size)
-        return seconds
+            for sender, receiver in itertools.pairwise(touches):
+                sends[: sender + 1, sender + 1 : receiver + 1] += link.exchange(size)
+                if name in self._differentiable:
+                    returns[sender + 1 : receiver + 1, receiver + 1 :] += link.exchange(size)
+        return sends, returns
 
     @cached_property
     def kept(self) -> Numbers:
         """Bytes of activations of a pass, with what is received and sent."""
-        held, values = self._empty(), self.update.graph.values
+        held, values = self._empty(), self.placement.graph.values
         # of what is computed again only that which crosses cuts: so no cuts are missed, and what is chosen is looked at
         calls = zip(self.placement.calls, KeptTensors(self.placement).calls, strict=True)
         tensors = {one for placed, of_call in calls if not placed.call.recomputed for one in of_call}

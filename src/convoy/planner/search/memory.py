@@ -5,14 +5,18 @@ plans of at most as many bytes, the fastest; and for every price, that sum less 
 that fit.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
 from convoy.errors import TooLargeError
 from convoy.ops.recompute import kept_by, with_recomputed
-from convoy.planner.search.prices import Costs, Strategy
-from convoy.planner.search.solve import Solution, Solver
+from convoy.planner.cost.additive import Additive
+from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.pipeline import Staging
+from convoy.planner.cost.prediction import most, rank_memory
+from convoy.planner.search.prices import Strategy
+from convoy.planner.search.solve import Solution
 from convoy.plans.place import Placement
 from convoy.units import size
 
@@ -30,16 +34,15 @@ class Fitting:
     bound: float  # seconds that no plan that fits falls below, as far as bytes add up
 
 
-def fitting(
-    solver: Solver, fastest: Solution, limit: float, memory: Callable[[Mapping[str, Strategy]], float]
-) -> Fitting:
+def fitting(fastest: Solution, limit: float, memory: Callable[[Solution], float]) -> Fitting:
     """A plan for ranks with `limit` bytes. The solver counts bytes, `memory` those that a plan really needs on the rank
     that needs most; `fastest` is the best plan whatever it needs."""
-    needed = memory(fastest.layers)
+    solver = fastest.solver
+    needed = memory(fastest)
     if needed <= limit:
         return Fitting(fastest, needed, True, fastest.seconds)
     smallest = solver.solve(byte_price=1.0, time_price=_ONLY_BYTES)
-    least = memory(smallest.layers)
+    least = memory(smallest)
     if least > limit:
         return Fitting(smallest, least, False, fastest.seconds)
     best, of_best, bound = smallest, least, fastest.seconds
@@ -52,7 +55,7 @@ def fitting(
         solution = solver.solve(byte_price=price)
         bound = max(bound, solution.seconds + price * (solution.bytes - counted_limit))
         if _key(solution) not in memory_of:
-            memory_of[_key(solution)] = memory(solution.layers)
+            memory_of[_key(solution)] = memory(solution)
         needed = memory_of[_key(solution)]
         if needed <= limit:
             high = price
@@ -75,20 +78,19 @@ def nothing_fits(
     needed: float,
     limit: float,
     what: str = "no plan fits: the smallest",
-    memory: Callable[[Placement], float] | None = None,
+    staging: Staging | None = None,
 ) -> TooLargeError:
-    """The error for where even the smallest plan is too large. `memory` gives the bytes that a placement needs on its
-    rank that needs most; without it, as the costs count them."""
+    """The error for where even the smallest plan is too large."""
     layers: dict[str, float] = {}
     outputs: dict[str, float] = {}  # several layers may keep the same one
     parameters = 0.0
-    mesh, graph = placement.mesh, placement.graph
+    mesh, graph, sums = placement.mesh, placement.graph, Additive(costs, placement.graph)
     origin = (0,) * len(mesh.sizes)
     for placed in placement.calls:
         held = 0.0
         for name in placed.call.inputs:
             if graph.values[name].origin == "parameter":
-                held += costs.parameter_memory(graph.values[name], placement.layouts[name], mesh)
+                held += sums.parameter(graph.values[name], placement.layouts[name], mesh).held
         parameters += held
         for tensor in kept_by(placed, placement):
             if graph.values[tensor.value].origin in ("call", "input"):
@@ -102,7 +104,7 @@ def nothing_fits(
     if mesh.stage_axis is None:  # else a device has some of the layers
         of_calls, of_parameters = size(int(sum(outputs.values()))), size(int(parameters))
         parts = f" ({of_calls} for outputs of {len(outputs)} calls, {of_parameters} for parameters and gradients)"
-    again = (memory or costs.memory)(with_recomputed(placement, True))
+    again = most(rank_memory(with_recomputed(placement, True), costs, staging)).total
     recompute = f"; with --recompute it needs {size(int(again))}" if again <= limit else ""
     more = "more devices" if mesh.stage_axis is None else "more stages on more devices"
     return TooLargeError(

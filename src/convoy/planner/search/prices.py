@@ -4,20 +4,21 @@ Layouts have numbers here, and equal questions one answer; blocks that repeat ar
 """
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, TypeVar
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Ref, Value
 from convoy.ops import OPERATIONS
 from convoy.ops.recompute import kept_by
+from convoy.planner.cost.additive import Additive, OfParameter, elements
+from convoy.planner.cost.local_op import graph_facts
 from convoy.plans.layout import Layout, Split
 from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import COMPUTE, Batch, PlacedCall, Placement, Situation
-from convoy.plans.traffic import needs_gradient
-from convoy.plans.transfer import Step, transfer
+from convoy.plans.transfer import transfer
 
 # What a layer may have on one axis; of equal ones the first is kept
 AXIS_STRATEGIES = ("sample", "replicate", "filter", "channel", "height", "width")
@@ -94,72 +95,6 @@ def _normal(value: Any, places: Mapping[str, str], graph: Graph) -> Any:
     return repr(value)
 
 
-class Costs(Protocol):
-    """Seconds of one pass forward and backward, and of the update that follows it, each for the busiest rank. Every
-    answer must be a function of what is given: the search asks once for all calls, tensors and steps that are alike,
-    and adds up what it is told."""
-
-    def context(self, call: Call) -> Hashable:
-        """What the seconds of a call depend on that is not in it: how its inputs are used elsewhere, and the like."""
-
-    def compute(self, placed: PlacedCall, placement: Placement) -> float:
-        """Seconds of a call, forward and backward. Its `transfers` name the inputs that come from another layout,
-        without the steps, and nothing for calls whose layer has a strategy. Of the placement, only graph, mesh and
-        batch are filled in."""
-
-    def transfer(self, step: Step, mesh: Mesh, shape: tuple[int, ...], itemsize: int, differentiable: bool) -> float:
-        """Seconds of one step of a redistribution, forward and, where a gradient comes back, backward."""
-
-    def laid_out(self, placed: PlacedCall, placement: Placement) -> float:
-        """Seconds that a call takes less in each pass after the first, where its weight is laid out once for all."""
-
-    def joining(self, placed: PlacedCall, placement: Placement, part: float) -> float:
-        """Seconds of an update less where a weight's gradients of all passes are computed in one call, and not added
-        up; they take `part` of the call's backward pass."""
-
-    def gradient(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
-        """Seconds that the exchange of a parameter's gradient over its `copied` axes delays the step."""
-
-    def adding(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
-        """Seconds that adding a parameter's gradient in one more pass to that of earlier ones takes."""
-
-    def update(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
-        """Seconds of the optimizer for the part of a parameter that a rank holds."""
-
-    def parameter_memory(self, parameter: Value, layout: Layout, mesh: Mesh) -> float:
-        """Bytes on rank 0 for a parameter, its gradient and the optimizer's state."""
-
-    def workspace(self, placed: PlacedCall, placement: Placement) -> float:
-        """Bytes that a call holds on rank 0 while it runs, beside what it is given and gives."""
-
-    def memory(self, placement: Placement) -> float:
-        """Bytes on the rank that needs most, all included."""
-
-
-def additive_seconds(placement: Placement, costs: Costs) -> float:
-    """The sum that the search makes least, over a network as it is placed. A value travels once for all calls that want
-    it in the same layout (`convoy.plans.traffic`)."""
-    graph, mesh = placement.graph, placement.mesh
-    differentiable = needs_gradient(graph)
-    total = sum(costs.compute(placed, placement) for placed in placement.calls)
-    for (name, _), steps in redistributions(placement).items():
-        value = graph.values[name]
-        for step in steps:
-            total += costs.transfer(step, mesh, value.shape, value.dtype.itemsize, name in differentiable)
-    for value in graph.parameters():
-        if value.name in placement.layouts:
-            layout = placement.layouts[value.name]
-            total += costs.gradient(value, layout, mesh) + costs.update(value, layout, mesh)
-    return total
-
-
-def redistributions(placement: Placement) -> dict[tuple[str, Layout], tuple[Step, ...]]:
-    """The steps that bring values to layouts in which they are wanted and do not lie, by value and layout."""
-    asked = [(name, steps) for placed in placement.calls for name, steps in placed.transfers.items()]
-    asked += placement.outputs.items()
-    return {(name, steps[-1].target): steps for name, steps in asked if steps}
-
-
 NOWHERE = -1  # stands for the layout of a value that cannot be
 
 
@@ -174,25 +109,30 @@ class Answer:
     keeps: tuple[int, ...]  # places of the inputs, then the outputs, that it keeps for the backward pass
 
 
+T = TypeVar("T")
+
+
 class Prices:
     """What is known of a graph, captured at its whole batch, on a mesh, for all ways to divide its samples. The costs
     are asked once for all that is alike."""
 
-    def __init__(self, graph: Graph, mesh: Mesh, costs: Costs) -> None:
+    def __init__(self, graph: Graph, mesh: Mesh, costs: Additive) -> None:
         self.graph = graph
         self.mesh = mesh
         self.costs = costs
         self.layouts: list[Layout] = []
-        self.differentiable = needs_gradient(graph)
+        self.differentiable = graph_facts(graph).differentiable
         self._numbers: dict[Layout, int] = {}
         self._splits: dict[Split, Split] = {}
         self._structures: dict[Structure, int] = {}
-        self._of_call: dict[str, int] = {}
         self._answers: dict[tuple[object, ...], Answer | ConvoyError] = {}
-        self._computed: dict[tuple[object, ...], tuple[float, float, tuple[int, ...]]] = {}
-        self._transfers: dict[tuple[object, ...], float] = {}
-        self._parameters: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._local: dict[tuple[object, ...], int] = {}
+        self._known: dict[tuple[object, ...], Any] = {}
+
+    def _once(self, *question: object, ask: Callable[[], T]) -> T:
+        if question not in self._known:
+            self._known[question] = ask()
+        answer: T = self._known[question]
+        return answer
 
     def number(self, layout: Layout) -> int:
         number = self._numbers.get(layout)
@@ -206,11 +146,12 @@ class Prices:
 
     def kind(self, call: Call) -> int:
         """A number for all calls that are alike but for their names."""
-        number = self._of_call.get(call.name)
-        if number is None:
+
+        def number() -> int:
             key = (*structure(call, self.graph, self.differentiable), self.costs.context(call))
-            number = self._of_call[call.name] = self._structures.setdefault(key, len(self._structures))
-        return number
+            return self._structures.setdefault(key, len(self._structures))
+
+        return self._once("kind", call.name, ask=number)
 
     def answer(self, call: Call, batch: Batch, strategy: Strategy, inputs: Sequence[int]) -> Answer | ConvoyError:
         """How a call is placed, or why it cannot be. The strategy is empty where the call's rule does not look at it;
@@ -249,14 +190,14 @@ class Prices:
         if call.op not in CHOOSING:
             pairs = zip(call.inputs, inputs, wants, strict=True)
             moved = tuple(name for name, before, want in pairs if before not in (NOWHERE, want))
-        key = (self.kind(call), wants, gives, tuple(map(call.inputs.index, moved)))
-        computed = self._computed.get(key)
-        if computed is None:
+
+        def computed() -> tuple[float, float, tuple[int, ...]]:
             blank = Placement(self.graph, self.mesh, batch, (), {}, {}, {})
-            given_call = PlacedCall(call, strategy, placed, dict.fromkeys(moved, ()))
-            seconds = self.costs.compute(given_call, blank)
-            computed = self._computed[key] = (seconds, *self._kept(given_call, blank))
-        return Answer(wants, gives, *computed)
+            placed_call = PlacedCall(call, strategy, placed, dict.fromkeys(moved, ()))
+            return self.costs.compute(placed_call, blank), *self._kept(placed_call, blank)
+
+        places = tuple(map(call.inputs.index, moved))
+        return Answer(wants, gives, *self._once("call", self.kind(call), wants, gives, places, ask=computed))
 
     def _kept(self, placed: PlacedCall, blank: Placement) -> tuple[float, tuple[int, ...]]:
         """Bytes on rank 0 that only this call keeps, and which of its tensors it keeps."""
@@ -269,46 +210,36 @@ class Prices:
             if self.graph.values[tensor.value].origin not in ("call", "input"):
                 continue
             if tensor.inside or tensor.itemsize != self.graph.values[tensor.value].dtype.itemsize:
-                inside += self._numel(tensor.layout, self.graph.shape(tensor.value)) * tensor.itemsize
+                inside += self._on_first(tensor.layout, self.graph.shape(tensor.value)) * tensor.itemsize
             else:
                 keeps.append(names.index(tensor.value))
         return inside, tuple(keeps)
 
-    def _numel(self, layout: Layout, shape: tuple[int, ...]) -> int:
-        return prod(layout.local_shape(shape, self.mesh, (0,) * len(self.mesh.sizes)))
+    def _on_first(self, layout: Layout, shape: tuple[int, ...]) -> int:
+        return elements(layout, shape, self.mesh, (0,) * len(self.mesh.sizes))
 
     def transfer(self, source: int, target: int, value: Value) -> float:
         if source in (target, NOWHERE) or target == NOWHERE:
             return 0.0
-        differentiable = value.name in self.differentiable
-        key = (source, target, value.shape, value.dtype.itemsize, differentiable)
-        seconds = self._transfers.get(key)
-        if seconds is None:
-            steps = transfer(self.layouts[source], self.layouts[target], self.mesh, value.shape)
-            seconds = self._transfers[key] = sum(
-                self.costs.transfer(step, self.mesh, value.shape, value.dtype.itemsize, differentiable)
-                for step in steps
-            )
-        return seconds
 
-    def parameter(self, value: Value, number: int) -> tuple[float, float]:
-        """Seconds for a parameter's gradient and update, and bytes for all that belongs to it on rank 0."""
-        key = (value.shape, value.dtype, number)
-        cost = self._parameters.get(key)
-        if cost is None:
-            layout = self.layouts[number]
-            seconds = self.costs.gradient(value, layout, self.mesh) + self.costs.update(value, layout, self.mesh)
-            cost = self._parameters[key] = seconds, self.costs.parameter_memory(value, layout, self.mesh)
-        return cost
+        def seconds() -> float:
+            steps = transfer(self.layouts[source], self.layouts[target], self.mesh, value.shape)
+            return sum(self.costs.transfer(step, self.mesh, value) for step in steps)
+
+        tensor = value.shape, value.dtype, value.name in self.differentiable
+        return self._once("transfer", source, target, tensor, ask=seconds)
+
+    def parameter(self, value: Value, number: int) -> OfParameter:
+        layout = self.layouts[number]
+        ask = partial(self.costs.parameter, value, layout, self.mesh)
+        return self._once("parameter", value.shape, value.dtype, number, ask=ask)
 
     def kept(self, number: int, value: Value) -> tuple[int, int]:
         """The number of a layout without what it says of the gradient, and the bytes of a value in it on rank 0."""
-        key = (number, value.shape, value.dtype.itemsize)
-        num_bytes = self._local.get(key)
         layout = self.layouts[number]
-        if num_bytes is None:
-            num_bytes = self._local[key] = self._numel(layout, value.shape) * value.dtype.itemsize
-        return (self.number(replace(layout, copied=frozenset())) if layout.copied else number), num_bytes
+        count = self._once("kept", number, value.shape, ask=partial(self._on_first, layout, value.shape))
+        plain = self.number(replace(layout, copied=frozenset())) if layout.copied else number
+        return plain, count * value.dtype.itemsize
 
 
 def floor(prices: Prices, batch: Batch, allowed: Mapping[str, Sequence[Strategy]]) -> float:

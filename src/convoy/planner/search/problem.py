@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Value
 from convoy.planner.search.elimination import Numbers, Scope, Table, TooWideError, aligned
-from convoy.planner.search.joins import Ids, codes_of, relabelled
 from convoy.planner.search.prices import NOWHERE, Answer, Prices, Strategy, is_choosing
 from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.place import Batch, own_samples
+
+Ids = NDArray[np.int64]  # numbers of layouts, as `convoy.planner.search.prices.Prices.number` gives them
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,22 @@ class Known:
     scope: Scope
     ids: Ids  # numbers of layouts, one dimension for each variable
     key: int  # the same for equal `ids`
+
+
+def relabelled(ids: Ids) -> tuple[Ids, Ids]:
+    """The distinct numbers of an array, ascending, and for every element the place of its number among them. As
+    `numpy.unique`, without sorting where the numbers are small."""
+    if ids.size == 1:
+        return ids.reshape(1), np.zeros_like(ids)
+    if ids.size >= 64:
+        low, high = int(ids.min()), int(ids.max())
+        if high - low <= 4 * ids.size:
+            shifted = ids - low
+            seen = np.zeros(high - low + 1, bool)
+            seen[shifted] = True
+            return np.flatnonzero(seen) + low, (np.cumsum(seen) - 1)[shifted]
+    numbers, places = np.unique(ids, return_inverse=True)
+    return numbers, places.reshape(ids.shape)
 
 
 def narrowed(ids: Ids) -> tuple[tuple[int, ...], Ids]:
@@ -100,25 +117,18 @@ class Shared:
             tuple((place.key, *map(scope.index, place.scope)) if place else None for place in inputs),
             (scope.index(choice[0]), choice[1].strategies, batch.axes) if choice is not None else None,
         )
-        states = self._placed.get(key)
-        if states is None:
-            states = self._placed[key] = self._place(call, batch, inputs, choice, scope, check_grid(scope, sizes))
-        return states
-
-    def _place(
-        self,
-        call: Call,
-        batch: Batch,
-        inputs: Sequence[Known | None],
-        choice: tuple[int, Choice] | None,
-        scope: Scope,
-        sizes: tuple[int, ...],
-    ) -> PlacedStates:
+        if key in self._placed:
+            return self._placed[key]
+        sizes = check_grid(scope, sizes)
         arrays = [aligned(place.ids, place.scope, scope) if place else None for place in inputs]
         strategies: Sequence[Strategy] = choice[1].strategies if choice is not None else ((),)
         states = np.arange(len(strategies))
         state = aligned(states, (choice[0],), scope) if choice is not None else np.zeros((), np.int64)
-        codes = codes_of(call, self.prices, arrays) * len(strategies) + state
+        codes = state  # equal where all is
+        for ids in arrays:
+            if ids is not None:
+                codes = codes * (len(self.prices.layouts) + 1) + ids + 1
+                codes = relabelled(codes)[1] if codes.size and codes.max() > 1 << 40 else codes
         numbers, inverse = relabelled(np.broadcast_to(codes, sizes))
         first = np.empty(len(numbers), np.int64)
         first[inverse.ravel()[::-1]] = np.arange(inverse.size)[::-1]
@@ -141,7 +151,7 @@ class Shared:
             places, ids = narrowed(spread(numbers, np.int64))
             return places, ids, self.key(ids)
 
-        return PlacedStates(
+        placed = self._placed[key] = PlacedStates(
             spread((np.inf if a is None else a.seconds for a in answers), np.float64),
             spread((0.0 if a is None else a.inside for a in answers), np.float64),
             [narrow(NOWHERE if a is None else a.wants[n] for a in answers) for n in range(len(call.inputs))],
@@ -149,6 +159,7 @@ class Shared:
             next((a.keeps for a in answers if a is not None), ()),
             refused,
         )
+        return placed
 
 
 def check_grid(scope: Scope, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -378,7 +389,8 @@ class _Builder:
         if value.origin != "parameter":
             return
         numbers, at = relabelled(home.ids)
-        pairs = [self.prices.parameter(value, int(n)) if n != NOWHERE else (0.0, 0.0) for n in numbers]
+        costs = [self.prices.parameter(value, int(n)) if n != NOWHERE else None for n in numbers]
+        pairs = [(0.0, 0.0) if cost is None else (cost.seconds, cost.held) for cost in costs]
         seconds, held = np.array(pairs).T[:, at]
         self._add(self.problem.seconds, home.scope, seconds)
         self._add(self.problem.bytes, home.scope, held)

@@ -2,10 +2,10 @@
 
 Minimized is the sum, over one update, of
 
-    seconds of every call under its strategy                     Costs.compute
-  + seconds to bring every tensor to each layout that is wanted  Costs.transfer, once for all readers of one layout
-  + seconds to add up the gradient of every parameter            Costs.gradient
-  + seconds of the optimizer for a rank's part of it             Costs.update
+    seconds of every call under its strategy                     Additive.compute
+  + seconds to bring every tensor to each layout that is wanted  Additive.transfer, once for all readers of one layout
+  + seconds to add up the gradient of every parameter,
+    and of the optimizer for a rank's part of it                 Additive.parameter
 
 over a mesh (every ordered factorization of the devices into one or two axes), the set of its axes that divide the
 samples, and for every layer one strategy on each axis. The operations (`ops`) say which strategies a
@@ -22,7 +22,7 @@ Which function does which:
     Elimination (elimination.py)      the least sum of tables: exact, one variable after the other
     tied (layers.py)                  where many features meet, layers of one role share a strategy; noted
     Solver.solve (solve.py)           all of these for one mesh and one set of sample axes
-    fewest (fewest.py)                the fewest redistributions within a budget of seconds
+    Solver.simplest (solve.py)        the fewest redistributions within a budget of seconds
     fitting (memory.py)               a price for bytes, raised until the plan fits: Lagrange multipliers
     search (here)                     all meshes, and the order of the candidates
 
@@ -31,35 +31,25 @@ Brute force over all plans of small networks holds the result: `tests/planner/se
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 from convoy.errors import ConvoyError
-from convoy.graph.graph import Graph, Ref
-from convoy.graph.tree import leaves
-from convoy.ops import place
+from convoy.planner.cost.additive import Additive, additive_seconds
+from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.prediction import most, rank_memory
 from convoy.planner.search.layers import Groups, Layers
-from convoy.planner.search.memory import Fitting, fitting, nothing_fits
-from convoy.planner.search.prices import (
-    AXIS_STRATEGIES,
-    Costs,
-    Prices,
-    Strategy,
-    additive_seconds,
-    floor,
-    meshes,
-    redistributions,
-    sample_axes_of,
-    used_axes,
-)
+from convoy.planner.search.memory import fitting, nothing_fits
+from convoy.planner.search.prices import AXIS_STRATEGIES, Prices, Strategy, floor, meshes, sample_axes_of, used_axes
 from convoy.planner.search.problem import Shared
 from convoy.planner.search.solve import Solution, Solver
+from convoy.planner.workload import Workload
 from convoy.plans.fit import Fix
-from convoy.plans.layout import balanced
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import Batch, Placement, sample_axes
+from convoy.plans.place import Batch
 from convoy.plans.plan import Plan
+from convoy.plans.traffic import redistributions
 
 # Plans that are predicted to take so much longer than the fastest, as a share, count as equally fast: predictions are
 # not better than that, and the fastest of very many is the one whose prediction errs most in its favour
@@ -102,7 +92,6 @@ class SearchResult:
     candidates: tuple[Candidate, ...]
     exact: bool  # no plan on the meshes that were searched costs less than `least`
     notes: tuple[str, ...]  # sentences about what was left out or tied, empty where `exact`
-    searched: tuple[Mesh, ...]
     least: float  # seconds of the fastest plan
     solution: Solution = field(repr=False, compare=False)  # of the best plan
 
@@ -123,29 +112,11 @@ class SearchResult:
         return tuple(rows)
 
 
-# The consecutive samples of each of so many ranks. Raises ConvoyError where there cannot be so many.
-Parts = Callable[[int], tuple[range, ...]]
-
-
-@dataclass(frozen=True)
-class MeshSolution:
-    """The best plan of a mesh and its sample axes."""
-
-    solver: Solver
-    solution: Solution
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.solver.batch.mesh
-
-
 def search(
-    graph: Graph,
+    workload: Workload,
     num_devices: int,
     costs: Costs,
     *,
-    parts: Parts | None = None,
-    outputs: Iterable[str] | None = None,
     fixes: Iterable[str | Fix] = (),
     memory_limit: float | None = None,
     top: int = 3,
@@ -160,19 +131,15 @@ def search(
     that sends more between layers has to be predicted to save more than predictions err. Under a limit of memory that
     these do not keep, the tolerance is 0.
 
-    The graph is in training, captured at the whole batch of one pass, which `parts` divides, by default as evenly as
-    can be. The first fix that matches a layer counts; `among` are the strategies on an axis where none does.
-    `memory_limit` is in bytes of a rank, `on` the meshes to search, by default those with one and two axes. Plain
-    `sample` comes on top of the `top` candidates. A ConvoyError where a fix matches nothing or cannot be, or nothing
-    fits into memory, by how much.
+    The first fix that matches a layer counts; `among` are the strategies on an axis where none does. `memory_limit` is
+    in bytes of a rank, `on` the meshes to search, by default those with one and two axes. Plain `sample` comes on top
+    of the `top` candidates. A ConvoyError where a fix matches nothing or cannot be, or nothing fits into memory, by how
+    much.
     """
-    num_samples = graph.shape(graph.inputs[0])[0]
     searching = _Search(
-        graph=graph,
+        workload=workload,
         costs=costs,
-        parts=parts or (lambda count: balanced(num_samples, count)),
-        outputs=list(outputs) if outputs is not None else [ref.name for ref in leaves(graph.output, Ref)],
-        layers=Layers(graph, tuple(fixes), among),
+        layers=Layers(workload.graph, tuple(fixes), among),
         memory_limit=memory_limit,
         meshes=list(on) if on is not None else meshes(num_devices),
         tolerance=tolerance,
@@ -192,10 +159,8 @@ _FAR = 1.1  # plans that take so many times as long as the fastest are candidate
 
 @dataclass
 class _Search:
-    graph: Graph
+    workload: Workload
     costs: Costs
-    parts: Parts
-    outputs: list[str]
     layers: Layers
     memory_limit: float | None
     meshes: list[Mesh]
@@ -206,6 +171,9 @@ class _Search:
     known: float = float("inf")  # seconds of the fastest plan found so far
     is_counted: bool = True
     refused: ConvoyError | None = None  # why the last way that was refused cannot be
+
+    def __post_init__(self) -> None:
+        self.sums = Additive(self.costs, self.workload.graph, self.workload.passes)
 
     def run(self, top: int) -> SearchResult:
         chosen = self._all()
@@ -218,10 +186,10 @@ class _Search:
         candidates: list[Candidate] = []
         for one in chosen:
             # the same plan with the axes exchanged costs the same, where links are alike
-            same = any(math.isclose(one.solution.seconds, other.seconds, rel_tol=1e-9) for other in candidates)
+            same = any(math.isclose(one.seconds, other.seconds, rel_tol=1e-9) for other in candidates)
             if len(candidates) < top and not same:
-                plan = self.layers.plan(one.mesh, one.solution.layers)
-                candidates.append(Candidate(plan, one.solution.seconds, one.solution.redistributions, self._memory))
+                plan = self.layers.plan(one.mesh, one.layers)
+                candidates.append(Candidate(plan, one.seconds, one.redistributions, self._memory))
         plain = self._plain()
         if plain is not None and all(plain.plan != other.plan for other in candidates):
             candidates = [candidates[0], *sorted([*candidates[1:], plain], key=lambda candidate: candidate.seconds)]
@@ -233,11 +201,9 @@ class _Search:
                 "not all plans that are about as fast as the fastest were compared by how often they redistribute: too "
                 "many features meet for that"
             )
-        return SearchResult(
-            tuple(candidates), not self.notes, tuple(self.notes), tuple(self.meshes), self.least, chosen[0].solution
-        )
+        return SearchResult(tuple(candidates), not self.notes, tuple(self.notes), self.least, chosen[0])
 
-    def _all(self, with_memory: bool = False) -> list[MeshSolution]:
+    def _all(self, with_memory: bool = False) -> list[Solution]:
         """The best plans of all meshes and ways to divide the samples, the fastest first; a ConvoyError where there is
         none."""
         self.solvers.clear()
@@ -245,25 +211,25 @@ class _Search:
         solutions = [one for mesh in self.meshes for one in self._on(mesh, with_memory)]
         if not solutions:
             raise self.refused or ConvoyError("no plan divides this network over these devices")
-        self.least = min(one.solution.seconds for one in solutions)
+        self.least = min(one.seconds for one in solutions)
         solutions = [self._simplest(one) for one in solutions]
-        near = [one for one in solutions if one.solution.seconds <= self.least * (1 + self.tolerance) * (1 + 1e-9)]
-        best = min(near, key=lambda one: (one.solution.redistributions if self.tolerance else 0, *_rank(one)))
+        near = [one for one in solutions if one.seconds <= self.least * (1 + self.tolerance) * (1 + 1e-9)]
+        best = min(near, key=lambda one: (one.redistributions if self.tolerance else 0, *_rank(one)))
         rest = sorted((one for one in solutions if one is not best and not self._is_flat(one)), key=_rank)
         return [best, *rest]
 
-    def _on(self, mesh: Mesh, with_memory: bool) -> Iterator[MeshSolution]:
+    def _on(self, mesh: Mesh, with_memory: bool) -> Iterator[Solution]:
         """The best plans on a mesh, one for each set of sample axes that divide the samples in the best plan for it.
         One that leaves an axis unused is a plan of fewer axes, and at least as cheap there."""
-        shared = Shared(Prices(self.graph, mesh, self.costs))
+        shared = Shared(Prices(self.workload.graph, mesh, self.sums))
         groups: Groups | None = None
         for axes in sample_axes_of(mesh):
-            if mesh.size(axes) > self.graph.shape(self.graph.inputs[0])[0]:
+            if mesh.size(axes) > self.workload.samples:
                 continue
             try:
-                batch = Batch(mesh, axes, self.parts(mesh.size(axes)))
+                batch = Batch(mesh, axes, self.workload.parts(mesh.size(axes)))
                 allowed = self.layers.allowed(mesh, batch, shared.prices)
-                solver = Solver(shared, batch, allowed, self.outputs, groups, with_memory)
+                solver = Solver(shared, batch, allowed, self.workload.outputs, groups, with_memory)
                 self.solvers.append(solver)
                 # where layers are tied it takes long to search a way whose computing alone is slower than a known plan
                 if len(solver.groups) < len(allowed) and floor(shared.prices, batch, allowed) > _FAR * self.known:
@@ -275,48 +241,44 @@ class _Search:
                 continue
             groups = solver.groups  # what was too wide before will be so again
             if used_axes(solution.layers, self.layers.ops) == axes:
-                yield MeshSolution(solver, solution)
+                yield solution
 
-    def _simplest(self, one: MeshSolution) -> MeshSolution:
+    def _simplest(self, one: Solution) -> Solution:
         """A plan of fewer redistributions, where that takes hardly longer than the fastest of all or of its kind."""
-        is_near = one.solution.seconds <= self.least * (1 + self.tolerance)
-        fastest = self.least if is_near else one.solution.seconds
+        is_near = one.seconds <= self.least * (1 + self.tolerance)
+        fastest = self.least if is_near else one.seconds
         if not self.tolerance or fastest > _FAR * self.least:
             return one
-        simple = one.solver.simplest(one.solution, fastest * (1 + self.tolerance))
+        simple = one.solver.simplest(one, fastest * (1 + self.tolerance))
         self.is_counted = self.is_counted and (simple is not None or not is_near)
         if simple is None or used_axes(simple.layers, self.layers.ops) != one.solver.batch.axes:
             return one
-        return MeshSolution(one.solver, simple)
+        return simple
 
-    def _needs(self, one: MeshSolution) -> float:
-        return self._memory_of(one.mesh, one.solution.layers)
+    def _needs(self, one: Solution) -> float:
+        return self._memory(self.layers.plan(one.mesh, one.layers))
 
-    def _is_flat(self, one: MeshSolution) -> bool:
+    def _is_flat(self, one: Solution) -> bool:
         """Whether a plan on two axes has the same strategies on both: with one axis instead it is simpler, and there it
         was searched too."""
         flat = any(len(mesh.sizes) == 1 for mesh in self.meshes)
-        return flat and len(one.mesh.sizes) > 1 and all(len(set(s)) == 1 for s in one.solution.layers.values())
+        return flat and len(one.mesh.sizes) > 1 and all(len(set(s)) == 1 for s in one.layers.values())
 
-    def _fit(self, solutions: Sequence[MeshSolution]) -> list[MeshSolution]:
+    def _fit(self, solutions: Sequence[Solution]) -> list[Solution]:
         """The plans that fit into memory, each made smaller where it must be; a ConvoyError where none does."""
         assert self.memory_limit is not None
-        tried: list[tuple[MeshSolution, Fitting]] = []
-        for one in solutions:
-            fit = fitting(one.solver, one.solution, self.memory_limit, partial(self._memory_of, one.mesh))
-            tried.append((MeshSolution(one.solver, fit.solution), fit))
-        fits = sorted(((one, fit) for one, fit in tried if fit.fits), key=lambda pair: pair[0].solution.seconds)
+        tried = [fitting(one, self.memory_limit, self._needs) for one in solutions]
+        fits = sorted((fit for fit in tried if fit.fits), key=lambda fit: fit.solution.seconds)
         if not fits:
-            least, fit = min(tried, key=lambda pair: pair[1].memory)
-            placement = self._place(self.layers.plan(least.mesh, fit.solution.layers))
-            raise nothing_fits(placement, self.costs, fit.memory, self.memory_limit)
-        bound = min(fit.bound for _, fit in tried)
-        first = fits[0][0].solution.seconds
+            least = min(tried, key=lambda fit: fit.memory)
+            placement = self.workload.place(self.layers.plan(least.solution.mesh, least.solution.layers))
+            raise nothing_fits(placement, self.costs, least.memory, self.memory_limit)
+        bound, first = min(fit.bound for fit in tried), fits[0].solution.seconds
         if bound < first * (1 - 1e-9):
             self.notes.append(
                 f"the memory limit leaves a gap: a plan that fits could take up to {1 - bound / first:.2%} less time"
             )
-        return [one for one, _ in fits]
+        return [fit.solution for fit in fits]
 
     def _plain(self) -> Candidate | None:
         """Every layer by samples on one axis, where that is legal, fits, and is not fixed otherwise."""
@@ -324,27 +286,19 @@ class _Search:
         for solver in self.solvers:
             if len(solver.batch.mesh.sizes) == 1 and all(plain in options for options in solver.allowed.values()):
                 plan = self.layers.plan(solver.batch.mesh, dict.fromkeys(solver.allowed, plain))
-                placement = self._place(plan)
-                seconds = additive_seconds(placement, self.costs)
-                candidate = Candidate(plan, seconds, len(redistributions(placement)), self._memory)
+                placement = self.workload.place(plan)
+                seconds, count = additive_seconds(placement, self.sums), sum(1 for _ in redistributions(placement))
+                candidate = Candidate(plan, seconds, count, self._memory)
                 if self.memory_limit is None or candidate.memory <= self.memory_limit:
                     return candidate
         return None
 
     def _memory(self, plan: Plan) -> float:
-        return self.costs.memory(self._place(plan))
-
-    def _memory_of(self, mesh: Mesh, layers: Mapping[str, Strategy]) -> float:
-        return self._memory(self.layers.plan(mesh, layers))
-
-    def _place(self, plan: Plan) -> Placement:
-        axes = sample_axes(((call.layer, call.op) for call in self.graph.calls), plan)
-        batch = Batch(plan.mesh, axes, self.parts(plan.mesh.size(axes)))
-        return place(self.graph, plan, batch, self.outputs)
+        return most(rank_memory(self.workload.place(plan), self.costs)).total
 
 
-def _rank(one: MeshSolution) -> tuple[float, int]:
-    return float(f"{one.solution.seconds:.10g}"), len(one.mesh.sizes)
+def _rank(one: Solution) -> tuple[float, int]:
+    return float(f"{one.seconds:.10g}"), len(one.mesh.sizes)
 
 
 def _tied_sentence(ties: Sequence[Sequence[str]]) -> str:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from convoy.errors import ConvoyError
-from convoy.planner.search.elimination import Elimination, Table, TooWideError
-from convoy.planner.search.fewest import fewest, restricted
+from convoy.planner.search.elimination import Elimination, Table, TooWideError, restricted
 from convoy.planner.search.layers import Groups, alone, in_common, tied, tied_where_wide
 from convoy.planner.search.prices import Strategy
 from convoy.planner.search.problem import Choice, Problem, Shared, assigned, build
+from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch
 
 LIMIT = 20_000_000  # the most entries of a table: 64 MB
@@ -26,6 +26,11 @@ class Solution:
     bytes: float  # on rank 0; 0 where nobody asked
     problem: Problem
     elimination: Elimination
+    solver: "Solver"
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.solver.batch.mesh
 
 
 class Solver:
@@ -67,13 +72,14 @@ class Solver:
             except TooWideError as error:
                 met = [layer for v in error.scope if v < len(choices) for layer in choices[v].layers]
                 self._problem, self.groups = None, tied(self.groups, met, self._shared.prices.graph)
-        if not np.isfinite(elimination.least):
+        states = elimination.assignment()
+        if not np.isfinite(elimination.least) or states is None:
             raise problem.refused or ConvoyError("no plan divides this network over these devices")
-        return self._solution(problem, elimination, elimination.assignment())
+        return self._solution(problem, elimination, states)
 
     def _solution(self, problem: Problem, elimination: Elimination, states: Mapping[int, int]) -> Solution:
         seconds, held, count = (_at(part, states) for part in (problem.seconds, problem.bytes, problem.redistributions))
-        return Solution(assigned(problem.choices, states), seconds, round(count), held, problem, elimination)
+        return Solution(assigned(problem.choices, states), seconds, round(count), held, problem, elimination, self)
 
     def simplest(self, solution: Solution, budget: float) -> Solution | None:
         """Of the plans within a budget of seconds, the fastest of those with fewest redistributions; None where the
@@ -86,9 +92,10 @@ class Solver:
         seconds, counts = (restricted(tables, states_of) for tables in (problem.seconds, problem.redistributions))
         sizes = {v: len(states) for v, states in states_of.items()}
         try:
-            simple = fewest(seconds, counts, sizes, budget, solution.redistributions, LIMIT)
+            counting = Elimination(seconds, sizes, LIMIT, counts, solution.redistributions)
         except TooWideError:
             return None
+        simple = counting.assignment(budget)
         if simple is None:
             return solution
         return self._solution(problem, solution.elimination, {v: states_of[v][state] for v, state in simple.items()})

@@ -6,22 +6,26 @@ best cuts (`cuts.py`) for several bounds on the slowest stage, and of numbers of
 stage by stage (`cost/pipeline.py`), and the fastest counts.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from convoy.errors import ConvoyError
-from convoy.planner.cost.link import Link, Links
+from convoy.planner.cost.additive import Additive
+from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.link import Link
 from convoy.planner.cost.pipeline import StageTimes, pipeline_seconds
-from convoy.planner.search.cuts import Bounds, Chain, InPasses, Numbers, best_cuts, cuts_of
+from convoy.planner.search.cuts import Bounds, Chain, Numbers, best_cuts, cuts_of
 from convoy.planner.search.search import search
+from convoy.planner.workload import Workload
 from convoy.plans.fit import Fix
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.plan import Plan
-from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES, Schedule, actions, bubble, in_flight
+from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, actions, bubble, in_flight
 
 
 @dataclass(frozen=True)
@@ -71,26 +75,21 @@ def in_best_passes(
 
 
 def search_stages(
-    at: Callable[[int], InPasses],
-    counts: Sequence[int],
+    workload: Workload,
     num_devices: int,
-    links: Links,
+    costs: Costs,
     *,
-    slowdowns: Sequence[float] = (),
     fixes: Sequence[str | Fix] = (),
     memory_limit: float | None = None,
     known: float = float("inf"),
     top: int = 2,
-    schedules: Sequence[Schedule] = SCHEDULES,
 ) -> list[Staged]:
     """The fastest plans with stages, at most `top` of them with different numbers of stages, the best first; none where
-    there can be none.
-
-    `at` gives the update in one of the numbers of passes in `counts`, which ascend, and is called again and again with
-    the same. `slowdowns` are how many times as long as in the costs each rank computes, `memory_limit` is in bytes of a
-    rank, and `known` the seconds of the best plan without stages: what cannot be much better is not looked at.
-    """
-    return _StageSearch(at, counts, num_devices, links, slowdowns, fixes, memory_limit, known, schedules).run(top)
+    there can be none. `memory_limit` is in bytes of a rank, and `known` the seconds of the best plan without stages:
+    what cannot be much better is not looked at."""
+    if not workload.counts or num_devices == 1:
+        return []
+    return _StageSearch(workload, num_devices, costs, fixes, memory_limit, known).run(top)
 
 
 _SIMULATED = 6
@@ -108,17 +107,26 @@ class _Priced:
 
 @dataclass
 class _StageSearch:
-    at: Callable[[int], InPasses]
-    counts: Sequence[int]
+    workload: Workload
     num_devices: int
-    links: Links
-    slowdowns: Sequence[float]
+    costs: Costs
     fixes: Sequence[str | Fix]
     memory_limit: float | None
     known: float
-    schedules: Sequence[Schedule]
     _fits: bool = False  # something does, if only what is too slow to be proposed
     _known_alone: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.slowdowns, self.schedules = self.costs.slowdowns, self.workload.schedules
+        self._equal = replace(self.costs, slowdowns=())
+        self._updates: dict[int, tuple[Workload, Additive]] = {}
+
+    def _at(self, passes: int) -> tuple[Workload, Additive]:
+        """The update in a number of passes, and its costs on equal ranks."""
+        if passes not in self._updates:
+            update = self.workload.through(self.num_devices, passes)
+            self._updates[passes] = update, Additive(self._equal, update.graph, update.passes)
+        return self._updates[passes]
 
     def run(self, top: int) -> list[Staged]:
         plans: list[Staged] = []
@@ -140,7 +148,7 @@ class _StageSearch:
         plans: dict[float | None, Plan | None] = {}
 
         best = in_best_passes(
-            self.counts,
+            self.workload.counts,
             stages,
             lambda passes: self._in_passes(passes, mesh, stages, plans),
             lambda one: (one.staged is None, one.seconds),
@@ -150,13 +158,13 @@ class _StageSearch:
 
     def _in_passes(
         self, passes: int, mesh: Mesh, stages: int, plans: dict[float | None, Plan | None]
-    ) -> "_Priced | None":
+    ) -> _Priced | None:
         """The best in a number of passes, on as many devices for each stage; None where nothing can be or fits. `plans`
         keeps strategies by the memory that the whole network may take with them, None for the fastest."""
         ideal = self._ideal(stages, passes)
         if ideal > _WORTH * self.known:
             return _Priced(ideal)
-        update = self.at(passes)
+        update, costs = self._at(passes)
         if stages >= len(cuts_of(update.graph)):
             return None
         # where no cut fits into memory, strategies that take less of it may let one
@@ -167,7 +175,7 @@ class _StageSearch:
             if plan is None:
                 continue
             try:
-                chain = Chain(update, update.place(plan))
+                chain = Chain(update.place(plan), costs)
             except ConvoyError:  # samples of a pass that so many ranks cannot share
                 continue
             priced = self._cut(chain, plan, stages)
@@ -184,35 +192,25 @@ class _StageSearch:
     def _alone(self, passes: int) -> float:
         """Seconds of a pass on one device, as fast as in any schedule."""
         if passes not in self._known_alone:
-            update = self.at(passes)
-            chain = Chain(update, update.place(Plan(Mesh((), ()))))
-            saved = chain.laid_out + chain.joined if "zero-bubble" in self.schedules else 0.0
+            update, costs = self._at(passes)
+            chain = Chain(update.place(Plan(Mesh((), ()))), costs)
+            saved = chain.saved if "zero-bubble" in self.schedules else 0.0
             self._known_alone[passes] = float((chain.seconds - saved)[0, -1])
         return self._known_alone[passes]
 
-    def _strategies(self, update: InPasses, mesh: Mesh, limit: float | None) -> Plan | None:
+    def _strategies(self, update: Workload, mesh: Mesh, limit: float | None) -> Plan | None:
         """The fastest strategies on the devices of a stage, None where there are none."""
         if not mesh.sizes:
             return None if self.fixes else Plan(mesh)  # fixes name strategies on an axis
-        try:
-            return search(
-                update.graph,
-                mesh.num_devices,
-                update.costs,
-                parts=update.parts,
-                outputs=update.outputs,
-                fixes=self.fixes,
-                memory_limit=limit,
-                top=1,
-                on=[mesh],
-            ).best.plan
-        except ConvoyError:
-            return None
+        with contextlib.suppress(ConvoyError):
+            options: dict[str, Any] = {"fixes": self.fixes, "memory_limit": limit, "top": 1, "on": [mesh]}
+            return search(update, mesh.num_devices, self._equal, **options).best.plan
+        return None
 
-    def _cut(self, chain: Chain, plan: Plan, stages: int) -> "_Priced | None":
+    def _cut(self, chain: Chain, plan: Plan, stages: int) -> _Priced | None:
         """The best way to cut it, and in which schedule; None where none fits."""
         mesh = Mesh((STAGE, *plan.mesh.names), (stages, *plan.mesh.sizes))
-        passes, graph = chain.update.passes, chain.update.graph
+        passes, graph = chain.passes, chain.placement.graph
         tried_plans: list[Staged] = []
         sums: list[float] = []
         plain = self._times(chain, mesh, stages, postpones=False)
@@ -242,8 +240,8 @@ class _StageSearch:
 
     def _times(self, chain: Chain, mesh: Mesh, stages: int, *, postpones: bool) -> list["_Times"]:
         """What each stage takes, where weight gradients are postponed or not."""
-        pairs = [self.links.between(mesh, 0, stage, stage + 1) for stage in range(stages - 1)]
-        ways = {link: (chain.sends(link), chain.returns(link)) for link in dict.fromkeys(pairs)}
+        pairs = [self.costs.links.between(mesh, 0, stage, stage + 1) for stage in range(stages - 1)]
+        ways = {link: chain.messages(link) for link in dict.fromkeys(pairs)}
         nothing = np.zeros_like(chain.seconds)
         times = []
         for stage in range(stages):
@@ -251,17 +249,15 @@ class _StageSearch:
             sends = ways[after][0] if after is not None else nothing
             returns = ways[before][1] if before is not None else nothing
             beside = max(_share(link) for link in (before, after) if link is not None) * (sends + returns)
-            slower, seconds, saved = self._slowdown(mesh, stage), chain.seconds, nothing
-            if postpones:
-                seconds = seconds - chain.laid_out
-                saved = _joined(chain.update.passes, stage, stages) * chain.joined
-            times.append(_Times(slower * seconds + beside, slower * saved, sends, returns, chain.once))
+            slower = self._slowdown(mesh, stage)
+            saved = _joined(chain.passes, stage, stages) * chain.saved if postpones else nothing
+            times.append(_Times(slower * chain.seconds + beside, slower * saved, sends, returns, chain.once))
         return times
 
     def _bounds(self, chain: Chain, times: Sequence["_Times"], schedule: Schedule) -> Bounds:
         """What decides about the cuts under a schedule; infinite where a stage does not fit into memory."""
         through, rest = [], []
-        passes, stages = chain.update.passes, len(times)
+        passes, stages = chain.passes, len(times)
         for stage, of_stage in enumerate(times):
             computes, sent = of_stage.computes - of_stage.saved, of_stage.sends + of_stage.returns
             one = _WAITS[schedule] * computes + sent
