@@ -101,9 +101,8 @@ def compared(plan: str, batch_norm: str, options: dict[str, Any]) -> tuple[list[
     """What differs with recomputation and without it, and in how many stretches it was."""
     how = {key: options[key] for key in ("in_flight", "schedule", "sizes") if key in options}
     made_with = {"batch_norm": batch_norm} | {key: options[key] for key in ("microbatches",) if key in options}
-    always = {"new": lambda x: options.get("as on a GPU", x.is_cuda)}
     different, count = [], 0
-    with patch("convoy.ops.batch_norm.at_once", **always), patch("convoy.ops.shared_batch_norm.at_once", **always):
+    with patch("convoy.ops.normalization.at_once", lambda x: options.get("as on a GPU", x.is_cuda)):
         for name in options.get("names", ("drops",)):
             want = train(made(name, plan, False, **made_with), **how)
             net = made(name, plan, options.get("recompute", True), **made_with)

@@ -12,9 +12,9 @@ from torch import Tensor
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall
 from convoy.ops.constants import Constants
 from convoy.ops.kernel import Kernel, Site, as_called, nothing, picking
-from convoy.ops.layouts import spatial
+from convoy.ops.layouts import Follow, by_dim, spatial
 from convoy.ops.operation import Operation
-from convoy.plans.layout import Layout, Split, indices
+from convoy.plans.layout import Split, indices
 from convoy.plans.place import Placed, Situation
 from convoy.plans.windows import output_split
 
@@ -54,32 +54,27 @@ ALONG |= {"bilinear": "linear", "trilinear": "linear"}
 
 def place(situation: Situation) -> Placed:
     """Samples and channels follow; rows that are divided stay divided."""
-    call = situation.call
-    source, output = call.attributes["input"], call.outputs[0]
-    layout = situation.given.get(source, Layout())
-    shape, out_shape = situation.shape(source), situation.shape(output)
+    graph, call = situation.graph, situation.call
+    shape, out_shape = situation.shape(call.attributes["input"]), situation.shape(call.outputs[0])
     dims = spatial(len(shape), len(call.attributes["output_size"]))
-    input_splits: dict[int, Split] = {}
-    output_splits: dict[int, Split] = {}
-    notes = []
-    for dim, split in layout.splits:
+
+    def follow(dim: int, split: Split) -> Follow:
         if dim not in dims:
-            input_splits[dim] = output_splits[dim] = split
-        elif call.attributes["mode"] not in ALONG:
-            notes.append(f"dim {dim} is whole: no rule for {call.attributes['mode']} interpolation")
-        elif out_shape[dim] < len(split.parts):
-            notes.append(f"dim {dim} is whole: fewer output rows ({out_shape[dim]}) than ranks ({len(split.parts)})")
-        elif repeats(situation.graph, call, dim) and all(isinstance(part, range) for part in split.parts):
+            return split, (dim, split)
+        if call.attributes["mode"] not in ALONG:
+            return f"dim {dim} is whole: no rule for {call.attributes['mode']} interpolation"
+        if out_shape[dim] < len(split.parts):
+            return f"dim {dim} is whole: fewer output rows ({out_shape[dim]}) than ranks ({len(split.parts)})"
+        if repeats(graph, call, dim) and all(isinstance(part, range) for part in split.parts):
             factor = out_shape[dim] // shape[dim]
-            input_splits[dim] = split
             parts = (range(part[0] * factor, (part[-1] + 1) * factor) if part else range(0) for part in split.parts)
-            output_splits[dim] = Split(split.axes, tuple(parts))
-        else:
-            output_splits[dim] = output_split(out_shape[dim], situation.mesh, split.axes)
-            weights = weights_of(situation.graph, call, dim)
-            rows = (_rows(weights, part) for part in output_splits[dim].parts if isinstance(part, range))
-            input_splits[dim] = Split(split.axes, tuple(rows))
-    return Placed({source: Layout.of(input_splits)}, {output: Layout.of(output_splits)}, "; ".join(notes))
+            return split, (dim, Split(split.axes, tuple(parts)))
+        result = output_split(out_shape[dim], situation.mesh, split.axes)
+        weights = weights_of(graph, call, dim)
+        rows = (_rows(weights, part) for part in result.parts if isinstance(part, range))
+        return Split(split.axes, tuple(rows)), (dim, result)
+
+    return by_dim(situation, follow)
 
 
 def repeats(graph: Graph, call: Call, dim: int) -> bool:

@@ -48,20 +48,6 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Exchanging:
-    """A kernel of one output that exchanges one tensor within, and can be taken apart there to be compiled."""
-
-    kernel: Kernel
-    before: Kernel  # from `call.inputs` to the tensor to exchange
-    exchange: Kernel  # from the inputs at `buffers` and that tensor to its result, with a gradient of its own
-    after: Kernel  # from `call.inputs` and that result to the output
-    buffers: tuple[int, ...]
-
-    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        return self.kernel(*tensors)
-
-
-@dataclass(frozen=True)
 class Site:
     """A call on one rank."""
 
@@ -74,8 +60,6 @@ class Site:
     layouts: Mapping[str, Layout]  # of every input and output of the call, as its rule asked for them
     relu: bool = False  # whether its result is that of the ReLU that follows, which alone reads it
     addend: str | None = None  # is added to its result before that; the kernel takes it after `call.inputs`
-    # the site of the call whose result is added instead; the kernel takes the tensors of this call's inputs
-    twin: "Site | None" = None
 
     def parts(self, name: str, dim: int) -> Indices:
         """The global indices of a dimension that this rank holds of a value."""

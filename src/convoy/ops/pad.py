@@ -5,8 +5,9 @@ from torch import Tensor
 
 from convoy.graph.graph import Recognized, TorchCall
 from convoy.ops.kernel import Kernel, Site, as_called, nothing, taking
+from convoy.ops.layouts import Follow, by_dim
 from convoy.ops.operation import Operation
-from convoy.plans.layout import Indices, Layout, Split, indices
+from convoy.plans.layout import Indices, Split, indices
 from convoy.plans.place import Placed, Situation
 
 
@@ -21,24 +22,18 @@ def _pad(call: TorchCall) -> Recognized:
 
 def place(situation: Situation) -> Placed:
     """Nothing is sent for constant padding, positive or negative; other modes need the padded dimensions whole."""
-    call = situation.call
-    source, output = call.attributes["input"], call.outputs[0]
-    layout = situation.given.get(source, Layout())
-    is_constant = call.attributes["mode"] == "constant"
-    input_splits: dict[int, Split] = {}
-    output_splits: dict[int, Split] = {}
-    shape = situation.shape(source)
-    for dim, split in layout.splits:
-        before, after = call.attributes["pads"][dim]
-        if (before, after) == (0, 0):
-            input_splits[dim] = output_splits[dim] = split
-        elif is_constant:
-            input_splits[dim] = split
-            parts = (padded(part, shape[dim], before, after) for part in split.parts)
-            output_splits[dim] = Split(split.axes, tuple(parts))
-    is_gathered = len(input_splits) < len(layout.splits)
-    note = f"{call.attributes['mode']} padding of a divided dimension: it is whole" if is_gathered else ""
-    return Placed({source: Layout.of(input_splits)}, {output: Layout.of(output_splits)}, note)
+    attributes = situation.call.attributes
+    shape = situation.shape(attributes["input"])
+
+    def follow(dim: int, split: Split) -> Follow:
+        pads = attributes["pads"][dim]
+        if pads == (0, 0):
+            return split, (dim, split)
+        if attributes["mode"] != "constant":
+            return f"{attributes['mode']} padding of a divided dimension: it is whole"
+        return split, (dim, Split(split.axes, tuple(padded(part, shape[dim], *pads) for part in split.parts)))
+
+    return by_dim(situation, follow)
 
 
 def ends(part: Indices, size: int, before: int, after: int) -> tuple[int, int]:

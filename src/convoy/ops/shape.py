@@ -8,6 +8,7 @@ from torch import Tensor
 
 from convoy.graph.graph import Recognized, TorchCall, flat
 from convoy.ops.kernel import Kernel, Site
+from convoy.ops.layouts import by_dim
 from convoy.ops.operation import Operation
 from convoy.plans.layout import Indices, Layout, Split, indices
 from convoy.plans.place import Placed, Situation
@@ -77,12 +78,8 @@ def _place_identity(situation: Situation) -> Placed:
 
 def _place_permute(situation: Situation) -> Placed:
     """Splits go with their dimensions."""
-    call = situation.call
-    source = call.attributes["input"]
-    layout = situation.given.get(source, Layout())
-    order = tuple(call.attributes["order"])
-    result_layout = Layout.of({order.index(dim): split for dim, split in layout.splits}, layout.partial)
-    return Placed({source: layout}, {call.outputs[0]: result_layout})
+    order = situation.call.attributes["order"]
+    return by_dim(situation, lambda dim, split: (split, (order.index(dim), split)), linear=True)
 
 
 def _place_reshape(situation: Situation) -> Placed:
