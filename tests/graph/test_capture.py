@@ -178,7 +178,6 @@ class Standardised(nn.Conv2d):
 
 
 REPLAYED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Graph], bool]]] = {
-    "float64": (lambda: Net().double(), (2, 3, 8, 8), lambda g: g.values[g.output.name].dtype == torch.float64),
     "tied weights and modules have their first names": (
         Tied,
         (2, 4),
@@ -199,11 +198,9 @@ REPLAYED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Gr
         (2, 3, 8, 8),
         lambda g: ops(g) == ["opaque"] * 3 + ["conv"],
     ),
-    "a tuple": (lambda: Does(lambda x: (x + 1, x * 2)), (2, 3), lambda g: len(g.calls) == 2),
     "a list": (lambda: Does(lambda x: [x + 1, {"b": x * 2, "none": None}]), (2, 3), lambda g: len(g.calls) == 2),
     "a dataclass": (lambda: Does(lambda x: Outputs(x + 1, (1, 2))), (2, 3), lambda g: len(g.calls) == 1),
     "an ordered output": (lambda: Does(lambda x: ModelOutput(a=x + 1, b=x)), (2, 3), lambda g: len(g.calls) == 1),
-    "a value twice": (lambda: Does(lambda x: (y := x + 1, y, (len(x), x))), (2, 3), lambda g: len(g.calls) == 1),
 }
 """A network, the shape of its input, what is so of its graph."""
 
@@ -211,26 +208,22 @@ REPLAYED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Gr
 @pytest.mark.parametrize("case", REPLAYED)
 def test_a_replayed_graph_gives_what_the_network_gives(case: str) -> None:
     make, shape, holds = REPLAYED[case]
-    model, images = make().eval(), torch.randn(shape, dtype=torch.float64 if case == "float64" else torch.float32)
+    model, images = make().eval(), torch.randn(shape)
     graph = capture(model, (images,))
     assert holds(graph), graph.calls
     assert same(replay(graph, model, (images,)), model(images))
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    for example in (torch.empty(shape, device="meta", dtype=images.dtype), shape if case != "float64" else images):
+    for example in (torch.empty(shape, device="meta"), shape):
         assert capture(model, (example,)).values == graph.values  # tensors of any kind, or shapes
 
 
-SLOW = ("alexnet-2012", "googlenet-cifar", "vgg11_bn-cifar", "densenet121-cifar")
+SLOW = ("googlenet-cifar", "vgg11_bn-cifar")
 
 
-@pytest.mark.parametrize(
-    "name", ["lenet", "squeezenet1_1-cifar", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.parametrize("name", ["lenet", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_networks_of_every_family_are_replayed_and_grow_with_the_batch(name: str) -> None:
     torch.manual_seed(0)
-    _, height, _ = shape = describe(name).input_shape or (3, 64, 64)
-    size = min(height, 95 if name.startswith("alexnet") else 64)
-    model, images = create(name).double().eval(), torch.randn(2, shape[0], size, size, dtype=torch.float64)
+    model, images = create(name).double().eval(), torch.randn(2, *describe(name).input_shape, dtype=torch.float64)
     graph = capture(model, (images,))
     with torch.no_grad():
         before = replay(graph, model, (images,))
@@ -247,16 +240,14 @@ def test_networks_of_every_family_are_replayed_and_grow_with_the_batch(name: str
 @pytest.mark.slow
 def test_every_call_of_every_network_has_an_op_and_every_parameter_is_used() -> None:
     for info in list_models():
-        if any(number in info.name for number in ("161", "169", "201", "101", "152", "13", "19")):
-            continue  # whose smaller versions run the same code
+        if any(number in info.name for number in ("161", "169", "201", "101", "152", "13", "19", "-cifar")):
+            continue  # others run the same code
         with torch.device("meta"):
             model, images = create(info.name), torch.empty(2, *info.input_shape)
         graph = capture(model, (images,), training=not info.name.startswith("resnet"))
         assert {value.name for value in graph.parameters()} == {name for name, _ in model.named_parameters()}
         assert {call.op for call in graph.calls} <= set(OPERATIONS) - {"opaque"}, info.name
         assert len(by_name(graph)) == len(graph.calls)
-        if info.name.startswith("googlenet"):
-            assert (type(graph.output).__name__, graph.output.aux_logits1) == ("GoogLeNetOutputs", Ref("aux1.fc2"))
 
 
 def test_a_network_that_does_not_grow_with_the_batch_has_to_be_looked_at() -> None:
@@ -398,17 +389,11 @@ def under_autocast(x: Tensor) -> Tensor:
 FOREIGN = nn.Parameter(torch.ones(1))
 REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
     "layer odd: it asks for the numbers in a tensor": lambda layer, x: x if x.sum() > 0 else -x,
-    "asks for the numbers in a tensor": lambda layer, x: x * float(x.mean()),
     "randn draws random numbers in a way of its own": lambda layer, x: x + torch.randn(2, 1, 1, 1),
-    "randn_like draws": lambda layer, x: x + torch.randn_like(layer.table),
-    "alpha_dropout draws": lambda layer, x: F.alpha_dropout(x, 0.5, True),
     "of numbers that belong to no sample": lambda layer, x: x * F.dropout(layer.scale),
     "do not belong to one sample each": lambda layer, x: x * torch.rand(1, 1, 1, 1),
-    "not belong to one sample each": lambda layer, x: x * torch.rand(()),
     "random numbers of python or numpy": lambda layer, x: x * random.random(),
-    "numbers of python or numpy": lambda layer, x: x * float(np.random.rand()),
     "mul_ changes odd.scale in place": lambda layer, x: x + layer.scale.data.mul_(2),
-    "add_ changes odd.shift in place": lambda layer, x: x + layer.shift.add_(1),
     "add_ changes a tensor that the network keeps": lambda layer, x: x + layer.table.add_(1),
     "replaces odd.shift in its forward pass": lambda layer, x: setattr(layer, "shift", layer.shift + 1) or x,
     "odd changed through a view": lambda layer, x: (x.view(-1).add_(1), x)[1],
@@ -416,7 +401,6 @@ REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
     "writes into out=": lambda layer, x: torch.add(x, 1, out=torch.empty(2, 4, 5, 5)),
     "switches autocast on by itself": lambda layer, x: under_autocast(x),
     "nothing was written to": lambda layer, x: x + torch.empty(1),
-    "it raises RuntimeError in a trial without data": lambda layer, x: F.linear(x, torch.ones(3, 3)),
     "layer odd: it uses a parameter that is not among the network's own": lambda layer, x: x * FOREIGN,
     "Output size is too small": lambda layer, x: F.avg_pool2d(x, 9),
 }

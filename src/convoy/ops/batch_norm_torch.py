@@ -66,14 +66,14 @@ def normalize(
     `x`, may be empty; mean and 1 / √(variance + eps), and, if wanted, mean and unbiased variance, [microbatches, 2,
     channels] each. The running statistics of a single microbatch are updated."""
     counts, means, squares = (combined(moments) if len(sizes) == 1 < len(moments) else moments).unbind(1)
-    inverse = (squares / counts + norm.eps).rsqrt()
-    statistics = torch.stack([means, inverse], 1)
+    statistics = torch.stack([means, (squares / counts + norm.eps).rsqrt()], 1)
     terms = torch.stack([means, squares / (counts - 1).clamp(min=1)], 1)
     if running is not None:
         follow_at_once(running, terms)
     results = []
     for part, numbers in _by_run(sizes, x, statistics=statistics) if x.numel() else ():
-        y = _normalized(part, *numbers.unbind(1), norm.weight, norm.bias)
+        mean, inverse = numbers.unbind(1)
+        y = _normalized(part, mean, inverse, norm.weight, norm.bias)
         results.append(y.to(x.dtype).flatten(0, 1))
     return ended(_joined(results) if results else torch.empty_like(x), norm), statistics, terms
 

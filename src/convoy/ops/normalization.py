@@ -75,9 +75,8 @@ def normalize(x: Tensor, norm: Norm, running: Running | None, holders: Holders |
         return _fused(x, norm, (len(x),), running, holders)[0]
     if holders is not None:
         return ended(_OnCpu.apply(x, norm.weight, norm.bias, running, norm.eps, holders), norm)
-    buffers = (None, None) if running is None else (running.mean, running.var)
-    momentum = 0.0 if running is None else running.weight
-    return ended(F.batch_norm(x, *buffers, norm.weight, norm.bias, True, momentum, norm.eps), norm)
+    mean, var, momentum = (None, None, 0.0) if running is None else (running.mean, running.var, running.weight)
+    return ended(F.batch_norm(x, mean, var, norm.weight, norm.bias, True, momentum, norm.eps), norm)
 
 
 def normalize_each(
@@ -199,7 +198,7 @@ class _Fused(torch.autograd.Function):
         """dx = weight / √(variance + eps) · (dy − mean(dy) − x̂ · mean(dy · x̂)); the gradients of weight and bias."""
         if dy is None:
             return (None,) * 5
-        saved = Saved(*ctx.saved_tensors, ctx.sizes, ctx.relu)
+        saved = Saved._make([*ctx.saved_tensors, ctx.sizes, ctx.relu])
         dy, needed, holders = _arranged_as(saved.x, dy), ctx.needs_input_grad, ctx.holders
         way = "normalize_backward" if holders is None else "gradient_sums"
         dx, shift, slope, masked = _run(way, dy, *saved)

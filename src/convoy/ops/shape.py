@@ -137,8 +137,9 @@ def _merge(situation: Situation, shape: tuple[int, ...], dims: list[int], splits
 
 def _flattened(parts: list[Indices], sizes: list[int]) -> Indices:
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    if all(len(part) == size for part, size in zip(parts[1:], sizes[1:], strict=True)) and isinstance(parts[0], range):
-        return range(parts[0].start * strides[0], parts[0].stop * strides[0]) if len(parts[0]) else range(0)
+    first, *rest = parts
+    if isinstance(first, range) and rest == [range(size) for size in sizes[1:]]:
+        return range(first.start * strides[0], first.stop * strides[0]) if len(first) else range(0)
     return indices(
         sum(index * stride for index, stride in zip(place, strides, strict=True)) for place in itertools.product(*parts)
     )

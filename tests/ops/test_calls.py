@@ -1,0 +1,358 @@
+"""Every operation as a network calls it: recognized, divided at random, and run rank by rank beside the whole call,
+forwards and backwards in float64. What talks to other ranks is in `test_norms.py` and `test_batch_norm.py`."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convoy.ops import OPERATIONS, capture, slices
+from convoy.ops.kernel import as_called
+from convoy.plans.layout import WHOLE, Layout, Split, balanced, consecutive
+from convoy.plans.mesh import Mesh
+from convoy.plans.place import Batch, Placed, Situation
+from convoy.plans.windows import Need, Window
+from emulated import close, run
+from graph.replay import replay, same
+from ops.many_calls import GRID, THREE, TWO, Draw
+
+SHAPE, Function = (2, 4, 6, 6), Callable[[Any, Tensor], Any]
+STRATEGIES = ("replicate", "sample", "filter", "channel", "height", "width")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+class Net(nn.Module):
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+        shapes = {"w": (4, 2, 3, 3), "plain": (4, 4, 3, 3), "b": (4,), "w1": (4, 4, 3), "fc": (5, 6)}
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape, dtype=torch.float64)))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def tensor(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def check(function: Function, x: Tensor, mesh: Mesh, given: Layout, strategy: tuple[str, ...] = ()) -> Placed:
+    """The ranks together do what the whole call does: the result, and the gradients of input and parameters."""
+    model = Net(function)
+    graph = capture(model, (x,))
+    (call,) = graph.calls
+    tensors = [(x if name == "x" else model.get_parameter(name)).detach().requires_grad_() for name in call.inputs]
+    whole = replay(graph, model, [tensors[call.inputs.index("x")]])
+    whole = [whole] if isinstance(whole, Tensor) else list(whole)
+    axes = tuple(axis for axis, one in enumerate(strategy) if one == "sample")
+    batch = Batch(mesh, axes, consecutive([len(part) for part in balanced(len(x), mesh.size(axes))]))
+    placed = OPERATIONS[call.op].place(Situation(graph, mesh, batch, call, strategy, {"x": given}))
+    shares = [torch.randn_like(y) for y in whole]
+    parameters = [t if name == "x" else model.get_parameter(name) for name, t in zip(call.inputs, tensors, strict=True)]
+    wanted = torch.autograd.grad(whole, parameters, shares)
+    outputs, gradients = run(graph, placed, mesh, tensors, shares)
+    for got, want in zip([*outputs, *gradients], [*whole, *wanted], strict=True):
+        close(got, want, f"{placed}")
+    return placed
+
+
+ALONE = {"batch_norm", "group_norm", "layer_norm", "rms_norm", "softmax", "dropout"}
+CASES: dict[str, tuple[Function, ...]] = {
+    "conv": (
+        lambda m, x: F.conv2d(x, m.w, m.b, 2, (1, 0), groups=2),
+        lambda m, x: F.conv2d(x, m.plain, padding="same", dilation=(1, 3)),
+        lambda m, x: F.conv2d(x, m.w, groups=2, padding="valid"),
+        lambda m, x: F.conv_transpose2d(x, m.plain, m.b, stride=2, padding=1, output_padding=1),
+    ),
+    "linear": (lambda m, x: F.linear(x, m.fc),),
+    "batch_norm": (lambda m, x: F.batch_norm(x, None, None, m.b, m.b, True),),
+    "group_norm": (lambda m, x: F.group_norm(x, 2, m.b, eps=1e-3), lambda m, x: F.instance_norm(x, weight=m.b)),
+    "layer_norm": (lambda m, x: F.layer_norm(x, [6, 6]),),
+    "rms_norm": (lambda m, x: F.rms_norm(x, [6, 6]),),
+    "softmax": (lambda m, x: F.softmax(x, -3), lambda m, x: x.log_softmax(1)),
+    "dropout": (
+        lambda m, x: F.dropout(x, 0.3),
+        lambda m, x: F.dropout2d(x, 0.3, True, True),
+        lambda m, x: torch.feature_dropout(x, 0.3, True),
+    ),
+    "lrn": tuple(partial(lambda m, x, n: F.local_response_norm(x, n, k=2.0), n=n) for n in (2, 5)),
+    "max_pool": (lambda m, x: torch.max_pool2d(x, 3, [1, 2], 1, ceil_mode=True),),
+    "adaptive_avg_pool": (lambda m, x: F.adaptive_avg_pool2d(x, (None, 2)),),
+    "adaptive_max_pool": (lambda m, x: nn.AdaptiveMaxPool2d(3)(x),),
+    "cat": (lambda m, x: torch.concat((x, x), axis=1),),
+    "reshape": (lambda m, x: x.flatten(1), lambda m, x: x.unflatten(1, (2, 2)), lambda m, x: x.reshape(2, 12, 12)),
+    "permute": (
+        lambda m, x: x.permute(0, 2, -1, 1),
+        lambda m, x: torch.permute(x, [0, 2, 3, 1]),
+        lambda m, x: x.transpose(-1, 1),
+        lambda m, x: x.movedim(1, -1),
+        lambda m, x: x.mT,
+    ),
+    "split": (
+        lambda m, x: x.chunk(3, 1),
+        lambda m, x: torch.split(x, [1, 3], dim=-3),
+        lambda m, x: x.tensor_split(2, dim=3),
+    ),
+    "select": (
+        lambda m, x: x[:, 1:, ..., ::2],
+        lambda m, x: x[:, -1],
+        lambda m, x: x.narrow(1, 1, 2),
+        lambda m, x: x.select(1, 2),
+    ),
+    "reduce": (lambda m, x: x.mean(), lambda m, x: x.amax(dim=1), lambda m, x: torch.sum(x, 1, keepdim=True)),
+    "interpolate": (lambda m, x: nn.Upsample(size=(7, 8))(x),),
+    "pad": (lambda m, x: nn.ReflectionPad2d(1)(x),),
+    "identity": (
+        lambda m, x: x.clone(),
+        lambda m, x: x.expand(2, 4, -1, 6),
+        lambda m, x: x.to(memory_format=torch.channels_last),
+        lambda m, x: F.dropout2d(x, 0.0),
+        lambda m, x: F.alpha_dropout(x, 0.5, False),
+        lambda m, x: x.double(),
+    ),
+    "elementwise": (
+        lambda m, x: F.prelu(x, m.b),
+        lambda m, x: F.leaky_relu(x, 0.1, True),
+        lambda m, x: torch.rsub(x, 1),
+        lambda m, x: torch.addcmul(x, x, x, value=0.5),
+    ),
+    "opaque": (
+        lambda m, x: F.max_pool2d(x, 2, return_indices=True)[0],
+        lambda m, x: x[:, [0, 2]],
+        lambda m, x: torch.einsum("nchw,nchw->nc", x, x),
+        lambda m, x: F.scaled_dot_product_attention(x, x, x),
+        lambda m, x: F.normalize(x),
+        lambda m, x: x.unfold(2, 3, 1),
+        lambda m, x: F.unfold(x, 3),
+        lambda m, x: x.roll((1, 1), (2, 3)),
+    ),
+}
+"""By operation: calls that are it."""
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("op", CASES)
+def test_calls_are_recognized_and_ranks_together_do_what_the_whole_call_does(op: str) -> None:
+    for number, function in enumerate(CASES[op]):
+        model, x, draw = Net(function), tensor(*SHAPE), Draw(f"{op} {number}")
+        graph = capture(model, (x,))
+        calls = [call.op for call in graph.calls]
+        assert calls == [op] or (op == "identity" and not calls), number
+        assert op == "dropout" or same(replay(graph, model, (x,)), model(x.clone())), number
+        for mesh in () if op in ALONE or not calls else (TWO, THREE, GRID):
+            check(function, x, mesh, draw.layout(SHAPE, mesh))
+
+
+SEVERAL: tuple[tuple[Function, set[str]], ...] = (
+    (lambda m, x: x @ x.mT, {"matmul", "permute"}),
+    (lambda m, x: torch.stack([x, x], 2), {"reshape", "cat"}),
+    (lambda m, x: x.unbind(1)[2], {"select"}),
+    (lambda m, x: x.view_as(x.new_zeros(2, 144)), {"reshape"}),
+    (lambda m, x: F.channel_shuffle(x, 2), {"reshape", "permute"}),
+    (lambda m, x: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2), {"reshape", "permute"}),
+    (lambda m, x: F.glu(x, 1), {"split", "elementwise"}),
+    (lambda m, x: x[:, None, ..., 1:, None], {"select", "reshape"}),
+    (lambda m, x: x.mean((2, 3), keepdim=True).expand_as(x), {"reduce", "elementwise"}),
+    (lambda m, x: 1 - x + 2 * x - x / 2 + 1 / (x + 3) - (-x) ** 2 + 2**x, {"elementwise"}),
+    (lambda m, x: (x > 0) & (x < 1) | (x == 0) | ~(x <= 1), {"elementwise"}),
+    (lambda m, x: torch.where(x > 0, x, x.exp()).clamp(0, 1).maximum(x.abs()).masked_fill(x > 1, 2), {"elementwise"}),
+    (lambda m, x: x.add(1).relu_().mul_(2).sub_(x).sigmoid_().add_(m.b.view(1, -1, 1, 1), alpha=2), {"elementwise"}),
+)
+
+
+def test_functions_that_are_several_calls() -> None:
+    for number, (function, ops) in enumerate(SEVERAL):
+        model, x = Net(function), tensor(*SHAPE)
+        graph = capture(model, (x,))
+        calls = [call for call in graph.calls if call.inputs != ("b",)]
+        assert {call.op for call in calls} == ops and same(replay(graph, model, (x,)), model(x.clone())), number
+        names = [getattr(call.function, "__name__", "") for call in calls]
+        assert not any(name.endswith("_") and not name.startswith("_") for name in names), "something is done in place"
+
+
+# Options, shapes and layouts at random: a call from a source of random choices, and the shape of its input.
+
+
+def pool(draw: Draw, kind: str) -> tuple[Function, tuple[int, ...]]:
+    num = draw.choice([1, 2, 2, 3])
+    kernel, is_max = draw.randint(1, 5), kind == "max_pool"
+    options: dict[str, Any] = {"stride": draw.randint(1, 3), "padding": draw.randint(0, kernel // 2)}
+    options["ceil_mode"] = draw.random() < 0.5
+    if is_max:
+        options["dilation"] = 2 if 2 * kernel - 1 <= 5 and draw.random() < 0.4 else 1
+    else:
+        options["count_include_pad"] = draw.random() < 0.5
+        options["padding"] *= num < 3  # torch pads no volumes that are smaller than the kernel
+        options |= {"divisor_override": 4} if num > 1 and draw.random() < 0.3 else {}
+    function, sizes = getattr(F, f"{kind}{num}d"), (draw.randint(5, 12 if num < 3 else 6) for _ in range(num))
+    return lambda m, x: function(x, kernel, **options), (2, 3, *sizes)
+
+
+def adaptive(draw: Draw, kind: str) -> tuple[Function, tuple[int, ...]]:
+    num = draw.choice([1, 2, 2, 3])
+    sizes = tuple(draw.choice([4, 6, 8] if num < 3 else [4, 6]) for _ in range(num))
+    out = draw.choice([tuple(draw.choice([1, draw.randint(1, 6), size // 2]) for size in sizes), (1,) * num])
+    function = getattr(F, f"{kind}{num}d")
+    return lambda m, x: function(x, out), (2, 3, *sizes)
+
+
+MODES = [("nearest", None), ("nearest-exact", None), ("area", None), ("bilinear", False), ("bilinear", True)]
+MODES += [("bicubic", False), ("bicubic", True)]
+
+
+def resize(draw: Draw) -> tuple[Function, tuple[int, ...]]:
+    (mode, corners), num = draw.choice(MODES), 2
+    if mode in ("nearest", "bilinear"):
+        num = draw.choice([1, 2, 2, 3])
+        mode = {1: "linear", 2: mode, 3: "trilinear"}[num] if mode == "bilinear" else mode
+    size = {"size": tuple(draw.choice([1, 2, 3, 5, 6, 8, 16][: 7 if num < 3 else 5]) for _ in range(num))}
+    factor = {
+        "scale_factor": draw.choice([2.0, 3.0, 1.5, 0.5, tuple(draw.choice([2.0, 1.3, 2.1]) for _ in range(num))])
+    }
+    if mode == "nearest" and num != 2:  # torch's gradient is not that of its pass there, but for whole factors
+        factor = {"scale_factor": draw.choice([2.0, 3.0])}
+    options: dict[str, Any] = {"mode": mode, "align_corners": corners, **draw.choice([size, factor])}
+    return lambda m, x: F.interpolate(x, **options), (2, 3, *(draw.randint(3, 8) for _ in range(num)))
+
+
+def select(draw: Draw) -> tuple[Function, tuple[int, ...]]:
+    shape, key = (4, 3, 8, 5), list[Any]()
+    for dim, size in enumerate(shape):
+        start = draw.randint(0, size - 1)
+        one = draw.random() < 0.1 * dim
+        key.append(start if one else slice(start, draw.randint(start + 1, size), draw.randint(1, 3)))
+    return lambda m, x: x[tuple(key)], shape
+
+
+def chunks(draw: Draw) -> tuple[Function, tuple[int, ...]]:
+    shape, dim = (4, 8, 6), draw.randint(0, 2)
+    cuts = sorted(draw.randint(0, shape[dim]) for _ in range(draw.randint(1, 4)))
+    sizes = [stop - start for start, stop in zip([0, *cuts], [*cuts, shape[dim]], strict=True)]
+    return lambda m, x: torch.split(x, sizes, draw.choice([dim, dim - 3])), shape
+
+
+def pad(draw: Draw) -> tuple[Function, tuple[int, ...]]:
+    mode, flat = draw.choice(["reflect", "replicate", "circular"]), tuple(draw.randint(0, 3) for _ in range(4))
+    if draw.random() < 0.8:
+        mode, flat = "constant", (*(draw.randint(-2, 3) for _ in range(4)), *draw.choice([(), (1, 2)]))
+    value = draw.choice([None, 2.5]) if mode == "constant" else None
+    return lambda m, x: F.pad(x, flat, mode, value), (2, 4, 7, 6)
+
+
+def reduce(draw: Draw) -> tuple[Function, tuple[int, ...]]:
+    dims = tuple(draw.choice([dim, dim - 4]) for dim in draw.sample(range(4), draw.randint(1, 4)))
+    function, keepdim = draw.choice([torch.mean, torch.sum, torch.amax]), draw.random() < 0.5
+    return lambda m, x: function(x, dims, keepdim), (4, 3, 5, 6)
+
+
+def convolution(draw: Draw) -> tuple[Function, tuple[int, ...]]:
+    groups, options = draw.choice([1, 1, 2]), {"stride": draw.randint(1, 2), "padding": draw.randint(0, 2)}
+    function: Any = F.conv2d
+    if groups == 1 and draw.random() < 0.4:
+        function, options = F.conv_transpose2d, options | {"output_padding": options["stride"] - 1}
+    options |= {"dilation": draw.randint(1, 2), "groups": groups}
+    return lambda m, x: function(x, m.plain if groups == 1 else m.w, m.b, **options), (4, 4, 9, 10)
+
+
+DRAWN: dict[str, Callable[[Draw], tuple[Function, tuple[int, ...]]]] = {
+    **{kind: partial(pool, kind=kind) for kind in ("max_pool", "avg_pool")},
+    **{kind: partial(adaptive, kind=kind) for kind in ("adaptive_avg_pool", "adaptive_max_pool")},
+    "interpolate": resize,
+    "select": select,
+    "split": chunks,
+    "pad": pad,
+    "reduce": reduce,
+    "conv": convolution,
+}
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("op", DRAWN)
+def test_options_shapes_and_layouts_at_random(op: str, count: int) -> None:
+    for number in range(count):
+        draw = Draw(f"{op} {number}")
+        function, shape = DRAWN[op](draw)
+        x, mesh = tensor(*shape), draw.choice([TWO, THREE, GRID])
+        x = x.to(memory_format=torch.channels_last) if len(shape) == 4 and draw.random() < 0.3 else x
+        strategy = tuple(draw.sample(STRATEGIES, len(mesh.sizes))) if op == "conv" and mesh is not THREE else ()
+        try:
+            placed = check(function, x, mesh, draw.layout(shape, mesh), strategy)
+        except Exception as error:
+            raise AssertionError(f"call {number} of {op}") from error
+        assert op != "split" or not placed.note
+
+
+def split_at(dim: int, *parts: Any) -> Layout:
+    return Layout.of({dim: Split((0,), parts)})
+
+
+def even(dim: int, size: int, **options: Any) -> Layout:
+    return Layout.of({dim: Split((0,), balanced(size, 2))}, **options)
+
+
+SQUARE, SUM = (2, 4, 8, 8), Layout.of(partial=(0,))
+PLACED: dict[str, tuple[Function, tuple[int, ...], Layout, Layout, Layout, str]] = {
+    "uneven rows are evened out, and asked for with their halo": (
+        lambda m, x: F.max_pool2d(x, 3, 2, 1),
+        *(SQUARE, split_at(2, range(7), range(7, 8)), split_at(2, range(4), range(3, 8)), even(2, 4), ""),
+    ),
+    "a partial sum is asked for whole by a maximum": (lambda m, x: F.max_pool2d(x, 2), SQUARE, SUM, WHOLE, WHOLE, ""),
+    "and stays one through averages": (lambda m, x: F.avg_pool2d(x, 2), SQUARE, SUM, SUM, SUM, ""),
+    "too few rows are whole with a note": (
+        lambda m, x: F.max_pool2d(x, 3, 2, 1),
+        *((2, 4, 2, 8), even(2, 2), WHOLE, WHOLE, "dim 2 is whole: fewer output rows (1) than ranks (2)"),
+    ),
+    "a global average is a partial sum": (
+        lambda m, x: F.adaptive_avg_pool2d(x, 1),
+        *(SQUARE, even(2, 8), even(2, 8), SUM, ""),
+    ),
+    "zero channels go to the ranks at the ends": (  # ResNet's first shortcut
+        lambda m, x: F.pad(x, (0, 0, 0, 0, 2, 2)),
+        *((2, 4, 6, 6), split_at(1, (0, 3), (1, 2)), split_at(1, (0, 3), (1, 2))),
+        *(split_at(1, (0, 1, 2, 5, 6, 7), range(3, 5)), ""),
+    ),
+    "a normalization of channels asks for a few more": (
+        lambda m, x: F.local_response_norm(x, 3),
+        *((2, 6, 4, 4), even(1, 6), split_at(1, range(4), range(2, 6)), even(1, 6), ""),
+    ),
+}
+"""A call, a shape, a layout; the layout that is asked for, that of the result, and a note."""
+
+
+def test_no_more_is_asked_for_than_is_needed() -> None:
+    for rule, (function, shape, given, wanted, left, note) in PLACED.items():
+        placed = check(function, tensor(*shape), TWO, given)
+        assert placed.inputs["x"] == wanted and [*placed.outputs.values()] == [left] and placed.note == note, rule
+
+
+def test_mistakes_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative controls: padding at inner borders, a wrong order, a mean over a rank's own count."""
+    needed, places = Window.needed, slices.places
+
+    def padded(self: Window, output: range) -> Need:
+        need = needed(self, output)
+        return Need(need.rows, self.before, max(need.after, self.before - need.before))
+
+    with monkeypatch.context() as patch, pytest.raises((AssertionError, RuntimeError)):
+        patch.setattr(Window, "needed", padded)
+        check(lambda m, x: F.avg_pool2d(x, 3, 1, 1), tensor(1, 1, 8, 8), TWO, even(2, 8))
+    with monkeypatch.context() as patch, pytest.raises((AssertionError, RuntimeError)):
+        patch.setattr(slices, "places", lambda part, chosen: tuple(places(part, chosen))[::-1])
+        check(lambda m, x: x[:, :3], tensor(2, 4, 3), TWO, split_at(1, (0, 2), (1, 3)))
+    with monkeypatch.context() as patch, pytest.raises(AssertionError):
+        patch.setitem(OPERATIONS, "reduce", replace(OPERATIONS["reduce"], build=as_called))
+        check(lambda m, x: x.mean(1), tensor(3, 7), THREE, Layout.of({1: Split((0,), balanced(7, 3))}))
