@@ -64,7 +64,6 @@ def test_files_that_fit_are_loaded_whatever_wrote_them(tmp_path: Path) -> None:
 def test_another_number_of_classes_keeps_the_fresh_heads(tmp_path: Path) -> None:
     for name, heads, words in (
         ("lenet", ["classifier.4"], "classifier.4"),
-        ("squeezenet1_1-cifar", ["classifier.1"], "classifier.1"),
         ("googlenet-cifar", ["aux1.fc2", "aux2.fc2", "fc"], "aux1.fc2, aux2.fc2 and fc"),
     ):
         state, model = state_of(create(name, num_classes=12)), create(name, num_classes=7)

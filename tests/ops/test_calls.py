@@ -131,7 +131,6 @@ CASES: dict[str, tuple[Function, ...]] = {
         lambda m, x: torch.addcmul(x, x, x, value=0.5),
     ),
     "opaque": (
-        lambda m, x: F.max_pool2d(x, 2, return_indices=True)[0],
         lambda m, x: x[:, [0, 2]],
         lambda m, x: torch.einsum("nchw,nchw->nc", x, x),
         lambda m, x: F.scaled_dot_product_attention(x, x, x),
@@ -161,6 +160,7 @@ SEVERAL: tuple[tuple[Function, set[str]], ...] = (
     (lambda m, x: x @ x.mT, {"matmul", "permute"}),
     (lambda m, x: torch.stack([x, x], 2), {"reshape", "cat"}),
     (lambda m, x: x.unbind(1)[2], {"select"}),
+    (lambda m, x: F.max_pool2d(x, 2, return_indices=True)[0], {"opaque"}),
     (lambda m, x: x.view_as(x.new_zeros(2, 144)), {"reshape"}),
     (lambda m, x: F.channel_shuffle(x, 2), {"reshape", "permute"}),
     (lambda m, x: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2), {"reshape", "permute"}),

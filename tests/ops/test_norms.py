@@ -6,15 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from convoy.engine import SampleDropout, StepContext
 from convoy.errors import ConvoyError
-from convoy.ops import capture, norms, place, softmax
-from convoy.ops.random_bits import sample_keys
+from convoy.ops import norms, softmax
 from convoy.plans.layout import WHOLE, Layout, Split, consecutive
-from convoy.plans.place import Batch
-from convoy.plans.plan import Plan
 from one_call import OneCall, worst
 from ops.many_calls import Draw, run_calls
 
@@ -154,35 +151,3 @@ def test_random_numbers_of_samples_are_those_of_one_device() -> None:
         assert abs(whole.mean() - (0.5 if p is None else p)) < 0.05
         if draw == "uniform":
             assert whole.min() >= 0 and whole.max() < 1 and abs(whole.var() - 1 / 12) < 0.01
-
-
-def test_a_pass_is_announced_with_its_samples() -> None:
-    context, samples = StepContext(seed=2, draws=True), [*range(5), *range(8, 11)]
-    context.enter(3, samples, (3, 2, 3), torch.device("cpu"))
-    assert context.starts == (0, 3, 8) and torch.equal(context.keys, sample_keys(2, 3, samples))
-    assert torch.equal(context.keys_of((7, 0), 8), sample_keys(2, 3, [10, 0]))
-    with pytest.raises(ConvoyError, match="draws random numbers for 4 samples, but 0 were announced"):
-        StepContext().keys_of(range(4), 4)
-
-
-class Block(nn.Module):
-    """A block of ConvNeXt (Liu et al., 2022)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.depthwise = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1, groups=8)
-        self.norm, self.wide, self.narrow = nn.LayerNorm(8), nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.depthwise(self.stem(x)).permute(0, 2, 3, 1))
-        return self.narrow(F.gelu(self.wide(y))).permute(0, 3, 1, 2)
-
-
-def test_nothing_is_sent_for_layer_norm_after_a_permutation() -> None:
-    """But the image's gradient is added up, and a divided linear layer needs its input whole."""
-    graph = capture(Block(), ((4, 3, 6, 6),))
-    plan = Plan.parse({"mesh": {"a": 2}, "layers": {"narrow": {"a": "channel"}, "*": {"a": "filter"}}})
-    calls = place(graph, plan, Batch(plan.mesh, (), (range(4),)), [graph.output.name]).calls
-    (norm,) = (each for each in calls if each.call.name == "norm")
-    assert norm.placed.inputs[norm.call.inputs[0]].split(3) is not None
-    assert {each.call.name for each in calls if any(each.transfers.values())} <= {"stem", "wide"}

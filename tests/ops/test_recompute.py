@@ -4,7 +4,6 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from benchmarks.measuring.analytic import Analytic
 from torch import nn
 
 from convoy.errors import ConvoyError
@@ -14,10 +13,8 @@ from convoy.ops import capture, place
 from convoy.ops import recompute as recomputation
 from convoy.ops.memory import predict_memory
 from convoy.ops.recompute import KeptTensors, check_recompute, recomputing, stretches, with_recomputed
-from convoy.planner.search.memory import nothing_fits
 from convoy.plans.place import Batch, Placement
 from convoy.plans.plan import Plan
-from convoy.units import size
 
 
 def placed(model: nn.Module, shape: tuple[int, ...], recompute=True) -> Placement:
@@ -73,12 +70,3 @@ def test_only_some_layers_and_what_is_no_layer():
     assert not stretches(placed(chain(8), (2, 4, 8, 8), ("15",))), "the last layer's are needed at once"
     with pytest.raises(ConvoyError, match=r"the pattern layr1.\* matches no layer .* did you mean layer1.\*\?"):
         check_recompute(("layr1.*",), ["layer1.0", "layer2.0"])
-
-
-def test_where_nothing_fits_it_is_proposed():
-    placement, costs = placed(chain(16), (2, 4, 8, 8), False), Analytic()
-    needed, again = costs.memory(placement), costs.memory(with_recomputed(placement, True))
-    assert again < needed
-    text = str(nothing_fits(placement, costs, needed, needed - 1))
-    assert text.endswith(f"if the devices have more; with --recompute it needs {size(int(again))}")
-    assert "--recompute" not in str(nothing_fits(placement, costs, needed, again - 1))

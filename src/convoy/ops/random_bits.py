@@ -7,7 +7,7 @@ with equal results.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -78,24 +78,15 @@ def _fused(x: Tensor) -> bool:
     return x.device.type == "cuda" and not torch.compiler.is_compiling()
 
 
-torch.library.define(
-    "convoy::drop", "(Tensor x, Tensor keys, int layer, float p, bool channels, Tensor? part) -> Tensor"
-)
-torch.library.define("convoy::random_bits", "(Tensor keys, int layer, int elements) -> Tensor")
+def _define(name: str, schema: str, by_torch: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
+    def run(x: Tensor, *rest: Any) -> Tensor:
+        kernels = _kernels(x) if x.is_floating_point() or name == "random_bits" else None
+        result: Tensor = (by_torch if kernels is None else getattr(kernels, name))(x, *rest)
+        return result
 
-
-@torch.library.impl("convoy::drop", "default")
-def _drop_on_gpu(x: Tensor, *rest: Any) -> Tensor:
-    kernels = _kernels(x) if x.is_floating_point() else None
-    result: Tensor = (_drop if kernels is None else kernels.drop)(x, *rest)
-    return result
-
-
-@torch.library.impl("convoy::random_bits", "default")
-def _bits_on_gpu(keys: Tensor, layer: int, elements: int) -> Tensor:
-    kernels = _kernels(keys)
-    bits: Tensor = (_first_bits if kernels is None else kernels.random_bits)(keys, layer, elements)
-    return bits
+    torch.library.define(f"convoy::{name}", schema)
+    torch.library.impl(f"convoy::{name}", "default", run)
+    torch.library.register_fake(f"convoy::{name}", fake)
 
 
 def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -107,11 +98,6 @@ def _drop_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     """The gradient of `drop`, whose mask is made once more, so that none is kept."""
     keys, part = ctx.saved_tensors
     return torch.ops.convoy.drop(gradient, keys, *ctx.options, part), None, None, None, None, None
-
-
-torch.library.register_autograd("convoy::drop", _drop_gradient, setup_context=_keep)
-torch.library.register_fake("convoy::drop", lambda x, *_: torch.empty_like(x))
-torch.library.register_fake("convoy::random_bits", lambda keys, _, elements: keys.new_empty(len(keys), elements))
 
 
 def _kernels(x: Tensor) -> ModuleType | None:
@@ -153,3 +139,16 @@ def _signed(word: int) -> int:
 
 FIRST, SECOND = 0x7FEB352D, _signed(0x846CA68B)
 STRIDE = _signed(int(GOLDEN) >> 32)  # an int of Python: torch.compile must not see that it comes from a number of numpy
+_define(
+    "drop",
+    "(Tensor x, Tensor keys, int layer, float p, bool channels, Tensor? part) -> Tensor",
+    _drop,
+    lambda x, *_: torch.empty_like(x),
+)
+_define(
+    "random_bits",
+    "(Tensor keys, int layer, int elements) -> Tensor",
+    _first_bits,
+    lambda keys, _, elements: keys.new_empty(len(keys), elements),
+)
+torch.library.register_autograd("convoy::drop", _drop_gradient, setup_context=_keep)
