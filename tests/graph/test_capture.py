@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from convoy.graph import Call, CaptureError, Graph, Ref
 from convoy.graph.fake import Fakes, FakeTensor, storage
-from convoy.models import create, describe, list_models
-from convoy.ops import OPERATIONS, capture
+from convoy.models import create, describe
+from convoy.ops import capture
 from graph.replay import replay, same
 from plans.made_graph import Does
 
@@ -73,18 +73,13 @@ def test_names_layers_and_references() -> None:
     names = "block.conv block.bn block.relu block block.drop block.relu#2 adaptive_avg_pool2d flatten fc add add_1"
     layers = ["block.conv", "block.bn", "block.relu", "block", "block.drop", "block.relu", "", "", "fc", "", ""]
     kinds = "conv batch_norm elementwise elementwise dropout elementwise adaptive_avg_pool reshape linear"
-    assert [call.name for call in graph.calls] == names.split()
-    assert [call.layer for call in graph.calls] == layers
+    assert [(call.name, call.layer) for call in graph.calls] == list(zip(names.split(), layers, strict=True))
     assert ops(graph) == [*kinds.split(), "elementwise", "elementwise"]
-    calls = by_name(graph)
     assert (graph.inputs, graph.output, graph.shape("block.conv")) == (("images",), Ref("add_1"), (4, 3, 8, 8))
-    assert calls["block.conv"].inputs == ("images", "block.conv.weight")
-    assert calls["block"].args == (Ref("block.relu"), Ref("images"))
-    assert calls["block.relu"].kwargs == {"inplace": False}
+    assert by_name(graph)["block"].args == (Ref("block.relu"), Ref("images"))
     statistics = ("running_mean", "running_var", "weight", "bias", "num_batches_tracked")
     options = {"input": "block.conv", "training": True, "momentum": 0.1, "eps": 1e-5}
-    assert calls["block.bn"].attributes == {name: f"block.bn.{name}" for name in statistics} | options
-    assert graph.values["block.bn.num_batches_tracked"].origin == "buffer"
+    assert by_name(graph)["block.bn"].attributes == {name: f"block.bn.{name}" for name in statistics} | options
 
 
 def test_the_network_is_left_as_it_was_in_the_modes_of_its_modules() -> None:
@@ -105,17 +100,6 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.again(self.second(self.first(x)))
-
-
-class Recurrent(nn.Module):
-    """Keeps a list of its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LSTM(4, 5, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0][:, -1]
 
 
 @dataclass
@@ -165,7 +149,6 @@ REPLAYED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Gr
             == ["first", "second", "first#2", "first.weight", "first.bias", "second.bias"]
         ),
     ),
-    "a list of weights": (Recurrent, (2, 3, 4), lambda g: len([*g.parameters()]) == 4),
     "constants": (
         lambda: Does(constants),
         (2, 4, 4),
@@ -212,19 +195,6 @@ def test_networks_of_every_family_are_replayed_and_grow_with_the_batch(name: str
     }
     assert at[6].scaled(at[4], 10) == at[10] != at[6]
     assert {value.name for value in at[4].parameters()} == {name for name, _ in model.named_parameters()}
-
-
-@pytest.mark.slow
-def test_every_call_of_every_network_has_an_op_and_every_parameter_is_used() -> None:
-    for info in list_models():
-        if any(number in info.name for number in ("161", "169", "201", "101", "152", "13", "19", "-cifar")):
-            continue  # others run the same code
-        with torch.device("meta"):
-            model, images = create(info.name), torch.empty(2, *info.input_shape)
-        graph = capture(model, (images,), training=not info.name.startswith("resnet"))
-        assert {value.name for value in graph.parameters()} == {name for name, _ in model.named_parameters()}
-        assert {call.op for call in graph.calls} <= set(OPERATIONS) - {"opaque"}, info.name
-        assert len(by_name(graph)) == len(graph.calls)
 
 
 def test_a_network_that_does_not_grow_with_the_batch_has_to_be_looked_at() -> None:

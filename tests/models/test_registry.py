@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from convoy.errors import ConvoyError
 from convoy.models import Counts, GoogLeNetOutputs, accepts, classifier_names, count, create, describe, list_models
 from convoy.models.alexnet_2012 import response_norm
+from convoy.ops import capture
 
 # Parameters, the digest of (name, shape) of every entry of the state dict, taken from torchvision 0.28.0 by
 # `digest(torchvision.models.get_model(name, weights=None).state_dict())` (test_libraries.py takes them again), and the
@@ -72,6 +73,9 @@ def test_networks_have_their_parameters_classes_channels_and_heads(names: list[s
         assert other.eval()(torch.empty(2, 2, *info.input_shape[1:], device="meta")).shape == (2, 7)
         assert classifier_names(other) == HEADS[max((family for family in HEADS if name.startswith(family)), key=len)]
         assert all(other.get_submodule(head).weight.shape[0] == 7 for head in classifier_names(other))
+        graph = capture(model.train(), [(2, *info.input_shape)])
+        assert {value.name for value in graph.parameters()} == {name for name, _ in model.named_parameters()}
+        assert "opaque" not in {call.op for call in graph.calls}, name
         if name in BILLIONS:
             assert count(name).flops / 2e9 == pytest.approx(BILLIONS[name], abs=0.006)
 

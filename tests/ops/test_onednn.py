@@ -112,9 +112,8 @@ def test_a_weight_that_is_laid_out_once_gives_the_same_bits(dtype: torch.dtype) 
             back, expected = (way.input_gradient(torch.sin(y), pictures, weight) for way in (laid_out, plain))
             assert torch.equal(back, expected) and back.stride() == expected.stride()
         assert not torch.equal(laid_out.compute(x, weight + 1, bias), plain.compute(x, weight + 1, bias)), "it is kept"
-    assert (
-        ready(1, 1, 0, 1, images(8, 64, 5, 6), images(96, 64, 1, 1))[1] is None
-    )  # which torch leaves to another kernel
+    x, weight = images(8, 64, 5, 6), images(96, 64, 1, 1)  # which torch leaves to another kernel
+    assert ready(1, 1, 0, 1, x, weight)[1] is None
 
 
 def test_in_bfloat16_no_weight_is_laid_out_with_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

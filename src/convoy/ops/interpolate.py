@@ -1,6 +1,5 @@
 """Resizing of pictures: rows stay divided; each rank asks for the input rows that its output rows are made of."""
 
-import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall
 from convoy.ops.constants import Constants
-from convoy.ops.kernel import Kernel, Site, as_called, nothing, picking
+from convoy.ops.kernel import Kernel, Site, as_called, guarded, picking
 from convoy.ops.layouts import Follow, by_dim, spatial
 from convoy.ops.operation import Operation
 from convoy.plans.layout import Split, indices
@@ -129,12 +128,10 @@ def _build(site: Site) -> Kernel:
     call = site.call
     output = call.outputs[0]
     shape = site.local_shape(output)
-    if not math.prod(shape):
-        return lambda x: [nothing(x, shape)]
     dims = spatial(len(shape), len(call.attributes["output_size"]))
     divided_dims = [dim for dim in dims if site.layouts[output].split(dim) is not None]
-    if not divided_dims:
-        return as_called(site)
+    if not divided_dims or 0 in shape:
+        return guarded(site, as_called(site))
     if all(_repeats(site, dim) for dim in dims):
         size = tuple(shape[dim] for dim in dims)
         return lambda x: [F.interpolate(x, size, mode=call.attributes["mode"])]

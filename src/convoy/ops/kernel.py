@@ -1,5 +1,6 @@
 """The version of a call that a rank runs, and what the kernels of several operations share."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -123,6 +124,18 @@ def by_role(call: Call, *roles: str) -> Callable[[Sequence[Tensor]], list[Any]]:
 def nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
     """An empty tensor of a shape, with a gradient edge to `x`: a rank without work takes part in the backward pass."""
     return x.flatten()[:0].reshape(tuple(shape))
+
+
+def guarded(site: Site, kernel: Kernel) -> Kernel:
+    """A kernel of one input that gives an empty result by itself, as torch's functions refuse tensors without samples,
+    channels or rows."""
+    shape = site.local_shape(site.call.outputs[0])
+    return kernel if math.prod(shape) else lambda x: [nothing(x, shape)]
+
+
+def flat_padding(pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """The padding of each dimension in the order of `torch.nn.functional.pad`: the last dimension first."""
+    return tuple(size for pair in reversed(list(pairs)) for size in pair)
 
 
 def taking(dim: int, places: Indices, size: int) -> Callable[[Tensor], Tensor]:

@@ -5,7 +5,7 @@ from math import prod
 from typing import Any
 
 from convoy.graph.graph import Call
-from convoy.plans.layout import WHOLE, Layout, Split, even_split
+from convoy.plans.layout import WHOLE, Indices, Layout, Split, even_split, indices
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import Placed, Situation
 
@@ -93,6 +93,17 @@ def by_dim(situation: Situation, rule: Callable[[int, Split], Follow], linear: b
             output_splits[result[0]] = result[1]
     inputs = {source: Layout.of(input_splits, partial)}
     return Placed(inputs, {output: Layout.of(output_splits, partial | summed_axes)}, "; ".join(filter(None, notes)))
+
+
+def groups_in(part: Indices, size: int) -> Indices | None:
+    """The groups of consecutive channels that some channels are, one after the other; None where they cut a group."""
+    groups = indices(channel // size for channel in part[::size])
+    return groups if tuple(members(groups, size)) == tuple(part) else None
+
+
+def members(groups: Indices, size: int) -> Indices:
+    """The channels of groups."""
+    return indices(channel for group in groups for channel in range(group * size, (group + 1) * size))
 
 
 def spatial(num_dims: int, num_spatial: int) -> range:

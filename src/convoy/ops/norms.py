@@ -17,9 +17,9 @@ from convoy.graph.graph import Call, Graph, Recognized, TorchCall
 from convoy.ops.constants import Constants
 from convoy.ops.context import exchanged
 from convoy.ops.kernel import Alone, Kernel, Site, by_role
-from convoy.ops.layouts import axes_along, by_channel, resolved
+from convoy.ops.layouts import axes_along, by_channel, groups_in, resolved
 from convoy.ops.operation import Operation, Shape, keeps_input
-from convoy.plans.layout import Indices, Layout
+from convoy.plans.layout import Layout
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Placed, Situation
 
@@ -166,16 +166,6 @@ def _build_group_norm(site: Site) -> Kernel:
     return Alone(together)
 
 
-def whole_groups(part: Indices, size: int) -> bool:
-    """Whether channels are whole groups of consecutive channels, one after the other."""
-    starts = part[::size]
-    runs = (part[place : place + size] for place in range(0, len(part), size))
-    return all(
-        start % size == 0 and tuple(run) == tuple(range(start, start + size))
-        for start, run in zip(starts, runs, strict=True)
-    )
-
-
 def _shares(site: Site, source: str, axes: Axes, size: int) -> tuple[tuple[int, ...], tuple[tuple[float, ...], ...]]:
     """The group of each of this rank's channels, among those that it and its partners have; each partner's shares."""
     shape, layout = site.graph.shape(source), site.layouts[source]
@@ -213,7 +203,7 @@ def _dims_of_groups(call: Call, graph: Graph, layout: Layout) -> set[int]:
     """Rows and columns, and the channels where those of a group lie on several ranks."""
     shape, split = graph.shape(call.attributes["input"]), layout.split(1)
     size = shape[1] // call.attributes["num_groups"]
-    is_cut = split is not None and not all(whole_groups(part, size) for part in split.parts)
+    is_cut = split is not None and None in [groups_in(part, size) for part in split.parts]
     return {*range(2, len(shape)), *([1] if is_cut else [])}
 
 

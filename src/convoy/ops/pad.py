@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.graph.graph import Recognized, TorchCall
-from convoy.ops.kernel import Kernel, Site, as_called, nothing, taking
+from convoy.ops.kernel import Kernel, Site, as_called, flat_padding, guarded, taking
 from convoy.ops.layouts import Follow, by_dim
 from convoy.ops.operation import Operation
 from convoy.plans.layout import Indices, Split, indices
@@ -59,14 +59,11 @@ def _build(site: Site) -> Kernel:
     source, pads = call.attributes["input"], call.attributes["pads"]
     shape = site.graph.shape(source)
     if not any(any(pads[dim]) for dim, _ in site.layouts[source].splits):
-        left = site.local_shape(call.outputs[0])
-        if 0 in left:  # torch refuses to mirror or repeat the rows of no channels
-            return lambda x: [nothing(x, left)]
-        return as_called(site)
+        return guarded(site, as_called(site))
     parts = [site.parts(source, dim) for dim in range(len(shape))]
     crops = [taking(dim, remaining(part, shape[dim], *pads[dim]), len(part)) for dim, part in enumerate(parts)]
     paddings = [ends(part, shape[dim], *pads[dim]) for dim, part in enumerate(parts)]
-    flat = tuple(size for pair in reversed(paddings) for size in pair)
+    flat = flat_padding(paddings)
     value = call.attributes["value"] or 0.0
 
     def kernel(x: Tensor) -> list[Tensor]:

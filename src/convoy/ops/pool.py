@@ -11,7 +11,7 @@ from torch import Tensor
 
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall, Value, each
 from convoy.ops.constants import Constants
-from convoy.ops.kernel import Kernel, Site, as_called, nothing
+from convoy.ops.kernel import Kernel, Site, as_called, guarded
 from convoy.ops.layouts import Follow, by_dim, spatial
 from convoy.ops.operation import Kept, Operation, keeps_input
 from convoy.plans.layout import Split
@@ -98,7 +98,7 @@ def _build(site: Site) -> Kernel:
     counts."""
     windows, attributes = _windows(site), site.call.attributes
     if not any(dim in windows for dim, _ in site.layouts[site.call.outputs[0]].splits):
-        return _guarded(site, as_called(site))
+        return guarded(site, as_called(site))
     pad, crop, padding = _fitted(site, windows)
     function, kernel, stride = getattr(F, f"{site.call.op}{len(windows)}d"), attributes["kernel"], attributes["stride"]
     if site.call.op == "max_pool":
@@ -114,7 +114,7 @@ def _build(site: Site) -> Kernel:
         y = crop(pool(x))
         return [y if correct is None else correct(y)]
 
-    return _guarded(site, local)
+    return guarded(site, local)
 
 
 def _build_adaptive(site: Site) -> Kernel:
@@ -125,10 +125,10 @@ def _build_adaptive(site: Site) -> Kernel:
     size = shape[-num_dims:]
     layout = site.layouts[source]
     if not any(dim >= len(shape) - num_dims for dim, _ in layout.splits):
-        return _guarded(site, as_called(site))
+        return guarded(site, as_called(site))
     function = getattr(F, f"{site.call.op}{num_dims}d")
     if site.call.op == "adaptive_max_pool":
-        return _guarded(site, lambda x: [function(x, size)])
+        return guarded(site, lambda x: [function(x, size)])
     whole_shape = site.graph.shape(source)
     sum_dims = [dim for dim, _ in layout.splits if site.layouts[output].split(dim) is None]
     rows = [len(site.parts(source, dim)) for dim in sum_dims]
@@ -140,15 +140,7 @@ def _build_adaptive(site: Site) -> Kernel:
         y = function(x, size)
         return [y if share == 1 else y * share]
 
-    return _guarded(site, pool)
-
-
-def _guarded(site: Site, kernel: Kernel) -> Kernel:
-    """A kernel that gives an empty result by itself, as torch refuses to pool tensors without channels or rows."""
-    shape = site.local_shape(site.call.outputs[0])
-    if math.prod(shape):
-        return kernel
-    return lambda x: [nothing(x, shape)]
+    return guarded(site, pool)
 
 
 def _windows(site: Site) -> dict[int, Window]:
