@@ -44,7 +44,6 @@ class Namespace:
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The module above, importable only because it lies in the current directory."""
     (tmp_path / "convoy_own_nets.py").write_text(SOURCE)
-    (tmp_path / "convoy_own_bad.py").write_text("import a_module_that_does_not_exist\n")
     package = tmp_path / "convoy_own_package"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -75,9 +74,7 @@ MISTAKES = {
     "'depth': it accepts num_classes, in_channels, width": (f"{NETS}:Net", {"depth": 3}),
     "it failed with RuntimeError: first line": (f"{NETS}:broken", {"num_classes": 2}),
     "returned str": (f"{NETS}:text", {}),
-    "has no 'net': did you mean Net": (f"{NETS}:net", {}),
     "there is no module 'convoy_own_package.smal'": ("convoy_own_package.smal:Net", {}),
-    "needs the module 'a_module_that_does_not_exist'": ("convoy_own_bad:Net", {}),
     "write package.module:factory, with dots and without .py": (f"{NETS}.py:Net", {}),
 }
 

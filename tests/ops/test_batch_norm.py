@@ -220,12 +220,6 @@ def test_all_at_once_is_one_after_the_other() -> None:
         compare(results(*case, way="triton"), results(*case))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(3, 3, 3), (3, 5, 3)])
-def test_triton_with_more_channels_than_a_program_takes(sizes: tuple[int, ...]) -> None:
-    compare(results(sizes, (3, 300), way="triton"), results(sizes, (3, 300)))
-
-
 @pytest.mark.parametrize("way", ["torch", "triton"])
 def test_an_addition_and_a_relu_in_the_same_operation(way: str) -> None:
     if way == "triton":

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 import convoy
-from convoy import processor
 from convoy.engine.uncaptured import PointwiseConv2d, prepare
-from convoy.ops import convolution, onednn
+from convoy.ops import convolution
 from convoy.ops.convolution import weighted
 from convoy.ops.onednn import packed
 from convoy.ops.postponed import Weighted
@@ -114,15 +112,3 @@ def test_a_weight_that_is_laid_out_once_gives_the_same_bits(dtype: torch.dtype) 
         assert not torch.equal(laid_out.compute(x, weight + 1, bias), plain.compute(x, weight + 1, bias)), "it is kept"
     x, weight = images(8, 64, 5, 6), images(96, 64, 1, 1)  # which torch leaves to another kernel
     assert ready(1, 1, 0, 1, x, weight)[1] is None
-
-
-def test_in_bfloat16_no_weight_is_laid_out_with_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the gradient of the input has other bits for some sizes."""
-    info = tmp_path / "cpuinfo"
-    monkeypatch.setattr(processor, "CPU_INFO", info)
-    monkeypatch.setattr(onednn, "has_packing", onednn.has_packing.__wrapped__)
-    for flags, in_bfloat16 in (("avx512_bf16", True), ("avx512_bf16 amx_bf16 amx_tile", False)):
-        info.write_text(f"flags : {flags}")
-        for dtype in (torch.float32, torch.bfloat16):
-            _, laid_out = ready(3, 1, 1, 1, images(16, 64, 5, 6, dtype=dtype), images(96, 64, 3, 3, dtype=dtype))
-            assert (laid_out is not None) == (in_bfloat16 or dtype == torch.float32)

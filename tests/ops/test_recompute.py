@@ -63,10 +63,9 @@ def test_no_cuts_have_a_smaller_peak():
     assert peak(tuple(part.start for part in found.cuts if part.start)) == min(map(peak, every))
 
 
-def test_only_some_layers_and_what_is_no_layer():
+def test_only_some_layers():
     placement = placed(chain(8), (2, 4, 8, 8), ("2", "3", "4", "5"))
     assert [(stretch.start, stretch.stop) for stretch in stretches(placement)] == [(2, 6)]
-    assert not stretches(placed(chain(8), (2, 4, 8, 8), False))
     assert not stretches(placed(chain(8), (2, 4, 8, 8), ("15",))), "the last layer's are needed at once"
     with pytest.raises(ConvoyError, match=r"the pattern layr1.\* matches no layer .* did you mean layer1.\*\?"):
         check_recompute(("layr1.*",), ["layer1.0", "layer2.0"])

@@ -56,8 +56,14 @@ def overwriting(placed: PlacedCall, readers: Readers, own: Container[str] | None
     return _add_to_first if name == placed.call.inputs[0] else lambda x, y: _add_to_first(y, x)
 
 
-def _taking(place: int) -> Kernel:
-    return lambda *tensors: [tensors[place]]
+@dataclass(frozen=True)
+class Taking:
+    """Gives one of its inputs, in place of a call that was done within another."""
+
+    place: int
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        return [tensors[self.place]]
 
 
 def _add_to_first(x: Tensor, y: Tensor) -> Sequence[Tensor]:
@@ -245,8 +251,9 @@ def compiled(
 
 def _joined(stretch: Sequence[Instruction], live_slots: set[int]) -> list[Instruction]:
     """One instruction for a stretch; what it needs from before is `wanted` from then on."""
-    if not stretch:
-        return []
+    if all(isinstance(instruction.run, Taking) for instruction in stretch):  # there is nothing to compile
+        live_slots |= {slot for instruction in stretch for slot in instruction.inputs}
+        return list(stretch[::-1])
     outputs_so_far: set[int] = set()
     needs: dict[int, None] = {}
     for instruction in stretch:
@@ -383,7 +390,7 @@ class Program:
             if stretch is not None and stretch not in places:
                 results = set()
             if placed.call.name in inner_calls:
-                kernel: Kernel | None = _taking(inner_calls[placed.call.name])
+                kernel: Kernel | None = Taking(inner_calls[placed.call.name])
             else:
                 kernel = overwriting(placed, readers, None if stretch is None else results)
             kernel = kernel or OPERATIONS[site.call.op].build(site)
