@@ -93,11 +93,11 @@ def normalize_each(
             return _fused(x, norm, tuple(sizes), None, None)
         y, _, terms = batch_norm_torch.normalize(x, batch_norm_torch.moments(x, sizes), norm, None, sizes)
         return y, terms.detach()
-    results, plain = [], Norm(norm.weight, norm.bias, None, norm.eps, False)
+    results, bare_norm = [], Norm(norm.weight, norm.bias, None, norm.eps, False)
     terms = torch.zeros(len(sizes), 2, x.shape[1], dtype=_type(x, norm.weight), device=x.device)
     for part, (mean, var) in zip(x.split(sizes) if len(sizes) > 1 else [x], terms, strict=True):
         term = Running(mean, var, momentum=1.0)
-        results.append(normalize(part, plain, term, None if holders is None else holders.times(len(part))))
+        results.append(normalize(part, bare_norm, term, None if holders is None else holders.times(len(part))))
     return ended(results[0] if len(results) == 1 else torch.cat(results), norm), terms
 
 
@@ -146,11 +146,11 @@ class _OnCpu(torch.autograd.Function):
             _, slope, shift = torch.ops.aten.native_batch_norm_backward(
                 gradient, x, None, mean, var, mean, inverse, False, ctx.eps, [False, True, True]
             )
-        needed, dx = ctx.needs_input_grad, None
-        if needed[0]:
+        needs_gradient, dx = ctx.needs_input_grad, None
+        if needs_gradient[0]:
             sums = all_reduce(torch.stack([slope, shift]), ctx.holders.group)
             dx = gradient
-        if needed[0] and x.numel():
+        if needs_gradient[0] and x.numel():
             slope_mean, mean_gradient = (sums / ctx.holders.total).unbind(0)
             scale = inverse if weight is None else inverse * weight
             wide = x.to(scale.dtype)  # so that low precision is rounded to once
@@ -159,7 +159,8 @@ class _OnCpu(torch.autograd.Function):
             dx = torch.native_batch_norm(wide, *numbers, False, 0.0, ctx.eps)[0]
             dx.addcmul_(gradient.to(dx.dtype), scale.view(-1, *[1] * (x.dim() - 2)))
             dx = dx.to(x.dtype)
-        return dx, slope if needed[1] else None, shift if needed[2] else None, None, None, None
+        _, of_weight, of_bias, *_ = needs_gradient
+        return dx, slope if of_weight else None, shift if of_bias else None, None, None, None
 
 
 def _fused(
@@ -167,8 +168,8 @@ def _fused(
 ) -> tuple[Tensor, Tensor]:
     """The result of all microbatches at once, and without `holders` their terms of the running statistics."""
     is_inside = fits(norm.residual, x)
-    inside = norm if is_inside else norm._replace(residual=None, relu=False)
-    y, terms = _Fused.apply(x, *inside[:3], (inside.eps, inside.relu, sizes, running, holders))
+    kernel_norm = norm if is_inside else norm._replace(residual=None, relu=False)
+    y, terms = _Fused.apply(x, *kernel_norm[:3], (norm.eps, kernel_norm.relu, sizes, running, holders))
     return y if is_inside else ended(y, norm), terms
 
 
@@ -199,14 +200,15 @@ class _Fused(torch.autograd.Function):
         if dy is None:
             return (None,) * 5
         saved = Saved._make([*ctx.saved_tensors, ctx.sizes, ctx.relu])
-        dy, needed, holders = _arranged_as(saved.x, dy), ctx.needs_input_grad, ctx.holders
+        dy, needs_gradient, holders = _arranged_as(saved.x, dy), ctx.needs_input_grad, ctx.holders
         way = "normalize_backward" if holders is None else "gradient_sums"
-        dx, shift, slope, masked = _run(way, dy, *saved)
+        dx_or_sums, shift, slope, masked = _run(way, dy, *saved)
         dy = dy if saved.y is None else masked  # behind the ReLU the gradient is that of both terms of the sum
-        if holders is not None and needed[0]:
-            sums = all_reduce(dx, holders.group)
+        dx = dx_or_sums
+        if holders is not None and needs_gradient[0]:
+            sums = all_reduce(dx_or_sums, holders.group)
             dx = _run("input_gradient", dy, *saved, sums, holders.total)[0]
-        results = zip((dx, slope, shift, dy), needed[:4], strict=True)
+        results = zip((dx, slope, shift, dy), needs_gradient[:4], strict=True)
         return *(result if is_needed else None for result, is_needed in results), None
 
 
