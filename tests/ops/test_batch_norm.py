@@ -224,22 +224,21 @@ def test_all_at_once_is_one_after_the_other() -> None:
 def test_an_addition_and_a_relu_in_the_same_operation(way: str) -> None:
     if way == "triton":
         interpreted.kernels()
-    for affine in (False, True):
-        torch.manual_seed(0)
-        x, residual, gradient = torch.randn(3, 5, 3, 4, 3).double()
+    torch.manual_seed(0)
+    x, residual, gradient = torch.randn(3, 5, 3, 4, 3).double()
+    gradient[0, 0] = 0.0
+    for affine, added in ((False, None), (True, None), (True, residual)):
         numbers = [torch.randn(3).double() if affine else None for _ in range(2)]
-        gradient[0, 0] = 0.0
-        for added in (None, residual):
-            found = []
-            for inside in (False, True):
-                tensors = [None if t is None else t.clone().requires_grad_() for t in (x, *numbers, added)]
-                norm = Norm(*tensors[1:3], tensors[3] if inside else None, 1e-5, inside)
-                with as_on_a_gpu(way):
-                    y, _ = normalize_each(tensors[0], norm, (2, 2, 1))  # type: ignore[arg-type]
-                    y = y if inside else (y if added is None else y + tensors[3]).relu()
-                    y.backward(gradient)
-                found.append({"y": y.detach(), **{str(i): t.grad for i, t in enumerate(tensors) if t is not None}})
-            compare(found[1], found[0])
+        found = []
+        for inside in (False, True):
+            tensors = [None if t is None else t.clone().requires_grad_() for t in (x, *numbers, added)]
+            norm = Norm(*tensors[1:3], tensors[3] if inside else None, 1e-5, inside)
+            with as_on_a_gpu(way if inside else "cpu"):
+                y, _ = normalize_each(tensors[0], norm, (2, 2, 1))  # type: ignore[arg-type]
+                y = y if inside else (y if added is None else y + tensors[3]).relu()
+                y.backward(gradient)
+            found.append({"y": y.detach(), **{str(i): t.grad for i, t in enumerate(tensors) if t is not None}})
+        compare(found[1], found[0])
     with as_on_a_gpu(way):
         nan = torch.full((2, 3), torch.nan)
         assert normalize_each(nan, Norm(None, None, None, 1e-5, True), (2,))[0].isnan().all()

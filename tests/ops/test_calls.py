@@ -71,115 +71,81 @@ def check(function: Function, x: Tensor, mesh: Mesh, given: Layout, strategy: tu
 
 
 ALONE = {"batch_norm", "group_norm", "layer_norm", "rms_norm", "softmax", "dropout"}
-CASES: dict[str, tuple[Function, ...]] = {
-    "conv": (
-        lambda m, x: F.conv2d(x, m.w, m.b, 2, (1, 0), groups=2),
-        lambda m, x: F.conv2d(x, m.plain, padding="same", dilation=(1, 3)),
-        lambda m, x: F.conv2d(x, m.w, groups=2, padding="valid"),
-        lambda m, x: F.conv_transpose2d(x, m.plain, m.b, stride=2, padding=1, output_padding=1),
-    ),
-    "linear": (lambda m, x: F.linear(x, m.fc),),
-    "batch_norm": (lambda m, x: F.batch_norm(x, None, None, m.b, m.b, True),),
-    "group_norm": (lambda m, x: F.group_norm(x, 2, m.b, eps=1e-3), lambda m, x: F.instance_norm(x, weight=m.b)),
-    "layer_norm": (lambda m, x: F.layer_norm(x, [6, 6]),),
-    "rms_norm": (lambda m, x: F.rms_norm(x, [6, 6]),),
-    "softmax": (lambda m, x: F.softmax(x, -3), lambda m, x: x.log_softmax(1)),
-    "dropout": (
-        lambda m, x: F.dropout(x, 0.3),
-        lambda m, x: F.dropout2d(x, 0.3, True, True),
-        lambda m, x: torch.feature_dropout(x, 0.3, True),
-    ),
-    "lrn": tuple(partial(lambda m, x, n: F.local_response_norm(x, n, k=2.0), n=n) for n in (2, 5)),
-    "max_pool": (lambda m, x: torch.max_pool2d(x, 3, [1, 2], 1, ceil_mode=True),),
-    "adaptive_avg_pool": (lambda m, x: F.adaptive_avg_pool2d(x, (None, 2)),),
-    "adaptive_max_pool": (lambda m, x: nn.AdaptiveMaxPool2d(3)(x),),
-    "cat": (lambda m, x: torch.concat((x, x), axis=1),),
-    "reshape": (lambda m, x: x.flatten(1), lambda m, x: x.unflatten(1, (2, 2)), lambda m, x: x.reshape(2, 12, 12)),
-    "permute": (
-        lambda m, x: x.permute(0, 2, -1, 1),
-        lambda m, x: torch.permute(x, [0, 2, 3, 1]),
-        lambda m, x: x.transpose(-1, 1),
-        lambda m, x: x.movedim(1, -1),
-        lambda m, x: x.mT,
-    ),
-    "split": (
-        lambda m, x: x.chunk(3, 1),
-        lambda m, x: torch.split(x, [1, 3], dim=-3),
-        lambda m, x: x.tensor_split(2, dim=3),
-    ),
-    "select": (
-        lambda m, x: x[:, 1:, ..., ::2],
-        lambda m, x: x[:, -1],
-        lambda m, x: x.narrow(1, 1, 2),
-        lambda m, x: x.select(1, 2),
-    ),
-    "reduce": (lambda m, x: x.mean(), lambda m, x: x.amax(dim=1), lambda m, x: torch.sum(x, 1, keepdim=True)),
-    "interpolate": (lambda m, x: nn.Upsample(size=(7, 8))(x),),
-    "pad": (lambda m, x: nn.ReflectionPad2d(1)(x),),
-    "identity": (
-        lambda m, x: x.clone(),
-        lambda m, x: x.expand(2, 4, -1, 6),
-        lambda m, x: x.to(memory_format=torch.channels_last),
-        lambda m, x: F.dropout2d(x, 0.0),
-        lambda m, x: F.alpha_dropout(x, 0.5, False),
-        lambda m, x: x.double(),
-    ),
-    "elementwise": (
-        lambda m, x: F.prelu(x, m.b),
-        lambda m, x: F.leaky_relu(x, 0.1, True),
-        lambda m, x: torch.rsub(x, 1),
-        lambda m, x: torch.addcmul(x, x, x, value=0.5),
-    ),
-    "opaque": (
-        lambda m, x: x[:, [0, 2]],
-        lambda m, x: torch.einsum("nchw,nchw->nc", x, x),
-        lambda m, x: F.scaled_dot_product_attention(x, x, x),
-        lambda m, x: F.normalize(x),
-        lambda m, x: x.unfold(2, 3, 1),
-        lambda m, x: F.unfold(x, 3),
-        lambda m, x: x.roll((1, 1), (2, 3)),
-    ),
+# By operation: calls that are it, as a network `m` with an input `x` writes them.
+CASES = {
+    "conv": """F.conv2d(x, m.w, m.b, 2, (1, 0), groups=2) | F.conv2d(x, m.plain, padding="same", dilation=(1, 3))
+        | F.conv2d(x, m.w, groups=2, padding="valid")
+        | F.conv_transpose2d(x, m.plain, m.b, stride=2, padding=1, output_padding=1)""",
+    "linear": "F.linear(x, m.fc)",
+    "batch_norm": "F.batch_norm(x, None, None, m.b, m.b, True)",
+    "group_norm": "F.group_norm(x, 2, m.b, eps=1e-3) | F.instance_norm(x, weight=m.b)",
+    "layer_norm": "F.layer_norm(x, [6, 6])",
+    "rms_norm": "F.rms_norm(x, [6, 6])",
+    "softmax": "F.softmax(x, -3) | x.log_softmax(1)",
+    "dropout": "F.dropout(x, 0.3) | F.dropout2d(x, 0.3, True, True) | torch.feature_dropout(x, 0.3, True)",
+    "lrn": "F.local_response_norm(x, 2, k=2.0) | F.local_response_norm(x, 5)",
+    "max_pool": "torch.max_pool2d(x, 3, [1, 2], 1, ceil_mode=True)",
+    "adaptive_avg_pool": "F.adaptive_avg_pool2d(x, (None, 2))",
+    "adaptive_max_pool": "nn.AdaptiveMaxPool2d(3)(x)",
+    "cat": "torch.concat((x, x), axis=1)",
+    "reshape": "x.flatten(1) | x.unflatten(1, (2, 2)) | x.reshape(2, 12, 12)",
+    "permute": "x.permute(0, 2, -1, 1) | torch.permute(x, [0, 2, 3, 1]) | x.transpose(-1, 1) | x.movedim(1, -1) | x.mT",
+    "split": "x.chunk(3, 1) | torch.split(x, [1, 3], dim=-3) | x.tensor_split(2, dim=3)",
+    "select": "x[:, 1:, ..., ::2] | x[:, -1] | x.narrow(1, 1, 2) | x.select(1, 2)",
+    "reduce": "x.mean() | x.amax(dim=1) | torch.sum(x, 1, keepdim=True)",
+    "interpolate": "nn.Upsample(size=(7, 8))(x)",
+    "pad": "nn.ReflectionPad2d(1)(x)",
+    "identity": """x.clone() | x.expand(2, 4, -1, 6) | x.to(memory_format=torch.channels_last) | F.dropout2d(x, 0.0)
+        | F.alpha_dropout(x, 0.5, False) | x.double()""",
+    "elementwise": """F.prelu(x, m.b) | F.leaky_relu(x, 0.1, True) | torch.rsub(x, 1)
+        | torch.addcmul(x, x, x, value=0.5)""",
+    "opaque": """x[:, [0, 2]] | torch.einsum("nchw,nchw->nc", x, x) | F.scaled_dot_product_attention(x, x, x)
+        | F.normalize(x) | x.unfold(2, 3, 1) | F.unfold(x, 3) | x.roll((1, 1), (2, 3))""",
 }
-"""By operation: calls that are it."""
+# Functions that are several calls, and which they are.
+SEVERAL = {
+    "x @ x.mT": {"matmul", "permute"},
+    "torch.stack([x, x], 2)": {"reshape", "cat"},
+    "x.unbind(1)[2]": {"select"},
+    "F.max_pool2d(x, 2, return_indices=True)[0]": {"opaque"},
+    "x.view_as(x.new_zeros(2, 144))": {"reshape"},
+    "F.channel_shuffle(x, 2)": {"reshape", "permute"},
+    "F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2)": {"reshape", "permute"},
+    "F.glu(x, 1)": {"split", "elementwise"},
+    "x[:, None, ..., 1:, None]": {"select", "reshape"},
+    "x.mean((2, 3), keepdim=True).expand_as(x)": {"reduce", "elementwise"},
+    "1 - x + 2 * x - x / 2 + 1 / (x + 3) - (-x) ** 2 + 2**x": {"elementwise"},
+    "(x > 0) & (x < 1) | (x == 0) | ~(x <= 1)": {"elementwise"},
+    "torch.where(x > 0, x, x.exp()).clamp(0, 1).maximum(x.abs()).masked_fill(x > 1, 2)": {"elementwise"},
+    "x.add(1).relu_().mul_(2).sub_(x).sigmoid_().add_(m.b.view(1, -1, 1, 1), alpha=2)": {"elementwise"},
+}
+
+
+def written(text: str) -> Function:
+    function: Function = eval(f"lambda m, x: {text.strip()}", {"torch": torch, "F": F, "nn": nn})
+    return function
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("op", CASES)
 def test_calls_are_recognized_and_ranks_together_do_what_the_whole_call_does(op: str) -> None:
-    for number, function in enumerate(CASES[op]):
-        model, x, draw = Net(function), tensor(*SHAPE), Draw(f"{op} {number}")
+    for text in CASES[op].split(" | "):
+        function, x, draw = written(text), tensor(*SHAPE), Draw(text)
+        model = Net(function)
         graph = capture(model, (x,))
         calls = [call.op for call in graph.calls]
-        assert calls == [op] or (op == "identity" and not calls), number
-        assert op == "dropout" or same(replay(graph, model, (x,)), model(x.clone())), number
+        assert calls == [op] or (op == "identity" and not calls), text
+        assert op == "dropout" or same(replay(graph, model, (x,)), model(x.clone())), text
         for mesh in () if op in ALONE or not calls else (TWO, THREE, GRID):
             check(function, x, mesh, draw.layout(SHAPE, mesh))
 
 
-SEVERAL: tuple[tuple[Function, set[str]], ...] = (
-    (lambda m, x: x @ x.mT, {"matmul", "permute"}),
-    (lambda m, x: torch.stack([x, x], 2), {"reshape", "cat"}),
-    (lambda m, x: x.unbind(1)[2], {"select"}),
-    (lambda m, x: F.max_pool2d(x, 2, return_indices=True)[0], {"opaque"}),
-    (lambda m, x: x.view_as(x.new_zeros(2, 144)), {"reshape"}),
-    (lambda m, x: F.channel_shuffle(x, 2), {"reshape", "permute"}),
-    (lambda m, x: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2), {"reshape", "permute"}),
-    (lambda m, x: F.glu(x, 1), {"split", "elementwise"}),
-    (lambda m, x: x[:, None, ..., 1:, None], {"select", "reshape"}),
-    (lambda m, x: x.mean((2, 3), keepdim=True).expand_as(x), {"reduce", "elementwise"}),
-    (lambda m, x: 1 - x + 2 * x - x / 2 + 1 / (x + 3) - (-x) ** 2 + 2**x, {"elementwise"}),
-    (lambda m, x: (x > 0) & (x < 1) | (x == 0) | ~(x <= 1), {"elementwise"}),
-    (lambda m, x: torch.where(x > 0, x, x.exp()).clamp(0, 1).maximum(x.abs()).masked_fill(x > 1, 2), {"elementwise"}),
-    (lambda m, x: x.add(1).relu_().mul_(2).sub_(x).sigmoid_().add_(m.b.view(1, -1, 1, 1), alpha=2), {"elementwise"}),
-)
-
-
 def test_functions_that_are_several_calls() -> None:
-    for number, (function, ops) in enumerate(SEVERAL):
-        model, x = Net(function), tensor(*SHAPE)
+    for text, ops in SEVERAL.items():
+        model, x = Net(written(text)), tensor(*SHAPE)
         graph = capture(model, (x,))
         calls = [call for call in graph.calls if call.inputs != ("b",)]
-        assert {call.op for call in calls} == ops and same(replay(graph, model, (x,)), model(x.clone())), number
+        assert {call.op for call in calls} == ops and same(replay(graph, model, (x,)), model(x.clone())), text
         names = [getattr(call.function, "__name__", "") for call in calls]
         assert not any(name.endswith("_") and not name.startswith("_") for name in names), "something is done in place"
 
