@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from convoy.errors import ConvoyError
 from convoy.ops import OPERATIONS, capture, slices
 from convoy.ops.kernel import as_called
 from convoy.plans.layout import Layout, Split, balanced, consecutive
@@ -257,6 +258,9 @@ def test_options_shapes_and_layouts_at_random(op: str, count: int) -> None:
         strategy = tuple(draw.sample(STRATEGIES, len(mesh.sizes))) if op == "conv" and mesh is not THREE else ()
         try:
             placed = check(function, x, mesh, draw.layout(shape, mesh), strategy)
+        except ConvoyError:  # the plan's strategies do not fit the layer
+            assert op == "conv"
+            continue
         except Exception as error:
             raise AssertionError(f"call {number} of {op}") from error
         assert op not in ("split", "conv") or not placed.note

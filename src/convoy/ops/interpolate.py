@@ -57,9 +57,13 @@ def place(situation: Situation) -> Placed:
     shape, out_shape = situation.shape(call.attributes["input"]), situation.shape(call.outputs[0])
     dims = spatial(len(shape), len(call.attributes["output_size"]))
 
+    is_odd = any(_is_odd(graph, call, dim) for dim in dims)
+
     def follow(dim: int, split: Split) -> Follow:
         if dim not in dims:
             return split, (dim, split)
+        if is_odd:
+            return f"dim {dim} is whole: the factor of the call is not that of the sizes"
         if call.attributes["mode"] not in ALONG:
             return f"dim {dim} is whole: no rule for {call.attributes['mode']} interpolation"
         if out_shape[dim] < len(split.parts):
@@ -89,6 +93,16 @@ def _scale(graph: Graph, call: Call, dim: int) -> float | None:
     """The factor that torch goes by; None where that is the ratio of the sizes."""
     scales = call.attributes["scale"]
     return None if scales is None else float(scales[dim - len(graph.shape(call.outputs[0])) + len(scales)])
+
+
+def _is_odd(graph: Graph, call: Call, dim: int) -> bool:
+    """Whether torch may take either factor, by its kernels: that of the call or, of as many or twice as many rows, that
+    of the sizes (`nearest_idx` in its UpSample.h)."""
+    attributes = call.attributes
+    size, output_size = graph.shape(attributes["input"])[dim], graph.shape(call.outputs[0])[dim]
+    if attributes["mode"] != "nearest" or output_size not in (size, 2 * size):
+        return False
+    return _scale(graph, call, dim) not in (None, output_size / size if size else None)
 
 
 def weights_of(graph: Graph, call: Call, dim: int) -> Tensor:
