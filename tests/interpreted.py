@@ -24,7 +24,7 @@ def kernels() -> dict[str, Any]:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patched
-    from convoy.ops import microbatch_kernels, random_kernels
+    from convoy.ops import batch_norm_kernels, random_kernels
 
     assert isinstance(random_kernels._drop, interpreter.InterpretedFunction), "Triton was imported to compile"
-    return {"microbatch": microbatch_kernels, "random": random_kernels}
+    return {"batch_norm": batch_norm_kernels, "random": random_kernels}

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,17 +19,17 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
 from triton.runtime import driver  # type: ignore[import-not-found]
 from triton.runtime.jit import JITFunction  # type: ignore[import-not-found]
 
-from convoy.ops import microbatch_kernels, microbatch_norm, random_bits, random_kernels, shared_batch_norm
-from convoy.ops.microbatch_norm import Holders, normalize_at_once
-from convoy.ops.random_bits import drop, one_for_each
-from convoy.ops.shared_batch_norm import normalize_together
-from convoy.ops.statistics import Following
+from convoy.ops import batch_norm_kernels, normalization, random_bits, random_kernels
+from convoy.ops.batch_norm_torch import Norm
+from convoy.ops.normalization import Holders, normalize, normalize_each
+from convoy.ops.random_bits import drop
+from convoy.ops.statistics import Running
 
 CAPABILITIES = (80, 100)
 TYPES = (torch.bfloat16, torch.float32, torch.float64)
 LAST, FIRST = torch.channels_last, torch.contiguous_format
-FEW_NUMBERS = ("_combine", "_one_for_each")
-"""Kernels that read some numbers of each channel or sample, and no activations."""
+NO_ACTIVATIONS = ("_random_bits",)
+"""Kernels that read no activations."""
 
 
 class Gpu:
@@ -74,29 +73,28 @@ def batch_norm(dtype: torch.dtype, order: torch.memory_format, affine: bool, rel
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     x = torch.ones(16, 64, 32, 32).to(dtype, memory_format=order).requires_grad_()
     weight, bias = (torch.ones(64, dtype=wide, requires_grad=True) if affine else None for _ in range(2))
-    running = Following(*torch.ones(2, 64, dtype=wide), None if counts else 0.1, torch.tensor(1))
+    running = Running(*torch.ones(2, 64, dtype=wide), None if counts else 0.1, torch.tensor(1))
     holders = Holders(dist.group.WORLD, (x.numel() // 64,) * 2)  # type: ignore[arg-type]
+    norm = Norm(weight, bias, None, 1e-5, relu)
     for y in (
-        normalize_at_once(x, weight, bias, 1e-5, (8, 8), relu=relu)[0],
-        normalize_at_once(x, weight, bias, 1e-5, (16,), running, relu)[0],  # type: ignore[arg-type]
-        normalize_at_once(x, weight, bias, 1e-5, (16,), None, relu, x.detach())[0],
-        normalize_together(x, weight, bias, running, 1e-5, holders, relu),
+        normalize_each(x, norm, (8, 8))[0],
+        normalize(x, norm, running),
+        normalize(x, norm._replace(residual=x.detach()), None),
+        normalize(x, norm, running, holders),
     ):
         y.backward(torch.ones_like(y))
-    with mock.patch.object(microbatch_kernels, "MANY", 1):
-        normalize_together(x, weight, bias, running, 1e-5, holders, relu)
 
 
 def dropout(dtype: torch.dtype, order: torch.memory_format, channels: bool, part: bool) -> None:
     x = torch.ones(4, 64, 32, 32).to(dtype, memory_format=order)
     keys, numbers = torch.zeros(4, 2, dtype=torch.int32), torch.arange(x[0].numel(), dtype=torch.int32)
     drop(x, keys, 3, 0.3, channels, numbers if part else None)
-    one_for_each(keys, keys[:, 0].contiguous())
+    random_bits.random_bits(keys, 3, 100)
 
 
 def check(name: str, dtype: torch.dtype, ptx: str) -> None:
     """What makes a kernel fast and right."""
-    if name not in FEW_NUMBERS:
+    if name not in NO_ACTIVATIONS:
         assert "ld.global.v" in ptx, f"{name}, {dtype}: one number at a time"
     if name in ("_moments", "_gradient_sums"):
         before, counted, after = ptx.partition("atom.global.gpu.acq_rel.add")
@@ -111,8 +109,8 @@ def check(name: str, dtype: torch.dtype, ptx: str) -> None:
 
 
 def main(more: bool) -> None:
-    microbatch_norm.batch_norm_kernels = lambda x: microbatch_kernels  # type: ignore[assignment]
-    shared_batch_norm.at_once = lambda x: True  # type: ignore[attr-defined]
+    normalization.batch_norm_kernels = lambda x: batch_norm_kernels  # type: ignore[assignment]
+    normalization.at_once = lambda x: True
     random_bits._fused, random_bits._kernels = lambda x: True, lambda x: random_kernels  # type: ignore[assignment]
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     many = [(90, torch.bfloat16, FIRST), *((90, dtype, LAST) for dtype in TYPES)]
@@ -124,7 +122,7 @@ def main(more: bool) -> None:
         if more:
             batch_norm(dtype, order, affine=False, relu=False, counts=True)
             dropout(dtype, order, channels=False, part=False)
-        assert set(built) == {*kernels_of(microbatch_kernels), *kernels_of(random_kernels)}
+        assert set(built) == {*kernels_of(batch_norm_kernels), *kernels_of(random_kernels)}
         for (_, name), texts in built.items():
             for ptx in texts:
                 assert f".target sm_{capability}" in ptx

@@ -91,10 +91,10 @@ def test_an_update_of_rank_0_does_no_more_on_many_ranks(name: str, monkeypatch: 
         assert f"{few.operations / plain.operations:.2f}" in cells(few, plain)
         messages[norm] = many.collectives
         if (name, norm) == ("resnet18", "sync"):
-            ways = ("channel_moments", "normalize_shared", "shared_gradient_sums", "shared_input_gradient")
+            ways = ("moments", "normalize", "gradient_sums", "input_gradient")
             assert [seen.operations[way] for way in ways] == [20] * 4, "one each way of every layer"
-    if name == "resnet18":  # three layers beside a block share messages with its last one
-        assert messages["sync"] - messages["local"] == 2 * (20 - 3) - 1
+    if name == "resnet18":  # one message each way of every layer
+        assert messages["sync"] - messages["local"] == 2 * 20 - 1
 
 
 def test_an_update_of_the_trainer_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """A network becomes a list of calls that gives the same numbers, and is left as it was."""
 
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 
 from convoy.graph import Call, CaptureError, Graph, Ref
 from convoy.graph.fake import Fakes, FakeTensor, storage
-from convoy.models import create, describe, list_models
-from convoy.ops import OPERATIONS, capture
+from convoy.models import create, describe
+from convoy.ops import capture
 from graph.replay import replay, same
 from plans.made_graph import Does
 
@@ -73,18 +72,13 @@ def test_names_layers_and_references() -> None:
     names = "block.conv block.bn block.relu block block.drop block.relu#2 adaptive_avg_pool2d flatten fc add add_1"
     layers = ["block.conv", "block.bn", "block.relu", "block", "block.drop", "block.relu", "", "", "fc", "", ""]
     kinds = "conv batch_norm elementwise elementwise dropout elementwise adaptive_avg_pool reshape linear"
-    assert [call.name for call in graph.calls] == names.split()
-    assert [call.layer for call in graph.calls] == layers
+    assert [(call.name, call.layer) for call in graph.calls] == list(zip(names.split(), layers, strict=True))
     assert ops(graph) == [*kinds.split(), "elementwise", "elementwise"]
-    calls = by_name(graph)
     assert (graph.inputs, graph.output, graph.shape("block.conv")) == (("images",), Ref("add_1"), (4, 3, 8, 8))
-    assert calls["block.conv"].inputs == ("images", "block.conv.weight")
-    assert calls["block"].args == (Ref("block.relu"), Ref("images"))
-    assert calls["block.relu"].kwargs == {"inplace": False}
+    assert by_name(graph)["block"].args == (Ref("block.relu"), Ref("images"))
     statistics = ("running_mean", "running_var", "weight", "bias", "num_batches_tracked")
     options = {"input": "block.conv", "training": True, "momentum": 0.1, "eps": 1e-5}
-    assert calls["block.bn"].attributes == {name: f"block.bn.{name}" for name in statistics} | options
-    assert graph.values["block.bn.num_batches_tracked"].origin == "buffer"
+    assert by_name(graph)["block.bn"].attributes == {name: f"block.bn.{name}" for name in statistics} | options
 
 
 def test_the_network_is_left_as_it_was_in_the_modes_of_its_modules() -> None:
@@ -94,22 +88,6 @@ def test_the_network_is_left_as_it_was_in_the_modes_of_its_modules() -> None:
         graphs = [capture(model, ((4, 3, 8, 8),), training) for training in (None, True, False)]
     assert [by_name(graph)["block.bn"].attributes["training"] for graph in graphs] == [False, True, False]
     assert ["dropout" in ops(graph) for graph in graphs] == [True, True, False]
-
-
-def test_captured_again_with_shards_in_the_place_of_parameters() -> None:
-    model = Net()
-    whole, forward = capture(model, ((4, 3, 8, 8),)), model.forward
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    for name, parameter in list(model.named_parameters()):
-        owner, _, last = name.rpartition(".")
-        model.get_submodule(owner).register_parameter(last, nn.Parameter(parameter.detach()[:1]))
-    model.forward = lambda images: images  # type: ignore[method-assign]
-    again = capture(model, ((4, 3, 8, 8),), shapes=shapes, forward=forward)
-    assert again.values == whole.values and model.fc.weight.shape == (1, 3)
-    assert [(c.name, c.op, c.attributes) for c in again.calls] == [(c.name, c.op, c.attributes) for c in whole.calls]
-    larger = capture(model, ((2, 3, 16, 16),), False, shapes=shapes, forward=forward)
-    assert larger.shape("block.conv") == (2, 3, 16, 16)
 
 
 class Tied(nn.Module):
@@ -123,36 +101,10 @@ class Tied(nn.Module):
         return self.again(self.second(self.first(x)))
 
 
-class Recurrent(nn.Module):
-    """Keeps a list of its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LSTM(4, 5, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0][:, -1]
-
-
 @dataclass
 class Outputs:
     logits: Tensor
     sizes: tuple[int, int]
-
-
-class ModelOutput(OrderedDict[str, Tensor]):
-    """As in transformers."""
-
-    def __init__(self, **values: Tensor) -> None:
-        super().__init__(values)
-        self.__dict__.update(values)
-
-    def __reduce__(self) -> Any:
-        return _model_output, (dict(self),)
-
-
-def _model_output(values: dict[str, Tensor]) -> ModelOutput:
-    return ModelOutput(**values)
 
 
 def constants(x: Tensor) -> Tensor:
@@ -166,11 +118,6 @@ def constants(x: Tensor) -> Tensor:
     return x * mask + grid.to(x) + torch.zeros_like(x) + torch.empty(4).fill_(3)
 
 
-def dead(x: Tensor) -> Tensor:
-    F.softmax(x * 3, 1)
-    return x + 1
-
-
 class Standardised(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         weight = F.batch_norm(self.weight.reshape(1, self.out_channels, -1), None, None, training=True, momentum=0)
@@ -178,7 +125,6 @@ class Standardised(nn.Conv2d):
 
 
 REPLAYED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Graph], bool]]] = {
-    "float64": (lambda: Net().double(), (2, 3, 8, 8), lambda g: g.values[g.output.name].dtype == torch.float64),
     "tied weights and modules have their first names": (
         Tied,
         (2, 4),
@@ -187,23 +133,18 @@ REPLAYED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Gr
             == ["first", "second", "first#2", "first.weight", "first.bias", "second.bias"]
         ),
     ),
-    "a list of weights": (Recurrent, (2, 3, 4), lambda g: len([*g.parameters()]) == 4),
     "constants": (
         lambda: Does(constants),
         (2, 4, 4),
         lambda g: ops(g) == ["elementwise"] * 4 and all(g.values[name].origin == "constant" for name in g.constants),
     ),
-    "dead calls are dropped": (lambda: Does(dead), (2, 3), lambda g: set(g.values) == {"x", "add"}),
     "what is computed from weights": (
         lambda: Standardised(3, 4, 3),
         (2, 3, 8, 8),
         lambda g: ops(g) == ["opaque"] * 3 + ["conv"],
     ),
-    "a tuple": (lambda: Does(lambda x: (x + 1, x * 2)), (2, 3), lambda g: len(g.calls) == 2),
-    "a list": (lambda: Does(lambda x: [x + 1, {"b": x * 2, "none": None}]), (2, 3), lambda g: len(g.calls) == 2),
     "a dataclass": (lambda: Does(lambda x: Outputs(x + 1, (1, 2))), (2, 3), lambda g: len(g.calls) == 1),
-    "an ordered output": (lambda: Does(lambda x: ModelOutput(a=x + 1, b=x)), (2, 3), lambda g: len(g.calls) == 1),
-    "a value twice": (lambda: Does(lambda x: (y := x + 1, y, (len(x), x))), (2, 3), lambda g: len(g.calls) == 1),
+    "nested containers": (lambda: Does(lambda x: [x + 1, {"b": x}]), (2, 3), lambda g: len(g.calls) == 1),
 }
 """A network, the shape of its input, what is so of its graph."""
 
@@ -211,26 +152,22 @@ REPLAYED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Gr
 @pytest.mark.parametrize("case", REPLAYED)
 def test_a_replayed_graph_gives_what_the_network_gives(case: str) -> None:
     make, shape, holds = REPLAYED[case]
-    model, images = make().eval(), torch.randn(shape, dtype=torch.float64 if case == "float64" else torch.float32)
+    model, images = make().eval(), torch.randn(shape)
     graph = capture(model, (images,))
     assert holds(graph), graph.calls
     assert same(replay(graph, model, (images,)), model(images))
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    for example in (torch.empty(shape, device="meta", dtype=images.dtype), shape if case != "float64" else images):
+    for example in (torch.empty(shape, device="meta"), shape):
         assert capture(model, (example,)).values == graph.values  # tensors of any kind, or shapes
 
 
-SLOW = ("alexnet-2012", "googlenet-cifar", "vgg11_bn-cifar", "densenet121-cifar")
+SLOW = ("googlenet-cifar", "vgg11_bn-cifar")
 
 
-@pytest.mark.parametrize(
-    "name", ["lenet", "squeezenet1_1-cifar", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.parametrize("name", ["lenet", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_networks_of_every_family_are_replayed_and_grow_with_the_batch(name: str) -> None:
     torch.manual_seed(0)
-    _, height, _ = shape = describe(name).input_shape or (3, 64, 64)
-    size = min(height, 95 if name.startswith("alexnet") else 64)
-    model, images = create(name).double().eval(), torch.randn(2, shape[0], size, size, dtype=torch.float64)
+    model, images = create(name).double().eval(), torch.randn(2, *describe(name).input_shape, dtype=torch.float64)
     graph = capture(model, (images,))
     with torch.no_grad():
         before = replay(graph, model, (images,))
@@ -241,29 +178,9 @@ def test_networks_of_every_family_are_replayed_and_grow_with_the_batch(name: str
         n: capture(model, (images.new_empty(n, *images.shape[1:], device="meta"),), training=True) for n in (6, 4, 10)
     }
     assert at[6].scaled(at[4], 10) == at[10] != at[6]
+    odd = Does(lambda x: x.flatten(1)[: (len(x) + 1) // 2])  # has to be captured again at each size
+    assert capture(odd, ((5, 3),)).scaled(capture(odd, ((4, 3),)), 10) is None
     assert {value.name for value in at[4].parameters()} == {name for name, _ in model.named_parameters()}
-
-
-@pytest.mark.slow
-def test_every_call_of_every_network_has_an_op_and_every_parameter_is_used() -> None:
-    for info in list_models():
-        if any(number in info.name for number in ("161", "169", "201", "101", "152", "13", "19")):
-            continue  # whose smaller versions run the same code
-        with torch.device("meta"):
-            model, images = create(info.name), torch.empty(2, *info.input_shape)
-        graph = capture(model, (images,), training=not info.name.startswith("resnet"))
-        assert {value.name for value in graph.parameters()} == {name for name, _ in model.named_parameters()}
-        assert {call.op for call in graph.calls} <= set(OPERATIONS) - {"opaque"}, info.name
-        assert len(by_name(graph)) == len(graph.calls)
-        if info.name.startswith("googlenet"):
-            assert (type(graph.output).__name__, graph.output.aux_logits1) == ("GoogLeNetOutputs", Ref("aux1.fc2"))
-
-
-def test_a_network_that_does_not_grow_with_the_batch_has_to_be_looked_at() -> None:
-    model = Does(lambda x: x.flatten(1)[: (len(x) + 1) // 2] * len(x))  # a row for each two samples
-    first, second, third = (capture(model, ((n, 3, 4, 4),)) for n in (5, 4, 10))
-    assert first.scaled(second, 10) is None
-    assert third.shape(third.calls[-1].outputs[0]) == (5, 48)
 
 
 def test_batch_norm_without_momentum_or_reader_stays() -> None:
@@ -398,17 +315,11 @@ def under_autocast(x: Tensor) -> Tensor:
 FOREIGN = nn.Parameter(torch.ones(1))
 REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
     "layer odd: it asks for the numbers in a tensor": lambda layer, x: x if x.sum() > 0 else -x,
-    "asks for the numbers in a tensor": lambda layer, x: x * float(x.mean()),
     "randn draws random numbers in a way of its own": lambda layer, x: x + torch.randn(2, 1, 1, 1),
-    "randn_like draws": lambda layer, x: x + torch.randn_like(layer.table),
-    "alpha_dropout draws": lambda layer, x: F.alpha_dropout(x, 0.5, True),
     "of numbers that belong to no sample": lambda layer, x: x * F.dropout(layer.scale),
     "do not belong to one sample each": lambda layer, x: x * torch.rand(1, 1, 1, 1),
-    "not belong to one sample each": lambda layer, x: x * torch.rand(()),
     "random numbers of python or numpy": lambda layer, x: x * random.random(),
-    "numbers of python or numpy": lambda layer, x: x * float(np.random.rand()),
     "mul_ changes odd.scale in place": lambda layer, x: x + layer.scale.data.mul_(2),
-    "add_ changes odd.shift in place": lambda layer, x: x + layer.shift.add_(1),
     "add_ changes a tensor that the network keeps": lambda layer, x: x + layer.table.add_(1),
     "replaces odd.shift in its forward pass": lambda layer, x: setattr(layer, "shift", layer.shift + 1) or x,
     "odd changed through a view": lambda layer, x: (x.view(-1).add_(1), x)[1],
@@ -416,7 +327,6 @@ REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
     "writes into out=": lambda layer, x: torch.add(x, 1, out=torch.empty(2, 4, 5, 5)),
     "switches autocast on by itself": lambda layer, x: under_autocast(x),
     "nothing was written to": lambda layer, x: x + torch.empty(1),
-    "it raises RuntimeError in a trial without data": lambda layer, x: F.linear(x, torch.ones(3, 3)),
     "layer odd: it uses a parameter that is not among the network's own": lambda layer, x: x * FOREIGN,
     "Output size is too small": lambda layer, x: F.avg_pool2d(x, 9),
 }
@@ -432,13 +342,6 @@ def test_what_a_graph_cannot_say_is_refused_and_leaves_the_network_alone(caplog:
         images = torch.ones(1, 3, 2, 2)
         assert torch.equal(model.conv(images), model.conv(images))
     assert caplog.records == []  # torch logs nothing of its own
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torchscript_is_refused() -> None:
-    scripted = torch.jit.trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), torch.ones(2, 3, 5, 5))
-    with pytest.raises(CaptureError, match="layer 0: it is TorchScript"):
-        capture(nn.Sequential(scripted, nn.Flatten()), ((2, 3, 5, 5),))
 
 
 def test_torchs_private_module_still_does_what_the_capture_needs() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from convoy.errors import ConvoyError
-from convoy.models import accepts, create, describe
+from convoy.models import accepts, create
 from convoy.models.factory import check_own
 
 SOURCE = """
@@ -29,25 +29,14 @@ def forwards(num_classes=10, **kwargs):
 def only_classes(num_classes):
     return Net(num_classes)
 
-def swallows(**kwargs):
-    return Net()
-
-def misleading(num_classes):
-    return nn.Sequential(Net(num_classes), nn.Linear(num_classes, 8))
-
 def broken(num_classes):
     raise RuntimeError("first line\\nsecond line")
-
-def needs_more(a, b):
-    return Net()
 
 def text():
     return "no network"
 
 class Namespace:
     inner = Net
-
-VALUE = 3
 """
 
 
@@ -55,8 +44,6 @@ VALUE = 3
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The module above, importable only because it lies in the current directory."""
     (tmp_path / "convoy_own_nets.py").write_text(SOURCE)
-    (tmp_path / "convoy_own_bad.py").write_text("import a_module_that_does_not_exist\n")
-    (tmp_path / "convoy_own_syntax.py").write_text("def net(:\n")
     package = tmp_path / "convoy_own_package"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -77,33 +64,18 @@ def test_classes_channels_and_options_reach_the_factory_or_must_already_be_so(mo
         assert isinstance(create(name), nn.Module)
     assert create(f"{module}:fixed", num_classes=5, in_channels=3)[3].out_features == 5
     assert create(f"{module}:forwards", num_classes=6, in_channels=3)[3].out_features == 6
-    for name in (f"{module}:misleading", "torch.nn:Identity"):
-        assert isinstance(create(name, num_classes=5), nn.Module)
-    assert (describe(f"{module}:Net").input_shape, describe(f"{module}:Net").num_classes) == (None, None)
     assert accepts(f"{module}:Net", "width") and not accepts(f"{module}:Net", "zero_init_residual")
 
 
 NETS = "convoy_own_nets"
 MISTAKES = {
     "tells 5 classes apart where 7 are needed": (f"{NETS}:fixed", {"num_classes": 7}),
-    "tells 10 classes apart where 7 are needed": (f"{NETS}:swallows", {"num_classes": 7}),
     "images of 3 channels where the data has 1": (f"{NETS}:fixed", {"in_channels": 1}),
-    "the data has 1": (f"{NETS}:forwards", {"in_channels": 1}),
     "'depth': it accepts num_classes, in_channels, width": (f"{NETS}:Net", {"depth": 3}),
-    "has no option 'depth'": (f"{NETS}:forwards", {"depth": 3}),
     "it failed with RuntimeError: first line": (f"{NETS}:broken", {"num_classes": 2}),
-    "missing 2 required positional arguments": (f"{NETS}:needs_more", {}),
     "returned str": (f"{NETS}:text", {}),
-    "is of type int": (f"{NETS}:VALUE", {}),
-    "has no 'net': did you mean Net": (f"{NETS}:net", {}),
-    "there is no module 'convoy_own_nest'": ("convoy_own_nest:Net", {}),
     "there is no module 'convoy_own_package.smal'": ("convoy_own_package.smal:Net", {}),
-    "needs the module 'a_module_that_does_not_exist'": ("convoy_own_bad:Net", {}),
-    "importing convoy_own_syntax failed with SyntaxError": ("convoy_own_syntax:net", {}),
     "write package.module:factory, with dots and without .py": (f"{NETS}.py:Net", {}),
-    "write package.module:factory": ("convoy_own_package/small:Net", {}),
-    "is incomplete": (f"{NETS}:", {}),
-    ": is incomplete": (":Net", {}),
 }
 
 
@@ -111,7 +83,7 @@ def test_mistakes_are_told_in_a_sentence(module: str) -> None:
     for words, (name, arguments) in MISTAKES.items():
         with pytest.raises(ConvoyError) as caught:
             create(name, **arguments)
-        assert words.removeprefix(": ") in str(caught.value) and "\n" not in str(caught.value), name
+        assert words in str(caught.value) and "\n" not in str(caught.value), name
 
 
 OWN = """

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 import interpreted
-from convoy.ops import microbatch_norm, shared_batch_norm
+from convoy.ops import normalization
 from convoy.plans.layout import Indices, Layout, Split, balanced, consecutive, indices
 from convoy.plans.mesh import Mesh
 from one_call import OneCall, rank_results, whole
@@ -32,12 +32,9 @@ class Draw(random.Random):
 
     def layout(self, shape: tuple[int, ...], mesh: Mesh, in_order: tuple[int, ...] = ()) -> Layout:
         """Each axis of the mesh divides another dimension; those `in_order` into consecutive parts."""
-        dims = self.sample(range(len(shape)), len(mesh.sizes))
+        dims = enumerate(self.sample(range(len(shape)), len(mesh.sizes)))
         return Layout.of(
-            {
-                dim: Split((axis,), self.parts(shape[dim], mesh.sizes[axis], dim in in_order))
-                for axis, dim in enumerate(dims)
-            }
+            {dim: Split((axis,), self.parts(shape[dim], mesh.sizes[axis], dim in in_order)) for axis, dim in dims}
         )
 
     def row(self, shape: tuple[int, ...], in_order: tuple[int, ...] = (0,)) -> tuple[tuple[int, ...], Layout]:
@@ -47,29 +44,27 @@ class Draw(random.Random):
 
 
 @contextmanager
-def as_on_a_gpu(triton: bool = False) -> Iterator[None]:
-    """Let the CPU do as a GPU does: by torch's operations, or by Triton's interpreter."""
-    kernels = interpreted.kernels()["microbatch"] if triton else None
+def as_on_a_gpu(way: str) -> Iterator[None]:
+    """Let the CPU do as a GPU does, by the operations of "torch" or by the interpreter of "triton"; not for "cpu"."""
+    kernels = interpreted.kernels()["batch_norm"] if way == "triton" else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_batch_norm, "at_once", lambda x: True)
-        patch.setattr(microbatch_norm, "batch_norm_kernels", lambda x: kernels)
+        if way != "cpu":
+            patch.setattr(normalization, "at_once", lambda x: True)
+            patch.setattr(normalization, "batch_norm_kernels", lambda x: kernels)
         yield
 
 
-def on_this_rank(cases: Sequence[OneCall], kernels: str) -> list[dict[str, Tensor]]:
-    if kernels == "cpu":
-        return [rank_results(case) for case in cases]
-    with as_on_a_gpu(kernels == "triton"):
+def on_this_rank(cases: Sequence[OneCall], way: str) -> list[dict[str, Tensor]]:
+    with as_on_a_gpu(way):
         return [rank_results(case) for case in cases]
 
 
-def run_calls(cases: Sequence[OneCall], kernels: str = "cpu") -> list[dict[str, Tensor]]:
-    """The whole results of every call; asserts that what ranks have alike is alike. The `kernels` are of batch norm:
-    "cpu", "torch" as on a GPU without Triton, or "triton"."""
+def run_calls(cases: Sequence[OneCall], way: str = "cpu") -> list[dict[str, Tensor]]:
+    """The whole results of every call; asserts that what ranks have alike is alike."""
     results: dict[int, dict[str, Tensor]] = {}
     for world in {math.prod(case.sizes) for case in cases}:
         numbers = [number for number, case in enumerate(cases) if math.prod(case.sizes) == world]
-        ranks = run_ranks(on_this_rank, world, [cases[number] for number in numbers], kernels, timeout=120)
+        ranks = run_ranks(on_this_rank, world, [cases[number] for number in numbers], way, timeout=120)
         for place, number in enumerate(numbers):
             results[number] = whole(cases[number], [rank[place] for rank in ranks])
     return [results[number] for number in range(len(cases))]

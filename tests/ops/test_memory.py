@@ -10,13 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.models import create
-from convoy.ops import capture, place
+from convoy.ops import capture
 from convoy.ops.convolution import weighted
 from convoy.ops.memory import predict_memory
 from convoy.ops.postponed import PostponedGradients
 from convoy.ops.registry import under_autocast
 from convoy.planner import workload_of
-from convoy.plans.place import Batch
 from convoy.plans.plan import Plan
 from kept import kept_bytes
 from plans.made_graph import placed, same_net, small_net
@@ -37,32 +36,22 @@ class Mixed(nn.Module):
         return self.last((self.other(z) + z).mean((2, 3)).softmax(1))
 
 
-@pytest.mark.parametrize("name", ["mixed", "lenet", "resnet18"])
-def test_layers_give_what_they_give_in_a_real_pass_under_autocast(name: str) -> None:
-    model = Mixed() if name == "mixed" else create(name)
-    images = torch.randn(2, next(p for p in model.parameters() if p.dim() == 4).shape[1], 28, 28)
-    graph = capture(model, (images.to("meta"),), training=True)
+def test_layers_give_what_they_give_in_a_real_pass_under_autocast() -> None:
+    model, images = Mixed(), torch.randn(2, 3, 28, 28)
+    graph = capture(model, (images,), training=True)
     seen: dict[str, torch.dtype] = {}
-    for layer_name, layer in model.named_modules():
-        if not list(layer.children()):
-            layer.register_forward_hook(lambda _, __, output, name=layer_name: seen.update({name: output.dtype}))
+    for layer_name, layer in model.named_children():
+        layer.register_forward_hook(lambda _, __, output, name=layer_name: seen.update({name: output.dtype}))
     with torch.autocast("cpu", torch.bfloat16):
         model(images)
     typed = under_autocast(graph, torch.bfloat16, "cpu")
     types = {call.layer: typed.values[call.outputs[0]].dtype for call in typed.calls if call.layer in seen}
-    assert types == {name: seen[name] for name in types} and len(set(types.values())) == (2 if name == "mixed" else 1)
-    assert all(typed.values[value.name].dtype == torch.float32 for value in graph.parameters())
-    assert under_autocast(graph, None, "cpu") is graph
-
-
-def test_a_gpu_keeps_more_in_float32_and_doubles_stay_as_they_are() -> None:
-    graph = capture(Mixed(), (torch.empty(2, 3, 28, 28, device="meta"),), training=True)
-    typed = under_autocast(graph, torch.float16, "cuda")
-    types = {call.layer or call.op: typed.values[call.outputs[0]].dtype for call in typed.calls}
+    assert types == {name: seen[name] for name in types} and len(set(types.values())) == 2
+    typed = under_autocast(graph, torch.float16, "cuda")  # a GPU keeps more in float32
+    types = {call.layer: typed.values[call.outputs[0]].dtype for call in typed.calls}
     assert (types["norm"], types["group"], types["last"]) == (torch.float16, torch.float32, torch.float16)
-    images = torch.empty(2, 1, 28, 28, dtype=torch.float64, device="meta")
-    typed = under_autocast(capture(create("lenet").double(), (images,), training=True), torch.bfloat16, "cpu")
-    assert {value.dtype for value in typed.values.values()} == {torch.float64}
+    doubles = capture(create("lenet").double(), (torch.empty(2, 1, 28, 28, dtype=torch.float64),), training=True)
+    assert {v.dtype for v in under_autocast(doubles, torch.bfloat16, "cpu").values.values()} == {torch.float64}
 
 
 def test_memory_is_that_of_a_real_pass() -> None:
@@ -72,32 +61,19 @@ def test_memory_is_that_of_a_real_pass() -> None:
         (memory,) = predict_memory(workload.place(Plan.parse("serial")))
         with torch.autocast("cpu", precision, enabled=precision is not None):
             assert memory.activations == pytest.approx(kept_bytes(model, torch.randn(8, 3, 32, 32)), rel=0.03)
-
-
-def test_a_small_network_to_the_byte() -> None:
-    (memory,), model = predict_memory(placed(small_net(), "serial")), same_net()
+    (memory,), model = predict_memory(placed(small_net(), "serial")), same_net()  # to the byte
     assert memory.parameters == memory.gradients == sum(4 * p.numel() for p in model.parameters())
     assert memory.activations == kept_bytes(model, torch.zeros(8, 3, 16, 16))
-    assert memory.total == memory.parameters + memory.gradients + memory.activations
-    model, plan = nn.Sequential(nn.Conv2d(3, 4, 1), nn.RMSNorm((4, 6, 6))), Plan.parse("serial")
-    graph = capture(model, ((2, 3, 6, 6),))
-    (memory,) = predict_memory(place(graph, plan, Batch(plan.mesh, (), (range(2),)), ["1"]))
-    roots = 2 * 4  # one number for each vector is left out
-    assert memory.activations + roots == kept_bytes(model, torch.zeros(2, 3, 6, 6))
 
 
 def test_more_ranks_hold_less() -> None:
-    of = {
-        plan: predict_memory(placed(small_net(), plan))
-        for plan in ("serial", "sample=2", "sample=3", "filter=2", "owt=2")
-    }
+    plans = ("serial", "sample=2", "sample=3", "filter=2", "owt=2")
+    of = {plan: predict_memory(placed(small_net(), plan)) for plan in plans}
     whole, by_samples, by_filters, owt = (of[plan][0] for plan in ("serial", "sample=2", "filter=2", "owt=2"))
-    assert of["sample=2"][0] == of["sample=2"][1]
     assert by_samples.parameters == whole.parameters and by_samples.activations * 2 == whole.activations
     assert of["sample=3"][0].activations > of["sample=3"][2].activations
     assert predict_memory(placed(small_net(), "serial"), in_flight=3)[0].activations == 3 * whole.activations
-    assert by_filters.parameters * 2 == whole.parameters and by_filters.gradients == by_filters.parameters
-    assert by_filters.parameters < owt.parameters < whole.parameters
+    assert by_filters.parameters * 2 == whole.parameters and by_filters.parameters < owt.parameters < whole.parameters
     assert owt.activations < by_filters.activations > whole.activations  # for inputs that are gathered
 
 
@@ -110,10 +86,8 @@ def gradients(layer: nn.Conv2d, low: torch.dtype | None, postponed: PostponedGra
     layer.zero_grad()
     generator = torch.Generator().manual_seed(0)
     for _ in range(NUM_PARTS):
-        x, run = (
-            torch.randn(2, 4, 8, 8, dtype=layer.weight.dtype, generator=generator) + 1,
-            partial(F.conv2d, **OPTIONS),
-        )
+        x = torch.randn(2, 4, 8, 8, dtype=layer.weight.dtype, generator=generator) + 1
+        run = partial(F.conv2d, **OPTIONS)
         if postponed is not None:
             postponed.begin_part()
             run = partial(postponed.forward, "layer", weighted(F.conv2d, OPTIONS))
@@ -138,14 +112,12 @@ def test_postponed_gradients_are_added_up_in_the_precision_of_the_weight() -> No
     assert at_once > 1e-4, "autocast rounds"
     assert worst(torch.bfloat16, PostponedGradients()) < 1.2 * at_once
     assert worst(torch.bfloat16, PostponedGradients(), torch.float64) < 1e-12
-    assert worst(None, PostponedGradients(), torch.float64) < 1e-12
 
 
 def test_an_output_that_somebody_keeps_keeps_no_activations() -> None:
-    postponed = PostponedGradients()
+    postponed, layer = PostponedGradients(), nn.Conv2d(4, 8, 3, padding=1)
     postponed.begin_part()
-    layer, x = nn.Conv2d(4, 8, 3, padding=1), torch.randn(2, 4, 8, 8)
-    hidden = 2 * x
+    hidden = 2 * torch.randn(2, 4, 8, 8)
     held = weakref.ref(hidden)
     y = postponed.forward("layer", weighted(F.conv2d, OPTIONS), hidden, layer.weight, layer.bias)
     y.mean().backward()

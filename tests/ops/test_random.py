@@ -9,25 +9,16 @@ from torch import Tensor
 
 import interpreted
 from convoy.ops import random_bits as module
-from convoy.ops.random_bits import drop, fold, layer_key, one_for_each, random_bits, sample_keys
+from convoy.ops.random_bits import drop, layer_key, random_bits, sample_keys
 
 
 def test_numbers_are_a_function_of_seed_step_layer_sample_and_place() -> None:
     whole = random_bits(sample_keys(1, 2, range(8)), layer_key("drop"), 100)
-    part = random_bits(sample_keys(1, 2, [5, 6]), layer_key("drop"), 30)
-    assert torch.equal(whole[5:7, :30], part)
-    chosen = torch.tensor([90, 3, 41], dtype=torch.int32)
-    assert torch.equal(whole[:, chosen], random_bits(sample_keys(1, 2, range(8)), layer_key("drop"), chosen))
+    assert torch.equal(whole[5:7, :30], random_bits(sample_keys(1, 2, [5, 6]), layer_key("drop"), 30))
     base = random_bits(sample_keys(0, 0, [0]), layer_key("a"), 1000)
     for (seed, step, sample), layer in (((1, 0, 0), "a"), ((0, 1, 0), "a"), ((0, 0, 1), "a"), ((0, 0, 0), "b")):
         other = random_bits(sample_keys(seed, step, [sample]), layer_key(layer), 1000)
         assert (base == other).float().mean() < 0.01
-    assert fold(1, 2) == fold(1, 2) and len({fold(1, 2), fold(2, 1), fold(1, 2, 0), fold(1), fold(-1)}) == 5
-    keys, layers = sample_keys(3, 5, range(100)), [layer_key(name) for name in ("blocks.0.drop", "blocks.1", "head")]
-    together = one_for_each(keys, torch.tensor(layers, dtype=torch.int32))
-    assert all(
-        torch.equal(bits, random_bits(keys, layer, 1)[:, 0]) for layer, bits in zip(layers, together, strict=True)
-    )
 
 
 def test_numbers_are_uniform_and_uncorrelated() -> None:
@@ -59,76 +50,55 @@ ARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
     "every_other": lambda x: x.repeat_interleave(2, -1)[..., ::2],
     "none": lambda x: x[:0],
 }
+CASES = [(shape, _last, torch.float64) for shape in SHAPES.values()]
+CASES += [(SHAPES["images"], arranged, torch.float64) for arranged in ARRANGED.values()]
+CASES += [(SHAPES["images"], _last, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
 
 
-def _one_operation(patch: pytest.MonkeyPatch, kernels: object = None) -> None:
-    """Let the CPU do as a GPU does."""
+def as_on_a_gpu(patch: pytest.MonkeyPatch, kernels: object = None) -> None:
     patch.setattr(module, "_fused", lambda x: True)
     patch.setattr(module, "_kernels", lambda x: kernels)
 
 
-def _check_drop(
-    shape: tuple[int, ...], arranged: Callable[[Tensor], Tensor], dtype: torch.dtype, patch: pytest.MonkeyPatch,
-    kernels: object = None,
-) -> None:  # fmt: skip
-    torch.manual_seed(0)
-    x = arranged(torch.randn(shape).to(dtype))
-    if dtype == torch.bfloat16:
-        x = x.sign()  # Triton's interpreter cuts digits off where a GPU rounds
-    keys = KEYS[: len(x)]
-    for channels in (False, True):
-        count = shape[1] if channels else x.shape[1:].numel()
-        for p, part in ((0.3, None), (0.5, torch.randperm(3 * count, dtype=torch.int32)[:count]), (1.0, None)):
-            want = drop(x, keys, LAYER, p, channels, part)
-            with patch.context() as one:
-                _one_operation(one, kernels)
-                got = drop(x, keys, LAYER, p, channels, part)
-            assert got.dtype == dtype
-            assert torch.equal(got, want)
-            assert torch.equal(got.signbit(), want.signbit())
-            if arranged in (ARRANGED["contiguous"], _last):
-                assert got.stride() == want.stride()
-
-
-def test_triton_drops_what_torch_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_draws_and_drops_what_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = interpreted.kernels()["random"]
-    for shape in SHAPES.values():
-        for arranged in ARRANGED.values() if shape == SHAPES["images"] else (_last,):
-            _check_drop(shape, arranged, torch.float64, monkeypatch, kernels)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        _check_drop(SHAPES["images"], _last, dtype, monkeypatch, kernels)
+    for shape, arranged, dtype in CASES:
+        torch.manual_seed(0)
+        x = arranged(torch.randn(shape).to(dtype))
+        x = x.sign() if dtype == torch.bfloat16 else x  # the interpreter cuts digits off where a GPU rounds
+        keys = KEYS[: len(x)]
+        for channels in (False, True):
+            count = shape[1] if channels else x.shape[1:].numel()
+            for p, part in ((0.3, None), (0.5, torch.randperm(3 * count, dtype=torch.int32)[:count]), (1.0, None)):
+                want = drop(x, keys, LAYER, p, channels, part)
+                with monkeypatch.context() as patch:
+                    as_on_a_gpu(patch, kernels)
+                    got = drop(x, keys, LAYER, p, channels, part)
+                assert got.dtype == dtype and torch.equal(got, want) and torch.equal(got.signbit(), want.signbit())
+                assert got.stride() == want.stride() or arranged not in (ARRANGED["contiguous"], _last)
+    wanted = [random_bits(KEYS, LAYER, count) for count in (1, 1500)]
+    with monkeypatch.context() as patch:
+        as_on_a_gpu(patch, kernels)
+        assert all(torch.equal(random_bits(KEYS, LAYER, want.shape[1]), want) for want in wanted)
     x = torch.ones(SHAPES["images"])  # the control: elements numbered as they lie in memory
     lying = drop(x.movedim(1, -1).contiguous(), KEYS[:4], LAYER, 0.5).movedim(-1, 1)
     assert not torch.equal(lying, drop(_last(x), KEYS[:4], LAYER, 0.5))
 
 
-def test_triton_draws_one_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys, layers = sample_keys(1, 2, range(1500)), torch.tensor([layer_key(name) for name in "abc"], dtype=torch.int32)
-    want = one_for_each(keys, layers)
-    _one_operation(monkeypatch, interpreted.kernels()["random"])
-    assert torch.equal(one_for_each(keys, layers), want)
-
-
-@pytest.mark.parametrize("channels", [False, True])
-def test_the_gradient_of_one_operation(channels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, gradient = torch.randn(2, 4, 6, 5, 3, dtype=torch.float64)
-
-    def gradients() -> list[Tensor]:
-        given = _last(x).requires_grad_()
-        dy = gradient.clone().requires_grad_()
-        y = drop(given, KEYS[:4], LAYER, 0.3, channels)
-        (dx,) = torch.autograd.grad(y, given, dy, create_graph=True)
-        return [y, dx, *torch.autograd.grad(dx, dy, x)]
-
-    want = gradients()
-    _one_operation(monkeypatch)
-    for got, wanted in zip(gradients(), want, strict=True):
-        assert torch.equal(got, wanted)
+def test_the_gradient_of_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for patches in (lambda patch: None, as_on_a_gpu):
+        patches(monkeypatch)
+        x = _last(torch.ones(SHAPES["images"]).double()).requires_grad_()
+        y = drop(x, KEYS[:4], LAYER, 0.3, channels=False)
+        results.append((y, *torch.autograd.grad(y, x, torch.full_like(y, 3.0))))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_gpu_drops_what_the_cpu_drops(shape: tuple[int, ...]) -> None:
+def test_a_gpu_draws_and_drops_what_the_cpu_does(shape: tuple[int, ...]) -> None:
+    assert torch.equal(random_bits(KEYS.cuda(), LAYER, 1500).cpu(), random_bits(KEYS, LAYER, 1500))
     types = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     for dtype, arranged in itertools.product(types, ARRANGED.values()):
         x = arranged(torch.randn(shape).to(dtype))

@@ -4,7 +4,6 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
 
 from convoy.errors import ConvoyError
@@ -13,13 +12,9 @@ from convoy.graph.tree import leaves
 from convoy.ops import capture, place
 from convoy.ops import recompute as recomputation
 from convoy.ops.memory import predict_memory
-from convoy.ops.recompute import KeptTensors, as_recompute, check_recompute, recomputing, stretches, with_recomputed
-from convoy.planner.cost.costs import Costs, Times
-from convoy.planner.cost.prediction import most, rank_memory
-from convoy.planner.search.memory import nothing_fits
+from convoy.ops.recompute import KeptTensors, check_recompute, recomputing, stretches, with_recomputed
 from convoy.plans.place import Batch, Placement
 from convoy.plans.plan import Plan
-from convoy.units import size
 
 
 def placed(model: nn.Module, shape: tuple[int, ...], recompute=True) -> Placement:
@@ -44,10 +39,9 @@ def test_equal_layers_are_cut_at_roots():
     assert with_it.activations < without.activations / 2
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_no_cuts_have_a_smaller_peak(seed: int):
+def test_no_cuts_have_a_smaller_peak():
     """Against all cuts of a short network of layers of many sizes."""
-    widths = [int(w) for w in np.random.default_rng(seed).integers(1, 40, 6)]
+    widths = [int(w) for w in np.random.default_rng(0).integers(1, 40, 6)]
     layers = [layer for a, b in pairwise(widths) for layer in (nn.Conv2d(a, b, 1), nn.Sigmoid())]
     placement = placed(nn.Sequential(*layers), (2, widths[0], 4, 4))
     tensors, count = KeptTensors(placement), len(placement.calls)
@@ -69,35 +63,9 @@ def test_no_cuts_have_a_smaller_peak(seed: int):
     assert peak(tuple(part.start for part in found.cuts if part.start)) == min(map(peak, every))
 
 
-def test_a_sum_over_a_block_is_cut_around_it_where_it_can_be():
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-
-        def forward(self, x):
-            return x + self.second(torch.tanh(self.first(x)))
-
-    placement = placed(nn.Sequential(*(Block() for _ in range(9))), (2, 4, 8, 8))
-    for stretch in stretches(placement):
-        assert placement.calls[stretch.start].call.layer.endswith("first")
-
-
-def test_only_some_layers_and_what_is_no_layer():
+def test_only_some_layers():
     placement = placed(chain(8), (2, 4, 8, 8), ("2", "3", "4", "5"))
     assert [(stretch.start, stretch.stop) for stretch in stretches(placement)] == [(2, 6)]
-    assert not stretches(placed(chain(8), (2, 4, 8, 8), False))
     assert not stretches(placed(chain(8), (2, 4, 8, 8), ("15",))), "the last layer's are needed at once"
     with pytest.raises(ConvoyError, match=r"the pattern layr1.\* matches no layer .* did you mean layer1.\*\?"):
         check_recompute(("layr1.*",), ["layer1.0", "layer2.0"])
-    with pytest.raises(ConvoyError, match="it must be True, False, or a list of patterns"):
-        as_recompute([1])
-
-
-def test_where_nothing_fits_it_is_proposed():
-    placement, costs = placed(chain(16), (2, 4, 8, 8), False), Costs(lambda _: Times())
-    needed, again = (most(rank_memory(one, costs)).total for one in (placement, with_recomputed(placement, True)))
-    assert again < needed
-    text = str(nothing_fits(placement, costs, needed, needed - 1))
-    assert text.endswith(f"if the devices have more; with --recompute it needs {size(int(again))}")
-    assert "--recompute" not in str(nothing_fits(placement, costs, needed, again - 1))

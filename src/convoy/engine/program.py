@@ -30,7 +30,7 @@ from convoy.engine.shards import cut
 from convoy.graph.graph import Call, Graph
 from convoy.ops import OPERATIONS
 from convoy.ops.context import StepContext
-from convoy.ops.kernel import Alone, Exchanging, Kernel, Recorded, Site
+from convoy.ops.kernel import Alone, Kernel, Recorded, Site
 from convoy.ops.memory import Readers, overwritten
 from convoy.ops.recompute import stretches
 from convoy.plans.layout import Layout
@@ -56,8 +56,14 @@ def overwriting(placed: PlacedCall, readers: Readers, own: Container[str] | None
     return _add_to_first if name == placed.call.inputs[0] else lambda x, y: _add_to_first(y, x)
 
 
-def _taking(place: int) -> Kernel:
-    return lambda *tensors: [tensors[place]]
+@dataclass(frozen=True)
+class Taking:
+    """Gives one of its inputs, in place of a call that was done within another."""
+
+    place: int
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        return [tensors[self.place]]
 
 
 def _add_to_first(x: Tensor, y: Tensor) -> Sequence[Tensor]:
@@ -72,15 +78,13 @@ class Ending:
     relu: bool = False  # after the addition, if there is one
     addition: PlacedCall | None = None  # adds `addend`; the batch norm runs right before it
     addend: str | None = None
-    twin: PlacedCall | None = None  # a batch norm that gives `addend`, which nobody else reads; both run as one
 
 
 def inside(
-    calls: Sequence[PlacedCall], graph: Graph, readers: Readers, stretch: Callable[[int], range | None], pairs: bool
+    calls: Sequence[PlacedCall], graph: Graph, readers: Readers, stretch: Callable[[int], range | None]
 ) -> tuple[dict[str, Ending], dict[str, int]]:
     """What follows each batch norm within it, by the name of its call; and by the name of each call that is done in
-    one, which of its inputs is its result. `stretch` says with which calls a call is computed again. With `pairs`, sums
-    of two batch norms run as one and share messages."""
+    one, which of its inputs is its result. `stretch` says with which calls a call is computed again."""
     buffers = Counter(
         placed_call.call.attributes["running_mean"] for placed_call in calls if placed_call.call.op == "batch_norm"
     )
@@ -115,9 +119,6 @@ def inside(
             if ending != Ending() or not movable(norm) or graph.shape(addend) != graph.shape(source):
                 continue
             ending.addition, ending.addend = placed, addend
-            twin = norms[addend][1] if pairs and addend in spare else None
-            if twin is not None and twin.call.name not in endings and movable(twin.call):
-                ending.twin = twin
         endings[norm.name] = ending
         inner_calls[call.name] = call.inputs.index(source)
         norms[call.outputs[0]] = norms[source]
@@ -125,18 +126,14 @@ def inside(
 
 
 def _moved(calls: Sequence[PlacedCall], endings: Mapping[str, Ending]) -> Iterator[tuple[int, PlacedCall]]:
-    """The calls with their numbers, as they run: a batch norm right before its addition, its twin as part of it."""
+    """The calls with their numbers, as they run: a batch norm right before its addition."""
     numbers = {placed.call.name: number for number, placed in enumerate(calls)}
     norm_before = {ending.addition.call.name: norm for norm, ending in endings.items() if ending.addition is not None}
-    moved_names = {
-        *norm_before.values(),
-        *(ending.twin.call.name for ending in endings.values() if ending.twin is not None),
-    }
     for number, placed in enumerate(calls):
         if placed.call.name in norm_before:
             norm = numbers[norm_before[placed.call.name]]
             yield norm, calls[norm]
-        if placed.call.name not in moved_names:
+        if placed.call.name not in norm_before.values():
             yield number, placed
 
 
@@ -254,8 +251,9 @@ def compiled(
 
 def _joined(stretch: Sequence[Instruction], live_slots: set[int]) -> list[Instruction]:
     """One instruction for a stretch; what it needs from before is live from then on."""
-    if not stretch:
-        return []
+    if all(isinstance(instruction.run, Taking) for instruction in stretch):  # there is nothing to compile
+        live_slots |= {slot for instruction in stretch for slot in instruction.inputs}
+        return list(stretch[::-1])
     inputs, outputs = _ends(stretch, live_slots)
     live_slots |= set(inputs)
     return [Instruction(_compile(tuple(stretch), inputs, outputs), inputs, outputs, alone=False)]
@@ -359,13 +357,12 @@ class Program:
         }
         readers = Readers(placement.graph, [*placement.outputs, *placement.held])
         stretch_of = {number: stretch for stretch in stretches(placement) for number in stretch}
-        pairs = graph.training and context.batch_norm == "sync" and not compile
-        endings, inner_calls = inside(placement.calls, graph, readers, stretch_of.get, pairs)
+        endings, inner_calls = inside(placement.calls, graph, readers, stretch_of.get)
         places: dict[range, range] = {}
         results: set[str] = set()
         for number, placed in _moved(placement.calls, endings):
             ending = endings.get(placed.call.name, Ending())
-            joining = [item for item in (placed, ending.twin, ending.addition) if item is not None]
+            joining = [item for item in (placed, ending.addition) if item is not None]
             for name, steps, target in (
                 (n, steps, joined_call.placed.inputs[n])
                 for joined_call in joining
@@ -375,18 +372,14 @@ class Program:
             site = Site(graph, mesh, coordinates, groups, context, placed.call, _layouts(placed), ending.relu)
             inputs = [self._slot(name, placed.placed.inputs[name]) for name in placed.call.inputs]
             outputs = [self._slot(name, placed.placed.outputs[name]) for name in placed.call.outputs]
-            if ending.twin is not None:
-                twin = ending.twin
-                site = replace(site, twin=replace(site, call=twin.call, layouts=_layouts(twin), relu=False))
-                inputs += [self._slot(name, twin.placed.inputs[name]) for name in twin.call.inputs]
-            elif ending.addition is not None and ending.addend is not None:
+            if ending.addition is not None and ending.addend is not None:
                 site = replace(site, addend=ending.addend)
                 inputs.append(self._slot(ending.addend, ending.addition.placed.inputs[ending.addend]))
             stretch, start = stretch_of.get(number), len(self._instructions)
             if stretch is not None and stretch not in places:
                 results = set()
             if placed.call.name in inner_calls:
-                kernel: Kernel | None = _taking(inner_calls[placed.call.name])
+                kernel: Kernel | None = Taking(inner_calls[placed.call.name])
             else:
                 kernel = overwriting(placed, readers, None if stretch is None else results)
             kernel = kernel or OPERATIONS[site.call.op].build(site)
@@ -396,14 +389,8 @@ class Program:
                 self._add(kernel.compute, inputs, [*outputs, terms], name=placed.call.name)
                 buffers = tuple(inputs[place] for place in kernel.buffers)
                 records.append(Instruction(_recording(kernel), (*buffers, terms), (), alone=True))
-            elif compile and isinstance(kernel, Exchanging):
-                sums, moments = self._new_slot(), self._new_slot()
-                name, buffers = placed.call.name, tuple(inputs[place] for place in kernel.buffers)
-                self._add(kernel.before, inputs, [sums], name=name)
-                self._add(kernel.exchange, [*buffers, sums], [moments], True, name)
-                self._add(kernel.after, [*inputs, moments], outputs, name=name)
             else:
-                self._add(kernel, inputs, outputs, isinstance(kernel, Alone | Exchanging), placed.call.name)
+                self._add(kernel, inputs, outputs, isinstance(kernel, Alone), placed.call.name)
             if stretch is not None:
                 places[stretch] = range(places.get(stretch, range(start, start)).start, len(self._instructions))
         layouts = placement.output_layouts if sent is None else placement.layouts

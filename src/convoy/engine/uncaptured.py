@@ -27,11 +27,12 @@ from convoy.errors import ConvoyError
 from convoy.graph.capture import nothing_left
 from convoy.graph.given import copied
 from convoy.graph.tree import replace
+from convoy.ops.batch_norm_torch import Norm
 from convoy.ops.context import BatchNormMode, StepContext
-from convoy.ops.microbatch_norm import at_once, normalize_at_once, normalize_by_itself
+from convoy.ops.normalization import normalize_each
 from convoy.ops.onednn import DILATED, POINT, is_better_dilated, is_torchs
 from convoy.ops.random_bits import drop, layer_key
-from convoy.ops.statistics import Following, add_term
+from convoy.ops.statistics import Running
 from convoy.plans import Layout, transfer
 from convoy.plans.layout import WHOLE, consecutive
 from convoy.plans.mesh import Axes
@@ -96,33 +97,17 @@ class MicrobatchNorm(_BatchNorm):
         # or activation checkpointing runs the layer again, of which compiled code knows nothing
         self._records = torch.compiler.is_compiling() or current_backward() == -1
         self._check_input_dim(input)
-        sizes = self.context.sizes
-        if len(sizes) < 2:
-            return self._normalize(input)
+        sizes = self.context.sizes if len(self.context.sizes) > 1 else (len(input),)
         if sum(sizes) != len(input):
             raise ConvoyError(
                 f"a batch norm of {self.num_features} channels sees {len(input)} samples of a batch of {sum(sizes)}: "
                 "the network folds something into the batch, so set batch_norm=sync"
             )
-        if at_once(input):
-            return self._normalize_at_once(input, sizes)
-        return torch.cat([self._normalize(piece) for piece in input.split(sizes)])
-
-    def _normalize_at_once(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        running = None
+        y, terms = normalize_each(input, Norm(self.weight, self.bias, None, self.eps, False), sizes)
         if self._records and self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(len(sizes))
-            running = Following(self.running_mean, self.running_var, self.momentum, self.num_batches_tracked)
-        return normalize_at_once(x, self.weight, self.bias, self.eps, sizes, running)[0]
-
-    def _normalize(self, x: Tensor) -> Tensor:
-        y, term = normalize_by_itself(x, self.weight, self.bias, self.eps)
-        if self._records and self.running_mean is not None and self.running_var is not None:
-            assert self.num_batches_tracked is not None
-            self.num_batches_tracked.add_(1)
-            weight = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-            add_term([self.running_mean, self.running_var], term.unbind(0), [weight] * 2)
+            Running(self.running_mean, self.running_var, self.momentum, self.num_batches_tracked).follow(terms)
         return y
 
 

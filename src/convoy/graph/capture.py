@@ -28,29 +28,27 @@ from convoy.graph.graph import Apply, Call, CaptureError, ChangedError, Graph, K
 from convoy.graph.reads import Reads, Texts, described
 from convoy.graph.recorder import Recorder
 
-Record = Callable[[Any, tuple[Any, ...], dict[str, Any], Callable[..., Any]], Any]
-
 
 @contextmanager
-def custom_functions(record: Record, recomputing: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Within it, `F.apply(...)` of a custom function calls `record(function, args, kwargs, run)`. Activation
-    checkpointing, which is such a function too, runs what it is given as if it were called directly. `recomputing()` is
-    entered meanwhile, and where autograd is asked in another way not to keep what it needs."""
+def custom_functions(recorder: Recorder) -> Iterator[None]:
+    """Within it the recorder is told of `F.apply(...)` of custom functions. Activation checkpointing, which is such a
+    function too, runs what it is given as if it were called directly; the recorder knows of it meanwhile, and where
+    autograd is asked in another way not to keep what it needs."""
     enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
     contexts: list[AbstractContextManager[None]] = []
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:
-            with recomputing():
+            with recorder.recomputing():
                 return args[0](*args[2:])
         if cls.__module__ == CheckpointFunction.__module__:  # torch 2.11 keeps the inputs by one, of no result
             return original.__get__(None, cls)(*args, **kwargs)
-        return record(Apply(cls), args, kwargs, original.__get__(None, cls))
+        return recorder.custom(Apply(cls), args, kwargs, original.__get__(None, cls))
 
     def begin(self: saved_tensors_hooks) -> None:
         enter(self)
-        contexts.append(recomputing())
+        contexts.append(recorder.recomputing())
         contexts[-1].__enter__()
 
     def end(self: saved_tensors_hooks, *error: Any) -> None:
@@ -67,17 +65,6 @@ def custom_functions(record: Record, recomputing: Callable[[], AbstractContextMa
 
 
 Shapes = Mapping[str, tuple[Sequence[int], torch.dtype]]
-
-
-def stand_ins(tensors: Mapping[str, Tensor], shapes: Shapes, device: torch.device) -> dict[str, Tensor]:
-    """One tensor for each name, of the shape and type in `shapes` or else of the tensor itself. To be called under the
-    fake mode. Tensors on the meta device, which fakes know not, are taken to `device`."""
-    fakes: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        shape, dtype = shapes.get(name) or (tensor.shape, tensor.dtype)
-        fake = torch.empty(tuple(shape), dtype=dtype, device=device if tensor.is_meta else tensor.device)
-        fakes[name] = nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
-    return fakes
 
 
 @contextmanager
@@ -236,7 +223,7 @@ def _once(
     device = next((t.device for t in tensors.values() if t.device.type != "meta"), torch.device("cpu"))
     mode = model.training
     with fakes:
-        fake = stand_ins(tensors, shapes or {}, device)
+        fake = {name: _stand_in(tensor, (shapes or {}).get(name), device) for name, tensor in tensors.items()}
         arguments = [_fake_input(value, device) for value in inputs]
     sizes = [value.shape for value in arguments if isinstance(value, Tensor) and value.dim()]
     recorder = Recorder(constants, layers, recognize, sizes[0][0] if sizes else None)
@@ -281,10 +268,9 @@ def _run(
     try:
         with warnings.catch_warnings(), fakes.quiet():
             warnings.simplefilter("ignore")  # those of this pass are of no interest to anybody
-            custom = custom_functions(recorder.custom, recorder.recomputing)
             # the caller's autocast is for the calls when they run
             autocast_off = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
-            with autocast_off[0], autocast_off[1], fakes, layers.follow(), custom, recorder:
+            with autocast_off[0], autocast_off[1], fakes, layers.follow(), custom_functions(recorder), recorder:
                 output = forward(*arguments)
         output = recorder.reference(output)
     except CaptureError:
@@ -311,6 +297,14 @@ def _finish(recorder: Recorder, inputs: list[str], output: Any, training: bool) 
     values = {name: value for name, value in recorder.values.items() if name in used_names or name in inputs}
     constants = {name: tensor for name, tensor in recorder.constants.named.items() if name in values}
     return Graph(tuple(reversed(calls)), values, tuple(inputs), output, constants, training)
+
+
+def _stand_in(tensor: Tensor, kind: tuple[Sequence[int], torch.dtype] | None, device: torch.device) -> Tensor:
+    """A fake of a parameter or buffer, of a shape and type or else of the tensor's own. Tensors on the meta device,
+    which fakes know not, are taken to `device`."""
+    shape, dtype = kind or (tensor.shape, tensor.dtype)
+    fake = torch.empty(tuple(shape), dtype=dtype, device=device if tensor.is_meta else tensor.device)
+    return nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
 
 
 def _fake_input(value: Any, device: torch.device) -> Any:

@@ -104,14 +104,18 @@ class Aliases:
             raise CaptureError(f"{function} changes {name} in place", layer)
 
 
+Draw = tuple[str, float | None]  # kind of random numbers, and their probability where they have one
+
+
 class Constants:
     """The numbers behind those fake tensors that depend on no input, parameter or buffer. `named` holds the constants
     that calls use as they were when the call used them, `kept` the tensors that are kept alive so that no others get
-    their ids, and `outside` those that existed before the capture."""
+    their ids, `outside` those that existed before the capture, and `blanks` those to which nothing was written yet."""
 
     def __init__(self, fakes: Fakes) -> None:
         self.named: dict[str, Tensor] = {}
         self.outside: dict[int, Tensor] = {}
+        self.blanks: set[int] = set()
         self.fakes = fakes
         self._real: dict[int, Tensor] = {}
         self._names: dict[int, tuple[str, int]] = {}
@@ -130,12 +134,39 @@ class Constants:
 
     def forget(self, tensor: Tensor) -> None:
         self._real.pop(id(tensor), None)
+        self.blanks.discard(id(tensor))
 
-    def full(self, tensor: Tensor, value: float) -> Tensor:
-        """Make a fake tensor the constant that is `value` everywhere."""
+    def blank(self, tensor: Tensor) -> Tensor:
+        self.keep(tensor)
+        self.blanks.add(id(tensor))
+        return tensor
+
+    def fill(
+        self, name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], layer: str
+    ) -> Draw | Tensor:
+        """Apply the first write to a blank, by the function `name` with its other arguments. Gives the tensor, a
+        constant from now on, or the random numbers that it is to be; CaptureError for other writes."""
+        if name == "bernoulli_":
+            p = args[0] if args else kwargs.get("p", 0.5)
+            return "bernoulli", self.probability(p, layer) if isinstance(p, Tensor) else float(p)
+        if name == "uniform_" and (*args, *kwargs.values()) in ((), (0, 1)):
+            return "uniform", None
+        if name not in ("zero_", "fill_") or tree.leaves((args, kwargs), Tensor):
+            raise CaptureError(f"it calls {name} on an empty tensor", layer)
+        self.forget(tensor)
+        value = 0 if name == "zero_" else (*args, *kwargs.values())[0]
         with self.fakes.real():
             self._real[id(tensor)] = torch.full(tensor.shape, value, dtype=tensor.dtype, device=tensor.device)
         return tensor
+
+    def probability(self, tensor: Tensor, layer: str) -> float:
+        """The one number that a constant consists of; CaptureError where it has several."""
+        real = self.value(tensor)
+        with self.fakes.real():
+            first = real.flatten()[:1]
+            if len(first) and bool((real == first).all()):
+                return float(first.item())
+        raise CaptureError("it draws random numbers with several probabilities", layer)
 
     def compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.fakes.real():
@@ -146,13 +177,6 @@ class Constants:
         return tree.replace(
             result, Tensor, lambda real: fake_of[id(real)] if id(real) in fake_of else self._to_fake(real)
         )
-
-    def everywhere(self, tensor: Tensor) -> float | None:
-        """The one number that a constant consists of, where it does."""
-        real = self.value(tensor)
-        with self.fakes.real():
-            first = real.flatten()[:1]
-            return first.item() if len(first) and bool((real == first).all()) else None
 
     def name(self, tensor: Tensor, names: Collection[str]) -> str:
         real = self.value(tensor)
@@ -185,49 +209,3 @@ def _snapshot(real: Tensor) -> Tensor:
     if real.numel() > 1 and bool((real == first).all()):
         return first.clone().expand(real.shape)
     return real.clone()
-
-
-Draw = tuple[str, float | None]  # kind of random numbers, and their probability where they have one
-
-
-class Blanks:
-    """Empty tensors to which nothing was written yet."""
-
-    def __init__(self, constants: Constants) -> None:
-        self._constants = constants
-        self._blank: set[int] = set()
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._blank
-
-    def make(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        blank: Tensor = function(*args, **kwargs)
-        self._constants.keep(blank)
-        self._blank.add(id(blank))
-        return blank
-
-    def forget(self, tensor: Tensor) -> None:
-        self._blank.discard(id(tensor))
-
-    def fill(
-        self, name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], layer: str
-    ) -> Draw | Tensor:
-        """Apply the first write to an empty tensor, by the function `name` with its other arguments. Gives the tensor,
-        a constant from now on, or the random numbers that it is to be; CaptureError for other writes."""
-        if name == "bernoulli_":
-            p = args[0] if args else kwargs.get("p", 0.5)
-            return "bernoulli", probability(self._constants, p, layer) if isinstance(p, Tensor) else float(p)
-        if name == "uniform_" and (*args, *kwargs.values()) in ((), (0, 1)):
-            return "uniform", None
-        if name in ("zero_", "fill_") and not tree.leaves((args, kwargs), Tensor):
-            self.forget(tensor)
-            return self._constants.full(tensor, 0 if name == "zero_" else (*args, *kwargs.values())[0])
-        raise CaptureError(f"it calls {name} on an empty tensor", layer)
-
-
-def probability(constants: Constants, tensor: Tensor, layer: str) -> float:
-    """The one probability that a constant consists of; CaptureError where it has several."""
-    p = constants.everywhere(tensor)
-    if p is None:
-        raise CaptureError("it draws random numbers with several probabilities", layer)
-    return p

@@ -202,10 +202,6 @@ def _scaled(one: Any, other: Any, sizes: tuple[int, int], samples: int) -> Any:
     return scaled(one, other)
 
 
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if name else prefix
-
-
 class LayerStack:
     """Follows the modules of a network as they are called; modules that are not its own count to their callers. When a
     call raises, the stack stays where it was, so that the error can name the layer."""

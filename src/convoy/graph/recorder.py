@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from convoy.graph import tree
 from convoy.graph.expansions import EXPANSIONS
-from convoy.graph.fake import Aliases, Blanks, Constants, FakeTensor, probability
+from convoy.graph.fake import Aliases, Constants, FakeTensor
 from convoy.graph.graph import (
     Call,
     CaptureError,
@@ -70,7 +70,6 @@ class Recorder(TorchFunctionMode):
         self._aliases = Aliases()
         self._given: dict[str, Value] = {}
         self._data: set[str] = set()
-        self._blanks = Blanks(self.constants)
         self._inside = False
         self._recomputing = 0
 
@@ -95,7 +94,7 @@ class Recorder(TorchFunctionMode):
 
     def name(self, tensor: Tensor) -> str:
         """The name of a tensor that a call takes or the network returns."""
-        if tensor in self._blanks:
+        if id(tensor) in self.constants.blanks:
             raise CaptureError("it reads a tensor that nothing was written to", self._layers.name)
         self._aliases.check(tensor, self._layers.name)
         name = self._names.get(id(tensor))
@@ -153,14 +152,14 @@ class Recorder(TorchFunctionMode):
         if kwargs.get("out") is not None:
             raise CaptureError(f"{name} writes into out=", self._layers.name)
         if name in EMPTY:
-            return self._blanks.make(func, args, kwargs)
+            return self.constants.blank(func(*args, **kwargs))
         if name in UNIFORM:
             return self._draw("uniform", None, func(*args, **kwargs))
         if name == "bernoulli" and len(tensors) == 1 and self.constants.known(tensors[0]):
-            p = probability(self.constants, tensors[0], self._layers.name)
+            p = self.constants.probability(tensors[0], self._layers.name)
             return self._draw("bernoulli", p, func(*args, **kwargs))
-        if tensors and tensors[0] in self._blanks:
-            filled = self._blanks.fill(name, tensors[0], args[1:], kwargs, self._layers.name)
+        if tensors and id(tensors[0]) in self.constants.blanks:
+            filled = self.constants.fill(name, tensors[0], args[1:], kwargs, self._layers.name)
             return filled if isinstance(filled, Tensor) else self._draw(*filled, tensors[0])
         if name in FROM_SHAPE or not tensors or all(map(self._is_constant, tensors)):
             return self._fold(func, name, args, kwargs)
@@ -258,7 +257,6 @@ class Recorder(TorchFunctionMode):
     def _bind(self, tensor: Tensor, name: str) -> None:
         self._names[id(tensor)] = name
         self.constants.forget(tensor)
-        self._blanks.forget(tensor)
         self._aliases.add(tensor)
 
     def _replace(self, name: str, target: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

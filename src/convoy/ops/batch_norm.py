@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,22 +12,13 @@ from torch import Tensor
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall
-from convoy.ops.kernel import Alone, Exchanging, Kernel, Recorded, Site, by_role
+from convoy.ops.batch_norm_torch import Norm, ended
+from convoy.ops.kernel import Alone, Kernel, Recorded, Site, by_role
 from convoy.ops.layouts import by_channel
-from convoy.ops.microbatch_norm import (
-    Branch,
-    Holders,
-    at_once,
-    ended,
-    follow,
-    new_term,
-    normalize_at_once,
-    normalize_by_itself,
-)
+from convoy.ops.normalization import Holders, by_kernels, normalize, normalize_each
 from convoy.ops.norms import affine
 from convoy.ops.operation import Operation, keeps_input
-from convoy.ops.shared_batch_norm import all_moments, normalize_both, normalize_by, normalize_together, own_moments
-from convoy.ops.statistics import Following, Running, add_term
+from convoy.ops.statistics import Running
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import Placed
@@ -47,88 +38,38 @@ def _batch_norm(call: TorchCall) -> Recognized:
 ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """The running statistics; None where the layer keeps none."""
-
-    mean: Tensor | None
-    var: Tensor | None
-    count: Tensor | None
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """The tensors of a call; None for those that it lacks. The residual is added to its result."""
-
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    mean: Tensor | None
-    var: Tensor | None
-    count: Tensor | None
-    residual: Tensor | None = None
-
-
 def _build(site: Site) -> Kernel:
     """The kernel by running statistics in evaluation, otherwise as the context's mode says."""
     attributes, names = site.call.attributes, site.call.inputs
     layer, pick = _Layer(site), by_role(site.call, *ARGUMENTS)
-    if site.twin is not None:
-        return Alone(_both(layer, _Layer(site.twin), site, site.twin))
 
-    def bind(tensors: Sequence[Tensor]) -> Tensors:
-        t = Tensors(*pick(tensors))
-        return t if site.addend is None else replace(t, residual=tensors[len(names)])
+    def call(run: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+        x, weight, bias, *buffers = pick(tensors)
+        residual = None if site.addend is None else tensors[len(names)]
+        return run(x, Norm(weight, bias, residual, layer.eps, site.relu), buffers)
 
-    def whole(run: Callable[[Tensors], Tensor]) -> Kernel:
-        return lambda *tensors: [run(bind(tensors))]
+    def whole(run: Callable[..., Tensor]) -> Kernel:
+        return lambda *tensors: [call(run, tensors)]
 
     if not attributes["training"]:
         return whole(layer.by_running_statistics)
-    buffer_names = [attributes[name] for name in ARGUMENTS[3:]]
-    buffers = tuple(names.index(name) for name in buffer_names if name is not None)
-
-    def bind_buffers(tensors: Iterable[Tensor]) -> Buffers:
-        remaining = iter(tensors)
-        return Buffers(*[None if name is None else next(remaining) for name in buffer_names])
-
     if not site.graph.training or site.context.batch_norm == "sync":
-        if layer.passing is None or site.local_shape(layer.source)[1] == 0:
-            return Alone(whole(layer.by_whole_pass))
-        return Exchanging(
-            whole(layer.by_whole_pass),
-            whole(lambda t: own_moments(t.x)),
-            lambda *tensors: [layer.exchange(bind_buffers(tensors[:-1]), tensors[-1])],
-            lambda *tensors: [layer.normalize_by(bind(tensors[:-1]), tensors[-1])],
-            buffers,
-        )
+        return Alone(whole(layer.by_whole_pass))
     by_microbatch = site.context.batch_norm == "microbatch"
     compute = layer.by_microbatch if by_microbatch else layer.by_own_samples
     record = layer.record_microbatches if by_microbatch else layer.record_own_samples
-    kernel = Recorded(
-        lambda *tensors: compute(bind(tensors)), lambda tensors, terms: record(bind_buffers(tensors), terms), buffers
-    )
+    buffers = tuple(names.index(attributes[name]) for name in ARGUMENTS[3:] if attributes[name] is not None)
+    kernel = Recorded(lambda *tensors: call(compute, tensors), record, buffers)
     return kernel if layer.own is None else Alone(kernel)
 
 
-def _both(layer: "_Layer", twin: "_Layer", site: Site, twin_site: Site) -> Kernel:
-    """The sum of two batch norms over all ranks: of the call's inputs and then those of its twin."""
-    picks = [by_role(call, *ARGUMENTS) for call in (site.call, twin_site.call)]
-    number = len(site.call.inputs)
-
-    def kernel(*tensors: Tensor) -> list[Tensor]:
-        t, twin_t = Tensors(*picks[0](tensors[:number])), Tensors(*picks[1](tensors[number:]))
-        if layer.passing is None or t.x.shape[1] == 0:
-            return [layer.by_whole_pass(replace(t, residual=twin.by_whole_pass(twin_t)))]
-        return [normalize_both(layer.branch(t), twin.branch(twin_t), layer.passing, layer.relu)]
-
-    return kernel
-
-
-def _nothing(t: Tensors) -> Tensor:
+def _nothing(x: Tensor, norm: Norm) -> Tensor:
     """A result without elements; scale and shift get a gradient of zero, and what is added is one of its inputs, so
     that its backward pass runs on every rank."""
-    return ended(affine(t.x.clone(), t.weight, t.bias, (-1, *[1] * (t.x.dim() - 2))), t.residual, False)
+    return ended(affine(x.clone(), norm.weight, norm.bias, (-1, *[1] * (x.dim() - 2))), norm._replace(relu=False))
+
+
+Buffers = Sequence[Tensor | None]  # running mean, running variance, counter; None where the layer keeps none
 
 
 class _Layer:
@@ -137,7 +78,6 @@ class _Layer:
     def __init__(self, site: Site) -> None:
         attributes = site.call.attributes
         self.site = site
-        self.relu = site.relu
         self.source: str = attributes["input"]
         self.eps: float = attributes["eps"]
         self.momentum: float | None = attributes["momentum"]
@@ -146,148 +86,81 @@ class _Layer:
         layout = site.layouts[self.source]
         samples = layout.split(0)
         self.sample_axes: Axes = samples.axes if samples else ()
-        self.other_axes = tuple(sorted(axis for dim, split in layout.splits if dim > 1 for axis in split.axes))
+        other_axes = tuple(sorted(axis for dim, split in layout.splits if dim > 1 for axis in split.axes))
         self.in_turns = site.context.in_turns and not site.graph.training and attributes["running_mean"] is None
-        divided_axes = tuple(sorted({*self.sample_axes, *self.other_axes}))
-        self.passing = self._holders(self.other_axes if self.in_turns else divided_axes)
-        self.own = self._holders(self.other_axes, samples=False)
+        divided_axes = tuple(sorted({*self.sample_axes, *other_axes}))
+        self.passing = self._holders(other_axes if self.in_turns else divided_axes)
+        self.own = self._holders(other_axes, samples=False)
         self._divisions: dict[tuple[int, ...], _Division] = {}
-        self._holders_of: dict[int, Holders] = {}
 
-    def by_running_statistics(self, t: Tensors) -> Tensor:
-        if t.x.shape[1] == 0:  # torch's functions refuse tensors without channels
-            return _nothing(t)
-        y = F.batch_norm(t.x, t.mean, t.var, t.weight, t.bias, False, 0.0, self.eps)
-        return ended(y, t.residual, self.relu)
+    def by_running_statistics(self, x: Tensor, norm: Norm, buffers: Buffers) -> Tensor:
+        if x.shape[1] == 0:  # torch's functions refuse tensors without channels
+            return _nothing(x, norm)
+        y = F.batch_norm(x, buffers[0], buffers[1], norm.weight, norm.bias, False, 0.0, self.eps)
+        return ended(y, norm)
 
-    def by_whole_pass(self, t: Tensors) -> Tensor:
+    def by_whole_pass(self, x: Tensor, norm: Norm, buffers: Buffers) -> Tensor:
         """Normalize over the samples, rows and columns of all ranks."""
-        if t.x.shape[1] == 0 or (self.in_turns and len(t.x) == 0):
-            self._count(t.count, 1)
-            return _nothing(t)
-        if self.passing is not None:
-            running = self._following(Buffers(t.mean, t.var, t.count))
-            return normalize_together(t.x, t.weight, t.bias, running, self.eps, self.passing, self.relu, t.residual)
-        if self._by_kernels(t.x):
-            following = self._following(Buffers(t.mean, t.var, t.count))
-            return self._at_once(t, (len(t.x),), following)[0]
-        weight = self._weight(t.count, 1)
-        y = F.batch_norm(t.x, *self._to_follow(t), t.weight, t.bias, True, weight, self.eps)
-        return ended(y, t.residual, self.relu)
+        running = self._running(buffers)
+        if x.shape[1] == 0 or (self.in_turns and len(x) == 0):
+            return _nothing(x, norm)
+        return normalize(x, norm, running, self.passing)
 
-    def branch(self, t: Tensors) -> Branch:
-        """The call over all ranks; it updates the running statistics."""
-        return Branch(t.x, t.weight, t.bias, self._following(Buffers(t.mean, t.var, t.count)), self.eps)
-
-    def exchange(self, buffers: Buffers, moments: Tensor) -> Tensor:
-        """The moments of all ranks: the middle of `by_whole_pass`, where that is taken apart."""
-        assert self.passing is not None
-        return all_moments(moments, self._following(buffers), self.passing)
-
-    def normalize_by(self, t: Tensors, moments: Tensor) -> Tensor:
-        return ended(normalize_by(t.x, t.weight, t.bias, moments, self.eps), t.residual, self.relu)
-
-    def by_own_samples(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:
+    def by_own_samples(self, x: Tensor, norm: Norm, buffers: Buffers) -> tuple[Tensor, list[Tensor]]:
         """Normalize over the samples of this rank: approximate, as the result depends on how many ranks there are. A
         GPU updates the running statistics in the same launch."""
-        if t.x.shape[1] == 0 or len(t.x) == 0:
-            return _nothing(t), []
-        if self.own is None and self._by_kernels(t.x):
-            is_followed = self.momentum is not None and t.mean is not None and self.site.context.recording
-            following = Following(t.mean, t.var, self.momentum) if is_followed else None  # type: ignore[arg-type]
-            y, terms = self._at_once(t, (len(t.x),), following)
-            return y, [] if is_followed else [terms[0]]
-        y, term = self._normalize(t, t.x)
-        return ended(y, t.residual, self.relu), [term]
+        if x.shape[1] == 0 or len(x) == 0:
+            return _nothing(x, norm), []
+        mean, var, _ = buffers
+        is_one_launch = self.own is None and by_kernels(x) and self.site.context.recording
+        if is_one_launch and mean is not None and var is not None and self.momentum is not None:
+            return normalize(x, norm, Running(mean, var, self.momentum)), []
+        y, terms = normalize_each(x, norm, (len(x),), self.own)
+        return y, [terms]
 
     def record_own_samples(self, buffers: Buffers, terms: list[Tensor]) -> None:
         """Update this rank's statistics; `RunningStatistics.fold` averages them."""
         if not self.site.context.recording:
             return
-        self._count(buffers.count, 1)
         running = self._running(buffers)
         if running is None:
             return
         if running.mean.numel():
             self.site.context.statistics.record_local(running)
-        if terms and at_once(terms[0]):
-            momentum = 0.0 if self.momentum is None and buffers.count is None else self.momentum
-            follow(running.mean, running.var, running.count, momentum, terms[0][None])
-        elif terms:
-            add_term([running.mean, running.var], terms[0].unbind(0), [self._weight(buffers.count)] * 2)
+        for terms_of_pass in terms:
+            running.follow(terms_of_pass)
 
-    def by_microbatch(self, t: Tensors) -> tuple[Tensor, list[Tensor]]:
+    def by_microbatch(self, x: Tensor, norm: Norm, buffers: Buffers) -> tuple[Tensor, list[Tensor]]:
         """Normalize over each microbatch, all of whose samples one rank has."""
-        sizes = self._division().sizes if t.x.shape[1] else ()
+        sizes = self._division().sizes if x.shape[1] else ()
         if not sizes:
-            return _nothing(t), []
-        if self.own is None and (self._by_kernels(t.x) or (at_once(t.x) and len(sizes) > 1)):
-            y, terms = self._at_once(t, sizes, None)
-            return y, [terms]
-        pieces = [self._normalize(t, x) for x in t.x.split(sizes)]
-        y = pieces[0][0] if len(pieces) == 1 else torch.cat([y for y, _ in pieces])
-        return ended(y, t.residual, self.relu), [torch.stack([term for _, term in pieces])]
+            return _nothing(x, norm), []
+        y, terms = normalize_each(x, norm, sizes, self.own)
+        return y, [terms]
 
     def record_microbatches(self, buffers: Buffers, terms: list[Tensor]) -> None:
         """Leave the terms to `RunningStatistics.fold`, which brings the microbatches of all ranks in order."""
         context = self.site.context
         if not context.recording:
             return
-        self._count(buffers.count, len(context.sizes))
-        running = self._running(buffers)
-        if running is None or running.mean.numel() == 0:
-            return
-        context.statistics.record(running, context.starts, self._division().owners, *terms)
+        running = self._running(buffers, len(context.sizes))
+        if running is not None and running.mean.numel():
+            context.statistics.record(running, context.starts, self._division().owners, *terms)
 
-    def _by_kernels(self, x: Tensor) -> bool:
-        """Whether Convoy's own kernels run: a compiler makes better ones of torch's operations."""
-        return at_once(x) and not torch.compiler.is_compiling()
-
-    def _at_once(self, t: Tensors, sizes: tuple[int, ...], following: Following | None) -> tuple[Tensor, Tensor]:
-        return normalize_at_once(t.x, t.weight, t.bias, self.eps, sizes, following, self.relu, t.residual)
-
-    def _to_follow(self, t: Tensors) -> tuple[Tensor | None, Tensor | None]:
-        """The buffers that torch's own batch norm updates: copies where the call is computed again."""
-        if self.site.context.recording or t.mean is None or t.var is None:
-            return t.mean, t.var
-        return t.mean.clone(), t.var.clone()
-
-    def _following(self, buffers: Buffers) -> Following | None:
-        """The buffers with one more term counted; None where nobody keeps them."""
+    def _running(self, buffers: Buffers, terms: int = 1) -> Running | None:
+        """The statistics that so many terms are for, which are counted; copies where the call is computed again."""
+        if not buffers:
+            return None
+        mean, var, *counts = buffers
+        count = counts[0] if counts else None
+        if mean is None or var is None:
+            return None
         if not self.site.context.recording:
-            return None
-        if buffers.count is not None:
-            buffers.count.add_(1)
-        if buffers.mean is None or buffers.var is None:
-            return None
-        momentum = 0.0 if self.momentum is None and buffers.count is None else self.momentum
-        return Following(buffers.mean, buffers.var, momentum, buffers.count)
-
-    def _running(self, buffers: Buffers) -> Running | None:
-        if buffers.mean is None or buffers.var is None:
-            return None
-        return Running(self.name, buffers.mean, buffers.var, buffers.count, self.momentum, self.sample_axes)
-
-    def _normalize(self, t: Tensors, x: Tensor) -> tuple[Tensor, Tensor]:
-        if self.own is None:
-            return normalize_by_itself(x, t.weight, t.bias, self.eps)
-        rows = len(x)
-        if rows not in self._holders_of:
-            self._holders_of[rows] = Holders(self.own.group, tuple(rows * count for count in self.own.counts))
-        term = new_term(x, t.weight)
-        following = Following(term[0], term[1], 1.0)
-        return normalize_together(x, t.weight, t.bias, following, self.eps, self._holders_of[rows]), term
-
-    def _count(self, count: Tensor | None, terms: int) -> None:
-        if count is not None and self.site.context.recording:
+            mean, var = mean.clone(), var.clone()
+        elif count is not None:
             count.add_(terms)
-
-    def _weight(self, count: Tensor | None, terms: int = 0) -> float:
-        """Count terms; the weight of the last one, where it is not left to `fold`."""
-        self._count(count, terms)
-        if self.momentum is not None:
-            return self.momentum
-        return 0.0 if count is None else 1.0 / float(count)
+        momentum = 0.0 if self.momentum is None and count is None else self.momentum
+        return Running(mean, var, momentum, count, self.name, self.sample_axes)
 
     def _holders(self, axes: Axes, samples: bool = True) -> Holders | None:
         """The ranks along some axes, and how many numbers of each channel they have."""
@@ -331,16 +204,15 @@ class _Layer:
                     "norm has no statistics of its own: use fewer sample ranks, or set batch_norm=sync"
                 )
             owners.append(ranks.pop() if ranks else -1)
-        rank = mesh.index(coordinates, self.sample_axes)
+        rank = mesh.index(coordinates, self.sample_axes)  # along the axes that divide the samples
         local_sizes = tuple(size for size, owner in zip(sizes, owners, strict=True) if owner == rank)
-        return _Division(rank, tuple(owners), local_sizes)
+        return _Division(tuple(owners), local_sizes)
 
 
 @dataclass(frozen=True)
 class _Division:
     """Who has the microbatches of a pass."""
 
-    rank: int  # this one, along the axes that divide the samples
     owners: tuple[int, ...]  # the rank that has each microbatch
     sizes: tuple[int, ...]  # samples in each of this rank's microbatches
 

@@ -6,7 +6,7 @@ sees the context of its own pass, notes no statistics, and asks no other rank a 
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -177,10 +177,8 @@ class Rerun:
     # results of the exchanges of statistics inside the part, in order
     exchanged: list[Tensor] = field(default_factory=list)
 
-    @contextmanager
-    def first(self) -> Iterator[None]:
-        with _exchanging(self._noted):
-            yield
+    def first(self) -> AbstractContextManager[None]:
+        return _exchanging(self._noted)
 
     @contextmanager
     def again(self) -> Iterator[None]:

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall, each
-from convoy.ops.kernel import Kernel, Site, postponing, with_bias
-from convoy.ops.layouts import bias_option, even, follow
+from convoy.ops.kernel import Kernel, Site, flat_padding, postponing, with_bias
+from convoy.ops.layouts import bias_option, even, follow, groups_in, members
 from convoy.ops.onednn import DILATED, POINT, is_torchs, packed, pointwise
 from convoy.ops.operation import Operation, Shape, keeps_operands
 from convoy.ops.postponed import Weighted
 from convoy.plans.fit import axis_names, check_size
-from convoy.plans.layout import Indices, Layout, Split, indices
+from convoy.plans.layout import Layout, Split
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import Placed, Situation
 from convoy.plans.windows import Need, Transposed, Window, halo_split, output_split
@@ -104,30 +104,14 @@ def _grouped(situation: Situation) -> _Channels:
         return _Channels(None, None, {}, (), ())
     check_size(situation.where, axis_names(mesh, axes), mesh.size(axes), "filter", num_out, groups)
     in_size, out_size = num_in // groups, num_out // groups
-    groups_of_parts = _owned_groups(follow(situation, source, 1, axes, num_in), in_size)
-    if groups_of_parts is None:
-        groups_of_parts = list(even(mesh, axes, groups).parts)
-    input_split = Split(axes, tuple(_members(part, in_size) for part in groups_of_parts))
-    result_split = Split(axes, tuple(_members(part, out_size) for part in groups_of_parts))
+    parts = [groups_in(part, in_size) for part in follow(situation, source, 1, axes, num_in).parts]
+    whole_parts = [part for part in parts if part is not None]
+    groups_of_parts = whole_parts if len(whole_parts) == len(parts) else even(mesh, axes, groups).parts
+    input_split = Split(axes, tuple(members(part, in_size) for part in groups_of_parts))
+    result_split = Split(axes, tuple(members(part, out_size) for part in groups_of_parts))
     return _Channels(
         input_split, result_split, {0: input_split if call.attributes["transposed"] else result_split}, (), ()
     )
-
-
-def _owned_groups(split: Split, size: int) -> list[Indices] | None:
-    """The groups in every part, in order, or None where a part cuts a group."""
-    owned: list[Indices] = []
-    for part in split.parts:
-        channels = tuple(part)
-        groups = indices(channel // size for channel in channels[::size])
-        if tuple(_members(groups, size)) != channels:
-            return None
-        owned.append(groups)
-    return owned
-
-
-def _members(groups: Indices, size: int) -> Indices:
-    return indices(channel for group in groups for channel in range(group * size, (group + 1) * size))
 
 
 def _rows(situation: Situation, in_splits: dict[int, Split], out_splits: dict[int, Split]) -> Axes:
@@ -210,7 +194,7 @@ def _local(site: Site) -> Callable[..., Tensor]:
         return _transposed(site, function, options)
     paddings = paddings_of(site.graph, site.call, site.layouts[site.call.outputs[0]], *place)
     options["padding"] = tuple(both for both, _, _ in paddings)
-    flat = _flat([(before, after) for _, before, after in paddings])
+    flat = flat_padding([(before, after) for _, before, after in paddings])
     layer = weighted(function, options)
     sizes = site.graph.shape(attributes["weight"])[2:], options["stride"], options["dilation"]
     is_point = attributes["by_torch"] and sizes == (POINT, POINT, POINT)
@@ -249,7 +233,7 @@ def _transposed(site: Site, function: Callable[..., Tensor], options: dict[str, 
         options["padding"] = tuple(before for before, _ in attributes["padding"])
         options["output_padding"] = attributes["output_padding"]
         return postponing(site, weighted(function, options, transposed=True))
-    flat = _flat([(need.before, need.after) for need in needs])
+    flat = flat_padding([(need.before, need.after) for need in needs])
     empty = any(not need.rows for need in needs)
     shape = site.local_shape(output)
 
@@ -261,11 +245,6 @@ def _transposed(site: Site, function: Callable[..., Tensor], options: dict[str, 
         return y if bias is None else y + bias.view(-1, *[1] * len(needs)).to(y.dtype)
 
     return convolve
-
-
-def _flat(padding: list[tuple[int, int]]) -> tuple[int, ...]:
-    """Paddings in the order of `torch.nn.functional.pad`: the last dimension first."""
-    return tuple(size for pair in reversed(padding) for size in pair)
 
 
 def _multiplications(operands: Sequence[Shape], output: Shape, transposed: bool) -> int:

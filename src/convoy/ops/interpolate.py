@@ -1,6 +1,5 @@
 """Resizing of pictures: rows stay divided; each rank asks for the input rows that its output rows are made of."""
 
-import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -11,10 +10,10 @@ from torch import Tensor
 
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall
 from convoy.ops.constants import Constants
-from convoy.ops.kernel import Kernel, Site, as_called, nothing, picking
-from convoy.ops.layouts import spatial
+from convoy.ops.kernel import Kernel, Site, as_called, guarded, picking
+from convoy.ops.layouts import Follow, by_dim, spatial
 from convoy.ops.operation import Operation
-from convoy.plans.layout import Layout, Split, indices
+from convoy.plans.layout import Split, indices
 from convoy.plans.place import Placed, Situation
 from convoy.plans.windows import output_split
 
@@ -54,32 +53,31 @@ ALONG |= {"bilinear": "linear", "trilinear": "linear"}
 
 def place(situation: Situation) -> Placed:
     """Samples and channels follow; rows that are divided stay divided."""
-    call = situation.call
-    source, output = call.attributes["input"], call.outputs[0]
-    layout = situation.given.get(source, Layout())
-    shape, out_shape = situation.shape(source), situation.shape(output)
+    graph, call = situation.graph, situation.call
+    shape, out_shape = situation.shape(call.attributes["input"]), situation.shape(call.outputs[0])
     dims = spatial(len(shape), len(call.attributes["output_size"]))
-    input_splits: dict[int, Split] = {}
-    output_splits: dict[int, Split] = {}
-    notes = []
-    for dim, split in layout.splits:
+
+    is_odd = any(_is_odd(graph, call, dim) for dim in dims)
+
+    def follow(dim: int, split: Split) -> Follow:
         if dim not in dims:
-            input_splits[dim] = output_splits[dim] = split
-        elif call.attributes["mode"] not in ALONG:
-            notes.append(f"dim {dim} is whole: no rule for {call.attributes['mode']} interpolation")
-        elif out_shape[dim] < len(split.parts):
-            notes.append(f"dim {dim} is whole: fewer output rows ({out_shape[dim]}) than ranks ({len(split.parts)})")
-        elif repeats(situation.graph, call, dim) and all(isinstance(part, range) for part in split.parts):
+            return split, (dim, split)
+        if is_odd:
+            return f"dim {dim} is whole: the factor of the call is not that of the sizes"
+        if call.attributes["mode"] not in ALONG:
+            return f"dim {dim} is whole: no rule for {call.attributes['mode']} interpolation"
+        if out_shape[dim] < len(split.parts):
+            return f"dim {dim} is whole: fewer output rows ({out_shape[dim]}) than ranks ({len(split.parts)})"
+        if repeats(graph, call, dim) and all(isinstance(part, range) for part in split.parts):
             factor = out_shape[dim] // shape[dim]
-            input_splits[dim] = split
             parts = (range(part[0] * factor, (part[-1] + 1) * factor) if part else range(0) for part in split.parts)
-            output_splits[dim] = Split(split.axes, tuple(parts))
-        else:
-            output_splits[dim] = output_split(out_shape[dim], situation.mesh, split.axes)
-            weights = weights_of(situation.graph, call, dim)
-            rows = (_rows(weights, part) for part in output_splits[dim].parts if isinstance(part, range))
-            input_splits[dim] = Split(split.axes, tuple(rows))
-    return Placed({source: Layout.of(input_splits)}, {output: Layout.of(output_splits)}, "; ".join(notes))
+            return split, (dim, Split(split.axes, tuple(parts)))
+        result = output_split(out_shape[dim], situation.mesh, split.axes)
+        weights = weights_of(graph, call, dim)
+        rows = (_rows(weights, part) for part in result.parts if isinstance(part, range))
+        return Split(split.axes, tuple(rows)), (dim, result)
+
+    return by_dim(situation, follow)
 
 
 def repeats(graph: Graph, call: Call, dim: int) -> bool:
@@ -95,6 +93,16 @@ def _scale(graph: Graph, call: Call, dim: int) -> float | None:
     """The factor that torch goes by; None where that is the ratio of the sizes."""
     scales = call.attributes["scale"]
     return None if scales is None else float(scales[dim - len(graph.shape(call.outputs[0])) + len(scales)])
+
+
+def _is_odd(graph: Graph, call: Call, dim: int) -> bool:
+    """Whether torch may take either factor, by its kernels: that of the call or, of as many or twice as many rows, that
+    of the sizes (`nearest_idx` in its UpSample.h)."""
+    attributes = call.attributes
+    size, output_size = graph.shape(attributes["input"])[dim], graph.shape(call.outputs[0])[dim]
+    if attributes["mode"] != "nearest" or output_size not in (size, 2 * size):
+        return False
+    return _scale(graph, call, dim) not in (None, output_size / size if size else None)
 
 
 def weights_of(graph: Graph, call: Call, dim: int) -> Tensor:
@@ -134,12 +142,10 @@ def _build(site: Site) -> Kernel:
     call = site.call
     output = call.outputs[0]
     shape = site.local_shape(output)
-    if not math.prod(shape):
-        return lambda x: [nothing(x, shape)]
     dims = spatial(len(shape), len(call.attributes["output_size"]))
     divided_dims = [dim for dim in dims if site.layouts[output].split(dim) is not None]
-    if not divided_dims:
-        return as_called(site)
+    if not divided_dims or 0 in shape:
+        return guarded(site, as_called(site))
     if all(_repeats(site, dim) for dim in dims):
         size = tuple(shape[dim] for dim in dims)
         return lambda x: [F.interpolate(x, size, mode=call.attributes["mode"])]

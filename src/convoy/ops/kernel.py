@@ -1,5 +1,6 @@
 """The version of a call that a rank runs, and what the kernels of several operations share."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,20 +49,6 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Exchanging:
-    """A kernel of one output that exchanges one tensor within, and can be taken apart there to be compiled."""
-
-    kernel: Kernel
-    before: Kernel  # from `call.inputs` to the tensor to exchange
-    exchange: Kernel  # from the inputs at `buffers` and that tensor to its result, with a gradient of its own
-    after: Kernel  # from `call.inputs` and that result to the output
-    buffers: tuple[int, ...]
-
-    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        return self.kernel(*tensors)
-
-
-@dataclass(frozen=True)
 class Site:
     """A call on one rank."""
 
@@ -74,8 +61,6 @@ class Site:
     layouts: Mapping[str, Layout]  # of every input and output of the call, as its rule asked for them
     relu: bool = False  # whether its result is that of the ReLU that follows, which alone reads it
     addend: str | None = None  # is added to its result before that; the kernel takes it after `call.inputs`
-    # the site of the call whose result is added instead; the kernel takes the tensors of this call's inputs
-    twin: "Site | None" = None
 
     def parts(self, name: str, dim: int) -> Indices:
         """The global indices of a dimension that this rank holds of a value."""
@@ -139,6 +124,18 @@ def by_role(call: Call, *roles: str) -> Callable[[Sequence[Tensor]], list[Any]]:
 def nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
     """An empty tensor of a shape, with a gradient edge to `x`: a rank without work takes part in the backward pass."""
     return x.flatten()[:0].reshape(tuple(shape))
+
+
+def guarded(site: Site, kernel: Kernel) -> Kernel:
+    """A kernel of one input that gives an empty result by itself, as torch's functions refuse tensors without samples,
+    channels or rows."""
+    shape = site.local_shape(site.call.outputs[0])
+    return kernel if math.prod(shape) else lambda x: [nothing(x, shape)]
+
+
+def flat_padding(pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """The padding of each dimension in the order of `torch.nn.functional.pad`: the last dimension first."""
+    return tuple(size for pair in reversed(list(pairs)) for size in pair)
 
 
 def taking(dim: int, places: Indices, size: int) -> Callable[[Tensor], Tensor]:

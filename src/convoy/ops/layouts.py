@@ -1,11 +1,11 @@
 """Constructions on layouts that several operations share."""
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from math import prod
 from typing import Any
 
 from convoy.graph.graph import Call
-from convoy.plans.layout import WHOLE, Layout, Split, even_split
+from convoy.plans.layout import WHOLE, Indices, Layout, Split, even_split, indices
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import Placed, Situation
 
@@ -63,6 +63,47 @@ def by_channel(situation: Situation) -> Placed:
     inputs = {name: Layout.of(channel_splits, copied=other_axes if name in affine else ()) for name in call.inputs}
     inputs |= {call.attributes["num_batches_tracked"]: WHOLE} if call.attributes.get("num_batches_tracked") else {}
     return Placed({**inputs, call.attributes["input"]: layout}, {call.outputs[0]: layout})
+
+
+# For a dimension that is divided: the split to ask the input for, with the dimension and the split of the output, or
+# None for a sum over the split's axes; or why it has to be whole.
+Follow = tuple[Split, tuple[int, Split] | None] | str
+
+
+def by_dim(situation: Situation, rule: Callable[[int, Split], Follow], linear: bool = False) -> Placed:
+    """Follow the layout of the input, one dimension after the other. Where the operation is `linear`, a partial sum may
+    stay one."""
+    call = situation.call
+    source, output = call.attributes["input"], call.outputs[0]
+    layout = situation.given.get(source, WHOLE)
+    partial = set(layout.partial) if linear else set[int]()
+    input_splits: dict[int, Split] = {}
+    output_splits: dict[int, Split] = {}
+    summed_axes: set[int] = set()
+    notes: dict[str, None] = {}
+    for dim, split in layout.splits:
+        answer = rule(dim, split)
+        if isinstance(answer, str):
+            notes[answer] = None
+            continue
+        input_splits[dim], result = answer
+        if result is None:
+            summed_axes |= set(split.axes)
+        else:
+            output_splits[result[0]] = result[1]
+    inputs = {source: Layout.of(input_splits, partial)}
+    return Placed(inputs, {output: Layout.of(output_splits, partial | summed_axes)}, "; ".join(filter(None, notes)))
+
+
+def groups_in(part: Indices, size: int) -> Indices | None:
+    """The groups of consecutive channels that some channels are, one after the other; None where they cut a group."""
+    groups = indices(channel // size for channel in part[::size])
+    return groups if tuple(members(groups, size)) == tuple(part) else None
+
+
+def members(groups: Indices, size: int) -> Indices:
+    """The channels of groups."""
+    return indices(channel for group in groups for channel in range(group * size, (group + 1) * size))
 
 
 def spatial(num_dims: int, num_spatial: int) -> range:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from convoy.graph.graph import Recognized, TorchCall
 from convoy.ops.kernel import Kernel, Site
-from convoy.ops.layouts import resolved
+from convoy.ops.layouts import Follow, by_dim
 from convoy.ops.operation import Operation, keeps_input
-from convoy.plans.layout import Indices, Layout, Split
+from convoy.plans.layout import Indices, Split
 from convoy.plans.place import Placed, Situation
 
 
@@ -19,19 +19,17 @@ def _lrn(call: TorchCall) -> Recognized:
 
 def place(situation: Situation) -> Placed:
     """Where ranks hold consecutive channels, each asks for a few more on both sides; otherwise for all channels."""
-    call = situation.call
-    source = call.attributes["input"]
-    layout = resolved(situation, source)
-    channels = layout.split(1)
-    if channels is None:
-        return Placed({source: layout}, {call.outputs[0]: layout})
-    rest = {dim: split for dim, split in layout.splits if dim != 1}
-    if not all(isinstance(part, range) for part in channels.parts):
-        undivided = Layout.of(rest)
-        return Placed({source: undivided}, {call.outputs[0]: undivided})
-    size, total = call.attributes["size"], situation.shape(source)[1]
-    with_halo = Layout.of({**rest, 1: Split(channels.axes, halo(channels.parts, size, total))})
-    return Placed({source: with_halo}, {call.outputs[0]: layout})
+    attributes = situation.call.attributes
+
+    def follow(dim: int, split: Split) -> Follow:
+        if dim != 1:
+            return split, (dim, split)
+        if not all(isinstance(part, range) for part in split.parts):
+            return ""
+        parts = halo(split.parts, attributes["size"], situation.shape(attributes["input"])[1])
+        return Split(split.axes, parts), (dim, split)
+
+    return by_dim(situation, follow)
 
 
 def halo(parts: Sequence[Indices], size: int, total: int) -> tuple[range, ...]:

@@ -1,9 +1,9 @@
 """Group, instance, layer and RMS norm: whole on a rank, or over numbers of which several ranks hold parts."""
 
-import functools
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from convoy.graph.graph import Call, Graph, Recognized, TorchCall
 from convoy.ops.constants import Constants
 from convoy.ops.context import exchanged
 from convoy.ops.kernel import Alone, Kernel, Site, by_role
-from convoy.ops.layouts import axes_along, by_channel, resolved
+from convoy.ops.layouts import axes_along, by_channel, groups_in, resolved
 from convoy.ops.operation import Operation, Shape, keeps_input
-from convoy.plans.layout import Indices, Layout
+from convoy.plans.layout import Layout
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Placed, Situation
 
@@ -46,11 +46,11 @@ class Sharing:
             x = x.index_select(-1, self._index.like(x, torch.int64))
         return x[..., None]
 
-    @functools.cached_property
+    @cached_property
     def rank_shares(self) -> Constants:
         return Constants(self.shares)
 
-    @functools.cached_property
+    @cached_property
     def _index(self) -> Constants:
         return Constants(self.membership)
 
@@ -166,16 +166,6 @@ def _build_group_norm(site: Site) -> Kernel:
     return Alone(together)
 
 
-def whole_groups(part: Indices, size: int) -> bool:
-    """Whether channels are whole groups of consecutive channels, one after the other."""
-    starts = part[::size]
-    runs = (part[place : place + size] for place in range(0, len(part), size))
-    return all(
-        start % size == 0 and tuple(run) == tuple(range(start, start + size))
-        for start, run in zip(starts, runs, strict=True)
-    )
-
-
 def _shares(site: Site, source: str, axes: Axes, size: int) -> tuple[tuple[int, ...], tuple[tuple[float, ...], ...]]:
     """The group of each of this rank's channels, among those that it and its partners have; each partner's shares."""
     shape, layout = site.graph.shape(source), site.layouts[source]
@@ -213,13 +203,13 @@ def _dims_of_groups(call: Call, graph: Graph, layout: Layout) -> set[int]:
     """Rows and columns, and the channels where those of a group lie on several ranks."""
     shape, split = graph.shape(call.attributes["input"]), layout.split(1)
     size = shape[1] // call.attributes["num_groups"]
-    is_cut = split is not None and not all(whole_groups(part, size) for part in split.parts)
+    is_cut = split is not None and None in [groups_in(part, size) for part in split.parts]
     return {*range(2, len(shape)), *([1] if is_cut else [])}
 
 
-def _layer_norm(call: TorchCall) -> Recognized:
-    arguments = call.bound(input=None, normalized_shape=None, weight=None, bias=None, eps=1e-5)
-    return Recognized("layer_norm", {**arguments, "normalized_shape": tuple(arguments["normalized_shape"])})
+def _vectors(call: TorchCall, op: str, **rest: Any) -> Recognized:
+    arguments = call.bound(input=None, normalized_shape=None, weight=None, **rest)
+    return Recognized(op, {**arguments, "normalized_shape": tuple(arguments["normalized_shape"])})
 
 
 def _place_vectors(situation: Situation) -> Placed:
@@ -236,23 +226,22 @@ def _place_vectors(situation: Situation) -> Placed:
     return Placed(inputs, {call.outputs[0]: layout})
 
 
-def _build_layer_norm(site: Site) -> Kernel:
+def _build_vectors(site: Site) -> Kernel:
     """The function itself where the rank has whole vectors; otherwise statistics are shared with other ranks."""
     call, pick = site.call, by_role(site.call, "input", "weight", "bias")
-    source, eps = call.attributes["input"], call.attributes["eps"]
+    source, eps, is_rms = call.attributes["input"], call.attributes["eps"], call.op == "rms_norm"
     shape, layout = site.graph.shape(source), site.layouts[source]
     dims = sorted(_dims_of_vectors(call, site.graph, layout))
-    local = tuple(len(site.parts(source, dim)) for dim in dims)
+    local, total = tuple(len(site.parts(source, dim)) for dim in dims), math.prod(shape[dim] for dim in dims)
     axes = axes_along(layout, dims)
     group = site.groups.of(axes)
+
+    def alone(*tensors: Tensor) -> list[Tensor]:
+        x, weight, bias = pick(tensors)
+        return [F.rms_norm(x, local, weight, eps) if is_rms else F.layer_norm(x, local, weight, bias, eps)]
+
     if group is None:
-
-        def alone(*tensors: Tensor) -> list[Tensor]:
-            x, weight, bias = pick(tensors)
-            return [F.layer_norm(x, local, weight, bias, eps)]
-
         return alone
-    total = math.prod(shape[dim] for dim in dims)
     shares = tuple(
         (math.prod(len(layout.parts(dim, site.mesh, place, shape[dim])) for dim in dims) / total,)
         for place in site.mesh.group(site.coordinates, axes)
@@ -262,7 +251,11 @@ def _build_layer_norm(site: Site) -> Kernel:
     def together(*tensors: Tensor) -> list[Tensor]:
         x, weight, bias = pick(tensors)
         vectors = x.reshape(math.prod(x.shape[: dims[0]]), 1, math.prod(local))
-        return [affine(Normalize.apply(vectors, sharing, eps).view(x.shape), weight, bias, local)]
+        if is_rms:
+            y = _DivideByRms.apply(vectors, group, total, torch.finfo(x.dtype).eps if eps is None else eps)
+        else:
+            y = Normalize.apply(vectors, sharing, eps)
+        return [affine(y.view(x.shape), weight, bias, local)]
 
     return Alone(together)
 
@@ -276,31 +269,6 @@ def _dims_of_vectors(call: Call, graph: Graph, layout: Layout) -> set[int]:
     """The dimensions that are normalized."""
     rank = len(graph.shape(call.attributes["input"]))
     return set(range(rank - len(call.attributes["normalized_shape"]), rank))
-
-
-def _rms_norm(call: TorchCall) -> Recognized:
-    arguments = call.bound(input=None, normalized_shape=None, weight=None, eps=None)
-    return Recognized("rms_norm", {**arguments, "normalized_shape": tuple(arguments["normalized_shape"])})
-
-
-def _build_rms_norm(site: Site) -> Kernel:
-    """The function itself where the rank has whole vectors; otherwise sums of squares are shared with other ranks."""
-    call, pick = site.call, by_role(site.call, "input", "weight")
-    source, eps = call.attributes["input"], call.attributes["eps"]
-    layout = site.layouts[source]
-    dims = sorted(_dims_of_vectors(call, site.graph, layout))
-    local = tuple(len(site.parts(source, dim)) for dim in dims)
-    group, total = site.groups.of(axes_along(layout, dims)), math.prod(call.attributes["normalized_shape"])
-
-    def kernel(*tensors: Tensor) -> list[Tensor]:
-        x, weight = pick(tensors)
-        if group is None:
-            return [F.rms_norm(x, local, weight, eps)]
-        vectors = x.reshape(*x.shape[: dims[0]], math.prod(local))
-        epsilon = torch.finfo(x.dtype).eps if eps is None else eps
-        return [affine(_DivideByRms.apply(vectors, group, total, epsilon).view(x.shape), weight, None, local)]
-
-    return kernel if group is None else Alone(kernel)
 
 
 class _DivideByRms(torch.autograd.Function):
@@ -327,6 +295,7 @@ class _DivideByRms(torch.autograd.Function):
 
 
 _ALIKE: dict[str, Any] = {"keeps": keeps_input, "follows": True, "passes": 1.0, "whole_precision": frozenset({"cuda"})}
+_OF_VECTORS: dict[str, Any] = {"options": ("normalized_shape",), "shared_dims": _dims_of_vectors, **_ALIKE}
 
 OPERATIONS = (
     Operation(
@@ -342,22 +311,18 @@ OPERATIONS = (
     Operation(
         "layer_norm",
         _place_vectors,
-        {"layer_norm": _layer_norm},
-        _build_layer_norm,
-        options=("normalized_shape",),
-        shared_dims=_dims_of_vectors,
+        {"layer_norm": partial(_vectors, op="layer_norm", bias=None, eps=1e-5)},
+        _build_vectors,
         statistics=lambda call, shape: 2 * _num_vectors(call, shape),
-        **_ALIKE,
+        **_OF_VECTORS,
     ),
     Operation(
         "rms_norm",
         _place_vectors,
-        {"rms_norm": _rms_norm},
-        _build_rms_norm,
+        {"rms_norm": partial(_vectors, op="rms_norm", eps=None)},
+        _build_vectors,
         keeps_inside=1,
-        options=("normalized_shape",),
-        shared_dims=_dims_of_vectors,
         statistics=_num_vectors,
-        **_ALIKE,
+        **_OF_VECTORS,
     ),
 )

@@ -4,9 +4,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.graph.graph import Recognized, TorchCall
-from convoy.ops.kernel import Kernel, Site, as_called, nothing, taking
+from convoy.ops.kernel import Kernel, Site, as_called, flat_padding, guarded, taking
+from convoy.ops.layouts import Follow, by_dim
 from convoy.ops.operation import Operation
-from convoy.plans.layout import Indices, Layout, Split, indices
+from convoy.plans.layout import Indices, Split, indices
 from convoy.plans.place import Placed, Situation
 
 
@@ -21,24 +22,18 @@ def _pad(call: TorchCall) -> Recognized:
 
 def place(situation: Situation) -> Placed:
     """Nothing is sent for constant padding, positive or negative; other modes need the padded dimensions whole."""
-    call = situation.call
-    source, output = call.attributes["input"], call.outputs[0]
-    layout = situation.given.get(source, Layout())
-    is_constant = call.attributes["mode"] == "constant"
-    input_splits: dict[int, Split] = {}
-    output_splits: dict[int, Split] = {}
-    shape = situation.shape(source)
-    for dim, split in layout.splits:
-        before, after = call.attributes["pads"][dim]
-        if (before, after) == (0, 0):
-            input_splits[dim] = output_splits[dim] = split
-        elif is_constant:
-            input_splits[dim] = split
-            parts = (padded(part, shape[dim], before, after) for part in split.parts)
-            output_splits[dim] = Split(split.axes, tuple(parts))
-    is_gathered = len(input_splits) < len(layout.splits)
-    note = f"{call.attributes['mode']} padding of a divided dimension: it is whole" if is_gathered else ""
-    return Placed({source: Layout.of(input_splits)}, {output: Layout.of(output_splits)}, note)
+    attributes = situation.call.attributes
+    shape = situation.shape(attributes["input"])
+
+    def follow(dim: int, split: Split) -> Follow:
+        pads = attributes["pads"][dim]
+        if pads == (0, 0):
+            return split, (dim, split)
+        if attributes["mode"] != "constant":
+            return f"{attributes['mode']} padding of a divided dimension: it is whole"
+        return split, (dim, Split(split.axes, tuple(padded(part, shape[dim], *pads) for part in split.parts)))
+
+    return by_dim(situation, follow)
 
 
 def ends(part: Indices, size: int, before: int, after: int) -> tuple[int, int]:
@@ -64,14 +59,11 @@ def _build(site: Site) -> Kernel:
     source, pads = call.attributes["input"], call.attributes["pads"]
     shape = site.graph.shape(source)
     if not any(any(pads[dim]) for dim, _ in site.layouts[source].splits):
-        left = site.local_shape(call.outputs[0])
-        if 0 in left:  # torch refuses to mirror or repeat the rows of no channels
-            return lambda x: [nothing(x, left)]
-        return as_called(site)
+        return guarded(site, as_called(site))
     parts = [site.parts(source, dim) for dim in range(len(shape))]
     crops = [taking(dim, remaining(part, shape[dim], *pads[dim]), len(part)) for dim, part in enumerate(parts)]
     paddings = [ends(part, shape[dim], *pads[dim]) for dim, part in enumerate(parts)]
-    flat = tuple(size for pair in reversed(paddings) for size in pair)
+    flat = flat_padding(paddings)
     value = call.attributes["value"] or 0.0
 
     def kernel(x: Tensor) -> list[Tensor]:

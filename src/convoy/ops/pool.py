@@ -11,10 +11,10 @@ from torch import Tensor
 
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall, Value, each
 from convoy.ops.constants import Constants
-from convoy.ops.kernel import Kernel, Site, as_called, nothing
-from convoy.ops.layouts import spatial
+from convoy.ops.kernel import Kernel, Site, as_called, guarded
+from convoy.ops.layouts import Follow, by_dim, spatial
 from convoy.ops.operation import Kept, Operation, keeps_input
-from convoy.plans.layout import Layout, Split
+from convoy.plans.layout import Split
 from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import Placed, Situation
 from convoy.plans.windows import Window, halo_split, output_split
@@ -50,49 +50,26 @@ def _recognize_adaptive(call: TorchCall, spatial: int, op: str) -> Recognized | 
 
 
 def _pool(situation: Situation, linear: bool) -> Placed:
-    """Place a pooling of [..., rows], [..., rows, columns] or [..., depth, rows, columns].
-
-    Where the operation is linear, as an average, a partial sum may stay one. Adaptive windows of different sizes need
-    their rows whole, but an average over all rows is a partial sum over the ranks that divide them.
-    """
+    """Place a pooling of [..., rows], [..., rows, columns] or [..., depth, rows, columns]: rows that are divided stay
+    divided over the same axes. Adaptive windows of different sizes need their rows whole, but an average over all rows
+    is a partial sum over the ranks that divide them."""
     call = situation.call
-    source, output = call.attributes["input"], call.outputs[0]
-    layout = situation.given.get(source, Layout())
-    windows = windows_of(situation.graph, call)
-    sum_splits = {}
-    if call.op == "adaptive_avg_pool":
-        out_shape = situation.shape(output)
-        sum_splits = {dim: split for dim, split in layout.splits if dim in windows and out_shape[dim] == 1}
-    rest = Layout.of({dim: split for dim, split in layout.splits if dim not in sum_splits})
-    input_splits, output_splits, note = _slide(situation, rest, windows)
-    partial = layout.partial if linear else frozenset[int]()
-    sums = {axis for split in sum_splits.values() for axis in split.axes}
-    inputs = Layout.of({**input_splits, **sum_splits}, partial)
-    return Placed({source: inputs}, {output: Layout.of(output_splits, partial | sums)}, note)
+    windows, out_shape = windows_of(situation.graph, call), situation.shape(call.outputs[0])
 
-
-def _slide(
-    situation: Situation, layout: Layout, windows: Mapping[int, Window | None]
-) -> tuple[dict[int, Split], dict[int, Split], str]:
-    """Follow the layout of the input: rows that are divided stay divided over the same axes, unless their dimension has
-    no regular window (None). The splits to ask the input for, those of the output, and a note on what has to be
-    whole."""
-    input_splits = {dim: split for dim, split in layout.splits if dim not in windows}
-    output_splits = dict(input_splits)
-    notes = []
-    for dim, window in windows.items():
-        split = layout.split(dim)
-        if split is None:
-            continue
+    def follow(dim: int, split: Split) -> Follow:
+        if dim not in windows:
+            return split, (dim, split)
+        if call.op == "adaptive_avg_pool" and out_shape[dim] == 1:
+            return split, None
+        window = windows[dim]
         if window is None:
-            notes.append(f"dim {dim} is whole: its windows differ in size")
-        elif window.output_size < len(split.parts):
-            reason = f"fewer output rows ({window.output_size}) than ranks ({len(split.parts)})"
-            notes.append(f"dim {dim} is whole: {reason}")
-        else:
-            output_splits[dim] = output_split(window.output_size, situation.mesh, split.axes)
-            input_splits[dim] = halo_split(window, output_splits[dim])
-    return input_splits, output_splits, "; ".join(notes)
+            return f"dim {dim} is whole: its windows differ in size"
+        if window.output_size < len(split.parts):
+            return f"dim {dim} is whole: fewer output rows ({window.output_size}) than ranks ({len(split.parts)})"
+        result = output_split(window.output_size, situation.mesh, split.axes)
+        return halo_split(window, result), (dim, result)
+
+    return by_dim(situation, follow, linear)
 
 
 def windows_of(graph: Graph, call: Call) -> dict[int, Window | None]:
@@ -121,7 +98,7 @@ def _build(site: Site) -> Kernel:
     counts."""
     windows, attributes = _windows(site), site.call.attributes
     if not any(dim in windows for dim, _ in site.layouts[site.call.outputs[0]].splits):
-        return _guarded(site, as_called(site))
+        return guarded(site, as_called(site))
     pad, crop, padding = _fitted(site, windows)
     function, kernel, stride = getattr(F, f"{site.call.op}{len(windows)}d"), attributes["kernel"], attributes["stride"]
     if site.call.op == "max_pool":
@@ -137,7 +114,7 @@ def _build(site: Site) -> Kernel:
         y = crop(pool(x))
         return [y if correct is None else correct(y)]
 
-    return _guarded(site, local)
+    return guarded(site, local)
 
 
 def _build_adaptive(site: Site) -> Kernel:
@@ -148,10 +125,10 @@ def _build_adaptive(site: Site) -> Kernel:
     size = shape[-num_dims:]
     layout = site.layouts[source]
     if not any(dim >= len(shape) - num_dims for dim, _ in layout.splits):
-        return _guarded(site, as_called(site))
+        return guarded(site, as_called(site))
     function = getattr(F, f"{site.call.op}{num_dims}d")
     if site.call.op == "adaptive_max_pool":
-        return _guarded(site, lambda x: [function(x, size)])
+        return guarded(site, lambda x: [function(x, size)])
     whole_shape = site.graph.shape(source)
     sum_dims = [dim for dim, _ in layout.splits if site.layouts[output].split(dim) is None]
     rows = [len(site.parts(source, dim)) for dim in sum_dims]
@@ -163,15 +140,7 @@ def _build_adaptive(site: Site) -> Kernel:
         y = function(x, size)
         return [y if share == 1 else y * share]
 
-    return _guarded(site, pool)
-
-
-def _guarded(site: Site, kernel: Kernel) -> Kernel:
-    """A kernel that gives an empty result by itself, as torch refuses to pool tensors without channels or rows."""
-    shape = site.local_shape(site.call.outputs[0])
-    if math.prod(shape):
-        return kernel
-    return lambda x: [nothing(x, shape)]
+    return guarded(site, pool)
 
 
 def _windows(site: Site) -> dict[int, Window]:

@@ -90,8 +90,13 @@ class PostponedGradients:
         is_lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # which autocast leaves as it is
         dtype = torch.get_autocast_dtype(kind) if is_lowered else x.dtype
         x = x.to(dtype)
-        keep = _Keeping(self._parts[-1], call, self._faster(call, layer, x, weight), weight, bias)
-        y: Tensor = _InputGradient.apply(x, self._anchor(x.device), keep)
+        layer, part = self._faster(call, layer, x, weight), self._parts[-1]
+
+        def keep(x: Tensor, gradient: Tensor) -> None:
+            part[call] = _Kept(layer, weight, bias, x, gradient)
+
+        # within a tuple, so that autograd does not see that they are inputs
+        y: Tensor = _InputGradient.apply(x, self._anchor(x.device), (layer, weight, bias), keep)
         return y
 
     def _faster(self, call: str, layer: Weighted, x: Tensor, weight: Tensor) -> Weighted:
@@ -133,37 +138,25 @@ class PostponedGradients:
         return self._anchors[device]
 
 
-@dataclass(frozen=True)
-class _Keeping:
-    """A call in one part of a batch, whose weight gradient is postponed."""
-
-    part: dict[str, _Kept]
-    call: str
-    layer: Weighted
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor, gradient: Tensor) -> None:
-        self.part[self.call] = _Kept(self.layer, self.weight, self.bias, x, gradient)
-
-
 class _InputGradient(torch.autograd.Function):
     """A layer whose backward pass gives its input's gradient alone, and keeps what the gradients of its weights
     need."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, keep: _Keeping) -> Tensor:
-        ctx.keep = keep
-        weight = keep.weight.detach().to(x.dtype)
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, weighted: Any, keep: Callable[[Tensor, Tensor], None]) -> Tensor:
+        layer, weight, bias = weighted
+        ctx.layer, ctx.keep = layer, keep
+        weight = weight.detach().to(x.dtype)
         ctx.save_for_backward(x, weight)
-        return keep.layer.compute(x, weight, None if keep.bias is None else keep.bias.detach().to(x.dtype))
+        y: Tensor = layer.compute(x, weight, None if bias is None else bias.detach().to(x.dtype))
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         ctx.keep(x, gradient)
-        return ctx.keep.layer.input_gradient(gradient, x, weight) if ctx.needs_input_grad[0] else None, None, None
+        return ctx.layer.input_gradient(gradient, x, weight) if ctx.needs_input_grad[0] else None, None, None, None
 
 
 class _WeightGradients(torch.autograd.Function):

@@ -9,11 +9,10 @@ from torch import Tensor
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Recognized, TorchCall
 from convoy.ops.constants import Constants
-from convoy.ops.context import StepContext
 from convoy.ops.kernel import Alone, Kernel, Site
 from convoy.ops.layouts import resolved
 from convoy.ops.operation import Operation
-from convoy.ops.random_bits import drop, layer_key, one_for_each, random_bits, threshold
+from convoy.ops.random_bits import drop, layer_key, random_bits, threshold
 from convoy.plans.layout import Indices, Layout
 from convoy.plans.place import Placed, Situation
 
@@ -33,49 +32,12 @@ def _build_random(site: Site) -> Kernel:
     samples, key = site.parts(value.name, 0), layer_key(call.name)
     local, count = site.local_shape(value.name), math.prod(value.shape[1:])
     draw, p = call.attributes["draw"], call.attributes["p"]
-    if count == 1 and p != 1.0:
-        kind = draw, value.dtype, samples, value.shape[0]
-        numbers = context.kept.setdefault(("one for each sample", *kind), OneForEach(*kind))
-        number = numbers.add(key, p)
-        return Alone(lambda: [numbers(context, number).view(local)])
 
     def kernel() -> list[Tensor]:
         bits = random_bits(context.keys_of(samples, value.shape[0]), key, count).view(local)
         return [bernoulli(bits, p, value.dtype) if draw == "bernoulli" else uniform(bits, value.dtype)]
 
     return Alone(kernel)
-
-
-class OneForEach:
-    """Numbers of the layers of a network that draw one for each sample, as stochastic depth does: all at once, since
-    each by itself is nothing but launches. `draw` is `bernoulli` or `uniform`; `samples` are those of this rank, by
-    their positions in a pass of `count` samples."""
-
-    def __init__(self, draw: str, dtype: torch.dtype, samples: Indices, count: int) -> None:
-        self._draw, self._dtype = draw, dtype
-        self._samples, self._count = samples, count
-        self._numbers: dict[tuple[int, float | None], int] = {}
-        self._drawn: tuple[Tensor, int, Tensor] | None = None
-        self._constants: Constants | None = None
-
-    def add(self, key: int, p: float | None) -> int:
-        """The number of a layer, by its key and its probability of a one."""
-        self._constants = None
-        return self._numbers.setdefault((key, p), len(self._numbers))
-
-    def __call__(self, context: StepContext, number: int) -> Tensor:
-        """The numbers of a layer in the current pass: [samples]."""
-        if self._drawn is None or self._drawn[0] is not context.keys or self._drawn[1] != len(self._numbers):
-            self._drawn = context.keys, len(self._numbers), self._all(context.keys_of(self._samples, self._count))
-        return self._drawn[2][number]
-
-    def _all(self, keys: Tensor) -> Tensor:
-        if self._constants is None:
-            rows = zip(*((key, 0 if p is None else threshold(p)) for key, p in self._numbers), strict=True)
-            self._constants = Constants(list(rows))
-        layers, thresholds = self._constants.like(keys)
-        bits = one_for_each(keys, layers)
-        return (bits < thresholds[:, None]).to(self._dtype) if self._draw == "bernoulli" else uniform(bits, self._dtype)
 
 
 def bernoulli(bits: Tensor, p: float, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ with equal results.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -39,17 +39,14 @@ def sample_keys(seed: int, step: int, samples: Sequence[int]) -> Tensor:
     return torch.from_numpy(keys.astype("<u8").view("<i4").reshape(-1, 2))
 
 
-def random_bits(keys: Tensor, layer: int, elements: int | Tensor) -> Tensor:
-    """Numbers uniform over all of int32, [samples, elements], for some elements of each sample: `keys` are those of
-    `sample_keys`, `layer` is that of `layer_key`, and `elements`, int32 [elements], are positions in the whole sample;
-    a number stands for so many from the first. The bits of an element depend on its position alone, not on which others
-    are asked for."""
-    if isinstance(elements, int):
-        elements = torch.arange(elements, dtype=torch.int32, device=keys.device)
-    counter = elements * STRIDE
-    bits = counter[None, :] + keys[:, :1]
-    bits = _mix(bits).bitwise_xor_(keys[:, 1:]).add_(layer)
-    return _mix(bits)
+def random_bits(keys: Tensor, layer: int, elements: int) -> Tensor:
+    """Numbers uniform over all of int32, [samples, elements], for the first elements of each sample: `keys` are those
+    of `sample_keys`, `layer` is that of `layer_key`. The bits of an element depend on its position alone, not on which
+    others are asked for."""
+    if _fused(keys):
+        bits: Tensor = torch.ops.convoy.random_bits(keys, layer, elements)
+        return bits
+    return _first_bits(keys, layer, elements)
 
 
 def drop(x: Tensor, keys: Tensor, layer: int, p: float, channels: bool = False, part: Tensor | None = None) -> Tensor:
@@ -66,15 +63,6 @@ def drop(x: Tensor, keys: Tensor, layer: int, p: float, channels: bool = False, 
     return _drop(x, keys, layer, p, channels, part)
 
 
-def one_for_each(keys: Tensor, layers: Tensor) -> Tensor:
-    """The `random_bits` of the first element of each sample, for many layers at once: int32 [layers, samples], from
-    keys int32 [samples, 2] and layers' keys int32 [layers]."""
-    if _fused(keys):
-        bits: Tensor = torch.ops.convoy.one_for_each(keys, layers)
-        return bits
-    return _one_for_each(keys, layers)
-
-
 def threshold(p: float) -> int:
     """The number that uniform int32 bits are below with probability `p`."""
     return min(int(p * 2**32), 2**32 - 1) - 2**31
@@ -86,28 +74,19 @@ def scale(p: float) -> float:
 
 
 def _fused(x: Tensor) -> bool:
-    """Whether one operation does it all: the hash is nothing but launches on a GPU, unless it is compiled."""
+    """Whether one operation does it all: the hash is some 25 launches on a GPU, unless it is compiled."""
     return x.device.type == "cuda" and not torch.compiler.is_compiling()
 
 
-torch.library.define(
-    "convoy::drop", "(Tensor x, Tensor keys, int layer, float p, bool channels, Tensor? part) -> Tensor"
-)
-torch.library.define("convoy::one_for_each", "(Tensor keys, Tensor layers) -> Tensor")
+def _define(name: str, schema: str, by_torch: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
+    def run(x: Tensor, *rest: Any) -> Tensor:
+        kernels = _kernels(x) if x.is_floating_point() or name == "random_bits" else None
+        result: Tensor = (by_torch if kernels is None else getattr(kernels, name))(x, *rest)
+        return result
 
-
-@torch.library.impl("convoy::drop", "default")
-def _drop_on_gpu(x: Tensor, keys: Tensor, layer: int, p: float, channels: bool, part: Tensor | None) -> Tensor:
-    kernels = _kernels(x) if x.is_floating_point() else None
-    result: Tensor = (_drop if kernels is None else kernels.drop)(x, keys, layer, p, channels, part)
-    return result
-
-
-@torch.library.impl("convoy::one_for_each", "default")
-def _one_for_each_on_gpu(keys: Tensor, layers: Tensor) -> Tensor:
-    kernels = _kernels(keys)
-    bits: Tensor = (_one_for_each if kernels is None else kernels.one_for_each)(keys, layers)
-    return bits
+    torch.library.define(f"convoy::{name}", schema)
+    torch.library.impl(f"convoy::{name}", "default", run)
+    torch.library.register_fake(f"convoy::{name}", fake)
 
 
 def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -121,25 +100,27 @@ def _drop_gradient(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.convoy.drop(gradient, keys, *ctx.options, part), None, None, None, None, None
 
 
-torch.library.register_autograd("convoy::drop", _drop_gradient, setup_context=_keep)
-torch.library.register_fake("convoy::drop", lambda x, *_: torch.empty_like(x))
-torch.library.register_fake("convoy::one_for_each", lambda keys, layers: keys.new_empty(len(layers), len(keys)))
-
-
 def _kernels(x: Tensor) -> ModuleType | None:
     return triton_kernels("random_kernels", "dropout", x)
 
 
 def _drop(x: Tensor, keys: Tensor, layer: int, p: float, channels: bool, part: Tensor | None) -> Tensor:
     shape = x.shape[:2] if channels else x.shape
-    bits = random_bits(keys, layer, shape[1:].numel() if part is None else part)
+    bits = _first_bits(keys, layer, shape[1:].numel()) if part is None else _bits(keys, layer, part)
     bits = bits.view(*shape, *[1] * (x.dim() - len(shape)))
     return x * ((bits >= threshold(p)).to(x.dtype) * scale(p))
 
 
-def _one_for_each(keys: Tensor, layers: Tensor) -> Tensor:
-    bits = _mix(keys[:, 0].clone()).bitwise_xor_(keys[:, 1])
-    return _mix(bits + layers[:, None])
+def _first_bits(keys: Tensor, layer: int, elements: int) -> Tensor:
+    return _bits(keys, layer, torch.arange(elements, dtype=torch.int32, device=keys.device))
+
+
+def _bits(keys: Tensor, layer: int, elements: Tensor) -> Tensor:
+    """The bits of elements at some positions in the whole sample, int32 [elements]."""
+    counter = elements * STRIDE
+    bits = counter[None, :] + keys[:, :1]
+    bits = _mix(bits).bitwise_xor_(keys[:, 1:]).add_(layer)
+    return _mix(bits)
 
 
 def _mix(bits: Tensor) -> Tensor:
@@ -158,3 +139,16 @@ def _signed(word: int) -> int:
 
 FIRST, SECOND = 0x7FEB352D, _signed(0x846CA68B)
 STRIDE = _signed(int(GOLDEN) >> 32)  # an int of Python: torch.compile must not see that it comes from a number of numpy
+_define(
+    "drop",
+    "(Tensor x, Tensor keys, int layer, float p, bool channels, Tensor? part) -> Tensor",
+    _drop,
+    lambda x, *_: torch.empty_like(x),
+)
+_define(
+    "random_bits",
+    "(Tensor keys, int layer, int elements) -> Tensor",
+    _first_bits,
+    lambda keys, _, elements: keys.new_empty(len(keys), elements),
+)
+torch.library.register_autograd("convoy::drop", _drop_gradient, setup_context=_keep)

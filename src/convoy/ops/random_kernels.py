@@ -53,16 +53,14 @@ def _drop(
     tl.store(y + at, tl.load(x + at, mask=there, other=0.0).to(dtype) * factor, mask=there)
 
 
-@triton.jit
-def _one_for_each(keys, layers, found, samples, width: tl.constexpr):
-    """Numbers of one layer: `found` [layers, samples]."""
-    layer = tl.program_id(0)
-    for first in range(0, samples, width):
-        sample = first + tl.arange(0, width)
-        there = sample < samples
-        bits = _mix(tl.load(keys + 2 * sample, mask=there, other=0))
-        bits ^= tl.load(keys + 2 * sample + 1, mask=there, other=0)
-        tl.store(found + layer * samples + sample, _mix(bits + tl.load(layers + layer)), mask=there)
+@triton.jit(do_not_specialize=["layer"])
+def _random_bits(keys, layer, found, count, blocks, width: tl.constexpr):
+    """A stretch of the first elements of a sample: `found` [samples, count]."""
+    sample = tl.program_id(0) // blocks
+    i = tl.program_id(0) % blocks * width + tl.arange(0, width)
+    bits = _mix(i * _STRIDE + tl.load(keys + 2 * sample))
+    bits = _mix((bits ^ tl.load(keys + 2 * sample + 1)) + layer)
+    tl.store(found + sample.to(tl.int64) * count + i, bits, mask=i < count)
 
 
 def try_out(device: torch.device) -> None:
@@ -94,13 +92,14 @@ def drop(x: Tensor, keys: Tensor, layer: int, p: float, channels: bool, part: Te
     return y
 
 
-def one_for_each(keys: Tensor, layers: Tensor) -> Tensor:
-    """`convoy::one_for_each`."""
-    bits = keys.new_empty(len(layers), len(keys))
+def random_bits(keys: Tensor, layer: int, elements: int) -> Tensor:
+    """`convoy::random_bits`."""
+    bits = keys.new_empty(len(keys), elements)
     if bits.numel():
-        width = min(BLOCK, triton.next_power_of_2(len(keys)))
+        width = min(BLOCK, triton.next_power_of_2(elements))
+        blocks = triton.cdiv(elements, width)
         with on_its_gpu(keys):
-            _one_for_each[(len(layers),)](keys, layers, bits, len(keys), width=width)
+            _random_bits[(len(keys) * blocks,)](keys, layer, bits, elements, blocks, width=width)
     return bits
 
 

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from convoy.graph.graph import Recognized, TorchCall
 from convoy.ops.kernel import Kernel, Site, as_called
+from convoy.ops.layouts import Follow, by_dim
 from convoy.ops.operation import Operation
-from convoy.plans.layout import Layout
+from convoy.plans.layout import Split
 from convoy.plans.place import Placed, Situation
 
 
@@ -35,23 +36,16 @@ def _reduce(call: TorchCall) -> Recognized | None:
 
 def place(situation: Situation) -> Placed:
     """Sums and means over a divided dimension are partial sums; a maximum needs it whole."""
-    call = situation.call
-    source, output = call.attributes["input"], call.outputs[0]
-    layout = situation.given.get(source, Layout())
-    is_linear = call.attributes["function"] in ("mean", "sum")
-    dims = call.attributes["dims"]
-    input_splits = {dim: split for dim, split in layout.splits if is_linear or dim not in dims}
-    partial = set(layout.partial) if is_linear else set()
-    input_layout = Layout.of(input_splits, partial)
-    output_splits = {}
-    for dim, split in input_splits.items():
+    attributes = situation.call.attributes
+    function, dims = attributes["function"], attributes["dims"]
+    is_linear = function in ("mean", "sum")
+
+    def follow(dim: int, split: Split) -> Follow:
         if dim in dims:
-            partial |= set(split.axes)
-        else:
-            output_splits[dim if call.attributes["keepdim"] else dim - sum(d < dim for d in dims)] = split
-    is_gathered = len(input_splits) < len(layout.splits)
-    note = f"{call.attributes['function']} over a divided dimension: it is whole" if is_gathered else ""
-    return Placed({source: input_layout}, {output: Layout.of(output_splits, partial)}, note)
+            return (split, None) if is_linear else f"{function} over a divided dimension: it is whole"
+        return split, (dim if attributes["keepdim"] else dim - sum(d < dim for d in dims), split)
+
+    return by_dim(situation, follow, is_linear)
 
 
 def _build(site: Site) -> Kernel:

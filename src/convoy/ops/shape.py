@@ -8,6 +8,7 @@ from torch import Tensor
 
 from convoy.graph.graph import Recognized, TorchCall, flat
 from convoy.ops.kernel import Kernel, Site
+from convoy.ops.layouts import by_dim
 from convoy.ops.operation import Operation
 from convoy.plans.layout import Indices, Layout, Split, indices
 from convoy.plans.place import Placed, Situation
@@ -77,12 +78,8 @@ def _place_identity(situation: Situation) -> Placed:
 
 def _place_permute(situation: Situation) -> Placed:
     """Splits go with their dimensions."""
-    call = situation.call
-    source = call.attributes["input"]
-    layout = situation.given.get(source, Layout())
-    order = tuple(call.attributes["order"])
-    result_layout = Layout.of({order.index(dim): split for dim, split in layout.splits}, layout.partial)
-    return Placed({source: layout}, {call.outputs[0]: result_layout})
+    order = situation.call.attributes["order"]
+    return by_dim(situation, lambda dim, split: (split, (order.index(dim), split)), linear=True)
 
 
 def _place_reshape(situation: Situation) -> Placed:
@@ -140,8 +137,9 @@ def _merge(situation: Situation, shape: tuple[int, ...], dims: list[int], splits
 
 def _flattened(parts: list[Indices], sizes: list[int]) -> Indices:
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    if all(len(part) == size for part, size in zip(parts[1:], sizes[1:], strict=True)) and isinstance(parts[0], range):
-        return range(parts[0].start * strides[0], parts[0].stop * strides[0]) if len(parts[0]) else range(0)
+    first, *rest = parts
+    if isinstance(first, range) and rest == [range(size) for size in sizes[1:]]:
+        return range(first.start * strides[0], first.stop * strides[0]) if len(first) else range(0)
     return indices(
         sum(index * stride for index, stride in zip(place, strides, strict=True)) for place in itertools.product(*parts)
     )

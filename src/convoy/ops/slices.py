@@ -8,7 +8,7 @@ from torch import Tensor
 
 from convoy.graph.graph import Recognized, Ref, TorchCall
 from convoy.ops.kernel import Kernel, Site, taking
-from convoy.ops.layouts import agreed, even
+from convoy.ops.layouts import Follow, agreed, by_dim, even
 from convoy.ops.operation import Operation
 from convoy.plans.layout import Indices, Layout, Split, consecutive, indices
 from convoy.plans.place import Placed, Situation
@@ -117,24 +117,16 @@ def _one(call: TorchCall) -> Recognized | None:
 
 def _place_range(situation: Situation) -> Placed:
     """Nothing is sent; a dimension from which a single index is selected is asked for whole."""
-    call = situation.call
-    source, output = call.attributes["input"], call.outputs[0]
-    layout = situation.given.get(source, Layout())
-    ranges = call.attributes["ranges"]
-    input_splits: dict[int, Split] = {}
-    output_splits: dict[int, Split] = {}
-    out_dim = 0
-    for dim, selection in enumerate(ranges):
-        if isinstance(selection, int):
-            continue
-        split = layout.split(dim)
-        if split is not None:
-            input_splits[dim] = split
-            output_splits[out_dim] = Split(split.axes, tuple(within(part, range(*selection)) for part in split.parts))
-        out_dim += 1
-    is_gathered = len(input_splits) < len(layout.splits)
-    note = "one index of a divided dimension: it is whole" if is_gathered else ""
-    return Placed({source: Layout.of(input_splits)}, {output: Layout.of(output_splits)}, note)
+    ranges = situation.call.attributes["ranges"]
+
+    def follow(dim: int, split: Split) -> Follow:
+        if isinstance(ranges[dim], int):
+            return "one index of a divided dimension: it is whole"
+        out_dim = sum(not isinstance(selection, int) for selection in ranges[:dim])
+        parts = tuple(within(part, range(*ranges[dim])) for part in split.parts)
+        return split, (out_dim, Split(split.axes, parts))
+
+    return by_dim(situation, follow)
 
 
 def within(part: Indices, chosen: range) -> Indices:

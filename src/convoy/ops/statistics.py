@@ -23,26 +23,35 @@ from convoy.plans.mesh import Axes
 
 
 @dataclass(frozen=True)
-class Following:
-    """Running mean and variance, [channels] each, which a pass updates."""
-
-    mean: Tensor
-    var: Tensor
-    momentum: float | None  # weight of the new term; None for 1 by the number of terms
-    count: Tensor | None = None  # the number of terms, with the new one
-
-
-@dataclass(frozen=True)
 class Running:
-    """The buffers of one layer, on this rank."""
+    """The running statistics of one layer, on this rank."""
 
-    name: str  # of the running mean; calls that share the buffers share the name
     mean: Tensor  # [channels]
     var: Tensor  # [channels]
-    # number of terms so far, with those that are still to be applied; None where the layer does not count
-    count: Tensor | None
     momentum: float | None  # weight of a term; None weighs all terms equally
+    # number of terms so far, with those that are still to be applied; None where the layer does not count
+    count: Tensor | None = None
+    name: str = ""  # of the running mean; calls that share the buffers share the name
     axes: Axes = ()  # mesh axes over which the layer's samples are divided
+
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor, float | None, Tensor | None]:
+        return self.mean, self.var, self.momentum, self.count
+
+    @property
+    def weight(self) -> float:
+        """The weight of the last term; the host of a GPU waits for that of a layer without momentum."""
+        return 1.0 / float(self.count) if self.momentum is None else self.momentum  # type: ignore[arg-type]
+
+    def follow(self, terms: Tensor) -> None:
+        """Apply terms in their order: mean and unbiased variance, [terms, 2, channels], already counted."""
+        if self.mean.is_cuda:
+            follow_at_once(self, terms)
+            return
+        before = 0 if self.momentum is not None else int(self.count) - len(terms)  # type: ignore[arg-type]
+        for number, term in enumerate(terms):
+            weight = 1.0 / (before + number + 1) if self.momentum is None else self.momentum
+            add_term([self.mean, self.var], term.unbind(0), [weight] * 2)
 
 
 # for every pass and each microbatch on all ranks: its first sample's position in the global batch, and its rank
@@ -281,3 +290,17 @@ def add_term(running: list[Tensor], term: list[Tensor] | tuple[Tensor, ...], wei
     at the end of a vector than in its middle, and so depend on how the channels are divided."""
     torch._foreach_mul_(running, [1.0 - weight for weight in weights])
     torch._foreach_add_(running, torch._foreach_mul(term, weights))
+
+
+def follow_at_once(running: Running, terms: Tensor) -> None:
+    """Apply terms in a few launches: their sum with the weights that one update after the other gives them."""
+    number, buffers = len(terms), [running.mean, running.var]
+    if running.momentum is None:
+        assert running.count is not None
+        for buffer, term in zip(buffers, terms.mean(0).unbind(0), strict=True):
+            buffer.lerp_(term.to(buffer.dtype), (number / running.count.to(terms.dtype)).to(buffer.dtype))
+        return
+    exponents = torch.arange(number - 1, -1, -1, device=terms.device, dtype=terms.dtype)
+    weights = running.momentum * (1.0 - running.momentum) ** exponents
+    torch._foreach_mul_(buffers, (1.0 - running.momentum) ** number)
+    torch._foreach_add_(buffers, (terms * weights[:, None, None]).sum(0).unbind(0))

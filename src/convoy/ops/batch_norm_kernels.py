@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Triton kernels of `ops/microbatch_norm.py` and `ops/shared_batch_norm.py`.
+"""Batch norm by Triton kernels: the four functions of `batch_norm_torch.py`, of all microbatches at once.
 
 An activation is [samples, channels, positions], with the channels innermost in memory (`inner`) or the positions. The
 numbers of a channel in a microbatch are its rows; a program computes a stretch of rows of some channels, `height` times
@@ -19,8 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from convoy.ops.batch_norm_torch import Norm, Saved, combined
 from convoy.ops.constants import Constants
 from convoy.ops.gpu import Launch, counters
+from convoy.ops.statistics import Running
 
 PROGRAMS = 1024  # about as many as fill a GPU several times
 TILE = 2048  # numbers that a program holds at a time
@@ -148,15 +150,6 @@ def _moments(
             if _is_last(counters, splits, groups, groups, groups):
                 all_count, all_mean, all_square = _combined(at, groups, 3 * channels, c, channels, lanes, width, dtype)
                 _store_moments(moments + m * 3 * channels, all_count, all_mean, all_square, c, channels)
-
-
-@triton.jit(do_not_specialize=UNLIKE)
-def _combine(
-    parts, moments, number, stride, channels, lanes: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    c = tl.program_id(0) * width + tl.arange(0, width)
-    count, mean, square = _combined(parts, number, stride, c, channels, lanes, width, dtype)
-    _store_moments(moments, count, mean, square, c, channels)
 
 
 @triton.jit
@@ -387,13 +380,14 @@ def try_out(device: torch.device) -> None:
     """Launch the kernels of a layer forward and backward."""
     x = torch.zeros(4, 64, 8, 8, device=device, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
     sizes = (2, 2)
-    y, statistics, _ = normalize(x, moments(x, sizes), *(None,) * 7, sizes, 1.0, True)
-    sums, _, _, dy = gradient_sums(y, x, y, None, None, statistics, sizes, True)
-    input_gradient(dy, x, None, None, statistics, sums, sizes, None, False, True)
+    y, statistics, _ = normalize(x, moments(x, sizes), Norm(None, None, None, 1.0, True), None, sizes)
+    saved = Saved(x, y, None, None, statistics, sizes, False)
+    sums, _, _, dy = gradient_sums(y, saved)
+    input_gradient(dy, saved, sums, None)
 
 
 def moments(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Count, mean and sum of squared deviations: [microbatches, 3, channels]."""
+    """As in `batch_norm_torch`."""
     work = _of(x, sizes)
     partial, result = work.empty(work.microbatches, work.splits + work.groups, 3), work.empty(work.microbatches, 3)
     tensors = x, work.starts(x), counters(x, work.counters), partial, result
@@ -402,68 +396,50 @@ def moments(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def normalize(
-    x: Tensor,
-    moments: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    count: Tensor | None,
-    momentum: float | None,
-    sizes: Sequence[int],
-    eps: float,
-    relu: bool,
-    terms: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The result; mean and 1 / √(variance + eps), [microbatches, 2, channels]; mean and unbiased variance, if wanted.
-    `moments` are [microbatches, 3, channels], or those of the parts of one microbatch on several ranks, of which this
-    one's, `x`, may be empty. The running statistics are updated where there is one microbatch."""
+    x: Tensor, moments: Tensor, norm: Norm, running: Running | None, sizes: Sequence[int], wants_terms: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As in `batch_norm_torch`."""
     work, parts = _of(x, sizes), len(moments) if len(sizes) == 1 else 1
     if parts > MANY:
-        combined = work.empty(1, 3)
-        numbers = parts, moments.stride(0), work.channels, work.lanes, work.width, work.type
-        work.launch(_combine, work.many_grid[1:], (moments, combined), *numbers)
-        moments, parts = combined, 1
+        moments, parts = combined(moments), 1
     y, statistics = torch.empty_like(x), work.empty(work.microbatches, 2)
-    new_terms = work.empty(work.microbatches, 2) if terms else None
-    count_or_momentum = (count, 0.0) if momentum is None else (None, momentum)
-    tensors = x, moments, weight, bias, residual, running_mean, running_var, count_or_momentum[0], work.starts(x), y
+    terms = work.empty(work.microbatches, 2) if wants_terms else None
+    mean, var, momentum, count = (None, None, 0.0, None) if running is None else running.buffers
+    tensors = x, moments, *norm[:3], mean, var, None if momentum is not None else count, work.starts(x), y
     lanes = min(work.lanes, triton.next_power_of_2(parts))
-    numbers = *work.writing, parts, moments.stride(0), eps, count_or_momentum[1], relu, *work.tile, lanes, work.type
-    work.launch(_normalize, work.many_grid, (*tensors, statistics, new_terms), *numbers)
-    return y, statistics, new_terms
+    settings = norm.eps, momentum or 0.0, norm.relu, *work.tile, lanes, work.type
+    numbers = *work.writing, parts, moments.stride(0), *settings
+    work.launch(_normalize, work.many_grid, (*tensors, statistics, terms), *numbers)
+    return y, statistics, statistics.new_empty(0) if terms is None else terms
 
 
-def gradient_sums(
-    gradient: Tensor, x: Tensor, y: Tensor | None, weight: Tensor | None, bias: Tensor | None, statistics: Tensor,
-    sizes: Sequence[int], relu: bool, apart: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """For each microbatch the sums of dy and of dy · x̂, [microbatches, 2, channels]; those of a single one also by
-    themselves, if wanted; where the result of a ReLU is given, the gradient behind it."""
+def gradient_sums(gradient: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As in `batch_norm_torch`."""
+    x, y, weight, bias, statistics, sizes, relu = saved
     work = _of(x, sizes)
     partial = work.empty(work.microbatches, work.splits + work.groups, 2)
-    sums, shift, slope = work.empty(work.microbatches, 2), *_if(apart, work)
+    sums, apart = work.empty(work.microbatches, 2), _if(len(sizes) == 1, work)
     masked = None if y is None else torch.empty_like(gradient)
     tensors = gradient, x, y, weight, bias, statistics, work.starts(x), counters(x, work.counters), partial, sums
     numbers = *work.summing, relu, *work.tile, work.lanes, work.type
-    work.launch(_gradient_sums, work.grid, (*tensors, shift, slope, masked), *numbers)
-    return sums, shift, slope, masked
+    work.launch(_gradient_sums, work.grid, (*tensors, *apart, masked), *numbers)
+    return sums, *_or_nothing(sums, *apart), gradient.new_empty(0) if masked is None else masked
 
 
-def input_gradient(
-    gradient: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, sums: Tensor,
-    sizes: Sequence[int], number: int | None, relu: bool, whole: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """dx from these sums, over `number` numbers of each channel if that is not what the microbatch has; if wanted, the
-    sums over all microbatches, [channels] each."""
+def input_gradient(gradient: Tensor, saved: Saved, sums: Tensor, total: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """As in `batch_norm_torch`."""
+    x, _, weight, bias, statistics, sizes, relu = saved
     work = _of(x, sizes)
-    dx, shift, slope = torch.empty_like(x), *_if(whole, work)
-    tensors = gradient, x, weight, bias, statistics, sums, work.starts(x), dx, shift, slope
-    numbers = number, work.microbatches, *work.writing, relu, *work.tile, work.type
+    dx, whole = torch.empty_like(x), _if(len(sizes) > 1, work)
+    tensors = gradient, x, weight, bias, statistics, sums, work.starts(x), dx, *whole
+    numbers = total, work.microbatches, *work.writing, relu, *work.tile, work.type
     work.launch(_input_gradient, work.many_grid, tensors, *numbers)
-    return dx, shift, slope
+    return dx, *_or_nothing(sums, *whole)
 
 
 def _if(wanted: bool, work: _Work) -> tuple[Tensor | None, Tensor | None]:
     return (work.empty(), work.empty()) if wanted else (None, None)
+
+
+def _or_nothing(x: Tensor, *results: Tensor | None) -> list[Tensor]:
+    return [x.new_empty(0) if result is None else result for result in results]
