@@ -112,7 +112,7 @@ def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int =
         measured.append((tensors * numel * 4, tensors, median(one.device for one in spent)))
         issued.append((tensors, median(one.host for one in spent)))
     held = memory_of_updates(make)
-    update = Update.fit(measured, state=held.state, divisible=held.divisible)
+    update = Update.fit(measured, state=held.state)
     host, host_per_tensor = issuing(issued)
     return replace(update, host=host, host_per_tensor=host_per_tensor)
 

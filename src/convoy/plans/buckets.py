@@ -11,10 +11,6 @@ import torch
 
 from convoy.plans.mesh import Axes
 
-# Bytes of large gradients from which on a CPU gains by dividing the update over the ranks that have the same
-# parameters: 244 MB (AlexNet) do, 45 MB do not
-WORTH_DIVIDING = 64 * 2**20
-
 
 @dataclass(frozen=True)
 class Sizes:

@@ -40,9 +40,6 @@ class Additive:
     def __init__(self, costs: Costs, graph: Graph, passes: int = 1) -> None:
         self.costs, self.graph, self.passes = costs, graph, passes
         self._sizes = costs.message_sizes
-        whole = [prod(value.shape) * value.dtype.itemsize for value in graph.parameters()]
-        large = sum(size for size in whole if size >= self._sizes.alone)
-        self._divides = costs.on_cpu and costs.update.divides(large)
         self._known: dict[LocalOp, Times] = {}
         self._copies: dict[tuple[object, ...], float] = {}
         self._links: dict[tuple[Mesh, Axes], Link] = {}
@@ -93,12 +90,10 @@ class Additive:
 
     def parameter(self, parameter: Value, layout: Layout, mesh: Mesh) -> OfParameter:
         held = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
-        divided = self._divides and held >= self._sizes.alone
-        updated = held // mesh.size(tuple(layout.copied)) if divided else held
         update = self.costs.update
-        seconds = self._gradient(held, layout, mesh) + (update.per_tensor + update.per_byte * updated)
+        seconds = self._gradient(held, layout, mesh) + (update.per_tensor + update.per_byte * held)
         adding = self._times(copied(held, 2)).forward if held else 0.0
-        return OfParameter(seconds, adding, 2 * held + update.state * updated)
+        return OfParameter(seconds, adding, 2 * held + update.state * held)
 
     def _gradient(self, size: int, layout: Layout, mesh: Mesh) -> float:
         """Seconds that the exchange of a parameter's gradient over its `copied` axes delays the update."""
@@ -109,9 +104,6 @@ class Additive:
         if size < self._sizes.alone:  # it travels with others, of whose message it pays its part
             seconds = link.all_reduce(self._sizes.bucket) * size / self._sizes.bucket
             copies = 2 * self._times(copied(size)).forward
-        elif self._divides:
-            sent = size - size // mesh.size(axes)
-            seconds, copies = link.seconds("reduce_scatter", sent) + link.seconds("gather", sent), 0.0
         else:
             seconds, copies = link.all_reduce(size), 0.0
         if link.overlap:

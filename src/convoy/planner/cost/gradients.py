@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from convoy.planner.cost.link import Message
-from convoy.plans.buckets import WORTH_DIVIDING, Item, Sizes, plan_buckets
+from convoy.plans.buckets import Item, Sizes, plan_buckets
 from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
@@ -22,9 +22,6 @@ class Update:
     per_tensor: float = 0.0
     fixed: float = 0.0  # with whatever else is done once in an update
     state: float = 1.0  # bytes of state for each byte of a parameter: 1 for a momentum, 2 for Adam's two averages
-    # treats each number by itself, so that ranks on CPUs with the same parameters may divide the update of large ones
-    # (`engine/gradients/sharded.py`)
-    divisible: bool = False
     host: float = 0.0  # for the host to issue it once, with whatever else it does once in an update
     host_per_tensor: float = 0.0
 
@@ -35,16 +32,12 @@ class Update:
     def issuing(self, tensors: int) -> float:
         return self.host + self.host_per_tensor * tensors
 
-    def divides(self, large: int) -> bool:
-        """Whether ranks that have `large` bytes of large gradients in common divide their update."""
-        return self.divisible and large >= WORTH_DIVIDING
-
     @staticmethod
-    def fit(measured: Sequence[tuple[int, int, float]], *, state: float = 1.0, divisible: bool = False) -> "Update":
+    def fit(measured: Sequence[tuple[int, int, float]], *, state: float = 1.0) -> "Update":
         """From measured updates: bytes of the parameters, how many they are, and seconds. The rates for a byte and for
         a tensor are the least squares of relative errors."""
         rows = [(num_bytes / seconds, tensors / seconds) for num_bytes, tensors, seconds in measured if seconds > 0]
-        return Update(*least_squares(rows, [1.0] * len(rows)), state=state, divisible=divisible)
+        return Update(*least_squares(rows, [1.0] * len(rows)), state=state)
 
 
 def issuing(measured: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -73,7 +66,6 @@ class GradientMessage(Message):
     parameters: tuple[str, ...]  # none in a message that only counts users
     # bytes that each rank copies into it and out of it again; 0 where the gradient itself is sent
     copied: tuple[int, ...]
-    gathered: tuple[int, ...] = ()  # bytes of the pieces to gather after the update, where ranks divide it
 
     @property
     def name(self) -> str:
@@ -83,49 +75,37 @@ class GradientMessage(Message):
 
 @dataclass(frozen=True)
 class Exchange:
-    """How the gradients of a step are added, and what each rank updates."""
+    """How the gradients of a step are added."""
 
     messages: tuple[GradientMessage, ...]  # in the order in which they are sent
     held: tuple[int, ...]  # bytes of parameters of each rank
-    updated: tuple[int, ...]  # bytes of them that each rank updates
     tensors: int  # number of parameters
 
 
-def exchange(placement: Placement, order: Sequence[str], update: Update, sizes: Sizes, on_cpu: bool = True) -> Exchange:
+def exchange(placement: Placement, order: Sequence[str], sizes: Sizes) -> Exchange:
     """The messages of `convoy.engine.gradients.GradientReducer`. `order` names the parameters that ranks hold, as their
-    gradients become ready. Only CPUs divide an update for speed."""
+    gradients become ready."""
     graph, mesh = placement.graph, placement.mesh
     held = held_bytes(placement, order)
     names = [name for name in order if (axes := gradient_axes(placement, name)) and mesh.size(axes) > 1]
-    device = torch.device("cpu" if on_cpu else "cuda")
     items = []
     for name in names:
         dtype = graph.values[name].dtype
-        items.append(Item(gradient_axes(placement, name), dtype, device, max(held[name]) // dtype.itemsize))
-    large = sum(item.bytes for item in items if item.bytes >= sizes.alone)
-    divided = on_cpu and update.divides(large)
+        items.append(
+            Item(gradient_axes(placement, name), dtype, torch.device("meta"), max(held[name]) // dtype.itemsize)
+        )
     layers = _layers(placement)
     messages = []
-    shared: dict[str, int] = {}
     for bucket in plan_buckets(items, range(len(items)), sizes):
         members = tuple(names[member] for member in bucket.members)
         itemsize = items[(bucket.members or bucket.tally)[0]].dtype.itemsize
         layer = layers.get(members[0], "") if members else ""
         by_rank = tuple(sum(held[name][rank] for name in members) for rank in range(mesh.num_devices))
-        zeros = (0,) * len(by_rank)
-        if bucket.alone and divided:
-            shared[members[0]] = mesh.size(bucket.axes)
-            pieces = tuple(size - size // mesh.size(bucket.axes) for size in by_rank)
-            message = GradientMessage(bucket.axes, "reduce_scatter", pieces, layer, members, zeros, pieces)
-        else:
-            sent = tuple(size + len(bucket.tally) * itemsize for size in by_rank)
-            copies = zeros if bucket.alone else by_rank
-            message = GradientMessage(bucket.axes, "all_reduce", sent, layer, members, copies)
-        messages.append(message)
-    ranks = range(mesh.num_devices)
-    whole = tuple(sum(row[rank] for row in held.values()) for rank in ranks)
-    updated = tuple(sum(row[rank] // shared.get(name, 1) for name, row in held.items()) for rank in ranks)
-    return Exchange(tuple(messages), whole, updated, len(held))
+        sent = tuple(size + len(bucket.tally) * itemsize for size in by_rank)
+        copies = (0,) * len(by_rank) if bucket.alone else by_rank
+        messages.append(GradientMessage(bucket.axes, "all_reduce", sent, layer, members, copies))
+    whole = tuple(sum(row[rank] for row in held.values()) for rank in range(mesh.num_devices))
+    return Exchange(tuple(messages), whole, len(held))
 
 
 def _layers(placement: Placement) -> dict[str, str]:

@@ -16,10 +16,9 @@ from convoy.errors import ConvoyError
 from convoy.hardware.catalog import Hop, link_named, links
 from convoy.plans.mesh import Axes, Mesh
 
-# `all_reduce` is by bytes of the tensor that each rank has, the others by the bytes that the rank sends to others that
-# sends most: `exchange` gives activations in new tensors, `reduce_scatter` and `gather` are the two halves of adding a
-# gradient in place, the first with its additions
-Collective = Literal["all_reduce", "exchange", "reduce_scatter", "gather"]
+# `all_reduce` is by bytes of the tensor that each rank has, `exchange`, which gives activations in new tensors, by the
+# bytes that the rank sends to others that sends most
+Collective = Literal["all_reduce", "exchange"]
 
 Ranks = tuple[int, ...]
 
@@ -86,17 +85,13 @@ class Link:
     # data by itself, 1 where moving them takes the core that computes. NCCL's kernels run on some of a GPU's
     # processors, which others then lack.
     cpu_share: float = 0.0
-    reduce_scatter: Curve | None = None  # None: as slow as an exchange; likewise `gather`
-    gather: Curve | None = None
     host: float = 0.0  # for the host to issue a collective; 0 where it is the device
 
     def seconds(self, kind: Collective, num_bytes: float) -> float:
-        curve: Curve | None = getattr(self, kind)
-        return (curve or self.exchange)(num_bytes)
+        return (self.all_reduce if kind == "all_reduce" else self.exchange)(num_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        curves: dict[str, Curve | None] = {kind: getattr(self, kind) for kind in get_args(Collective)}
-        points = {kind: [list(point) for point in curve.points] for kind, curve in curves.items() if curve}
+        points = {kind: [list(point) for point in getattr(self, kind).points] for kind in get_args(Collective)}
         host = {"host": self.host} if self.host else {}
         return {**points, "overlap": self.overlap, "cpu_share": self.cpu_share, **host}
 
@@ -106,7 +101,6 @@ class Link:
         curves: dict[str, Curve] = {
             kind: Curve(tuple((int(size), float(seconds)) for size, seconds in document[kind]))
             for kind in get_args(Collective)
-            if kind in document or kind in ("all_reduce", "exchange")
         }
         host = float(document.get("host", 0.0))
         return Link(overlap=bool(document["overlap"]), cpu_share=float(document["cpu_share"]), host=host, **curves)

@@ -78,7 +78,7 @@ def _of_part(
                 memory.gradients + max((local_bytes(placement, name, rank) for name in weights), default=0),
                 memory.buffers,
                 max(memory.activations, passes * sum(local_bytes(placement, name, rank) for name in later)),
-                int(costs.update.state * sent.updated[rank]),
+                int(costs.update.state * sent.held[rank]),
                 messages,
                 max((workspace(one, placement, rank) for one in placement.calls if costs.on_cpu), default=0),
             ),
@@ -126,7 +126,7 @@ def gradient_exchange(placement: Placement, costs: Costs) -> Exchange:
     """The exchange of a step whose gradients become ready last parameter first; of a stage, with those that it has."""
     names = [value.name for value in placement.graph.parameters()]
     order = [name for name in names if name in placement.layouts or not placement.is_part][::-1]
-    return exchange(placement, order, costs.update, costs.message_sizes, costs.on_cpu)
+    return exchange(placement, order, costs.message_sizes)
 
 
 def predict(placement: Placement, costs: Costs, passes: int = 1, staging: Staging | None = None) -> Timeline:

@@ -50,7 +50,7 @@ class _Stage:
         names = dict.fromkeys(name for item in backward for name in item.parameters)
         unused = (v.name for v in placement.graph.parameters() if v.name in placement.layouts or not placement.is_part)
         order = [*names, *(name for name in unused if name not in names)]
-        self.exchange = exchange(placement, order, costs.update, costs.message_sizes, costs.on_cpu)
+        self.exchange = exchange(placement, order, costs.message_sizes)
         # in the order in which the gradients of their parameters are complete
         self.ready = sorted(backward, key=lambda item: item.postponed > 0) if postpones else backward
         # By place in there, the messages that are sent then: in their order, each with all that is in it. Those of
@@ -75,7 +75,7 @@ class _Stage:
             tuple(id(item.local_ops[rank]) for item in self.items),
             tuple(m.bytes[rank] for item in self.items for m in (*item.forward, *item.backward)),
             tuple((m.bytes[rank], m.copied[rank]) for m in messages),
-            self.exchange.updated[rank],
+            self.exchange.held[rank],
         )
 
 
@@ -358,10 +358,6 @@ class _Builder:
         for message in running_statistics(self.stage.placement, self.costs.batch_norm):
             self._collective(message, "transfers", "", "running statistics")
         for rank in self.ranks:
-            seconds = update.seconds(exchange.updated[rank], exchange.tensors)
+            seconds = update.seconds(exchange.held[rank], exchange.tensors)
             self._compute(rank, "update", "", "optimizer", seconds, update.issuing(exchange.tensors))
             self._compute(rank, "around", "", ENGINE, update.fixed)
-        for sent in exchange.messages:
-            if sent.gathered:
-                gathered = Message(sent.axes, "gather", sent.gathered)
-                self._collective(gathered, "gradients", sent.layer, sent.name)
