@@ -32,7 +32,7 @@ def by_flops(op: LocalOp) -> Times:
 COSTS = Costs(
     by_flops,
     Links({(0, 1): LINK}),
-    Update(1e-9, 1e-6, 1e-4, divisible=True),
+    Update(1e-9, 1e-6, 1e-4),
     input=HostCost(per_sample=1.0),
     loss=HostCost(1e-3),
     per_transfer=Times(1e-6, 2e-6),

@@ -123,7 +123,7 @@ def messages(plan: str) -> tuple[list[Any], ...]:
                 (one.bytes[network.groups.rank] - sum(held[name] for name in one.parameters)) // 4,
                 not any(one.copied) and bool(one.parameters),
             )
-            for one in exchange(placement, ready, Update(), Costs(ROOFLINE).message_sizes).messages
+            for one in exchange(placement, ready, Costs(ROOFLINE).message_sizes).messages
         ]
 
     backward = [name for item in reversed(program(placement)) for name in item.parameters]
@@ -228,20 +228,6 @@ def test_memory_is_that_of_the_plan_with_state_messages_and_what_kernels_hold() 
     net = chain((4, 8, 6, 6), a=nn.Conv2d(8, 16, 3, padding=1), b=nn.Conv2d(16, 64, 1))
     for plan, held in (("serial", 2 * 16 * 8 * 9 * 4), ("filter=2", 16 * 8 * 9 * 4)):
         assert rank_memory(placed(net, plan), summed())[0].workspace == held
-
-
-def test_large_updates_and_their_state_are_divided_where_that_is_worth_it() -> None:
-    graph = chain((2, 4096), a=nn.Linear(4096, 4200, device="meta"))
-    placement, weight, bias = placed(graph, "sample=2"), 4096 * 4200 * 4, 4200 * 4
-    for divisible in (True, False):
-        costs = Costs(layers_only, links(), Update(1e-9, state=1.0, divisible=divisible))
-        share = weight // 2 if divisible else weight
-        sent = [task.num_bytes for task in gradients(step_tasks(placement, costs)) if task.num_bytes > 1e6]
-        assert sent == ([weight // 2] * 2 if divisible else [max(sent)]) and max(sent) >= share
-        assert predict(placement, costs).by_kind()["update"] == pytest.approx((share + bias) * 1e-9)
-        assert rank_memory(placement, costs)[0].optimizer == share + bias
-        of_weight = graph.values["a.weight"], placement.layouts["a.weight"], placement.mesh
-        assert Additive(costs, graph).parameter(*of_weight).held == 2 * weight + share
 
 
 def call_of(graph: Graph, plan: str, op: str, **options: Any) -> tuple[Placement, Any, Any]:
