@@ -55,9 +55,11 @@ def test_gloo_talks_where_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "GLOO_SOCKET_IFNAME" not in several
     with pytest.raises(ConvoyError, match=r"where other hosts cannot reach it: .* --interface"):
         interfaces.meeting_address("node1", alone=False)
-    chosen = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "eth1"}
+    chosen = {"MASTER_ADDR": "node1", "GLOO_SOCKET_IFNAME": "lo"}
     choose_interface(1, chosen)
-    assert chosen["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert chosen["GLOO_SOCKET_IFNAME"] == "lo"
+    with pytest.raises(ConvoyError, match=r"GLOO_SOCKET_IFNAME names eth9: unset it, or name one of lo"):
+        choose_interface(1, chosen | {"GLOO_SOCKET_IFNAME": "eth9"})
 
 
 def join_by_variables(port: int) -> set[tuple[str, int]]:

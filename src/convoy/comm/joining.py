@@ -95,7 +95,10 @@ def board(store: Store, name: str, timeout: timedelta, patience_s: float) -> Fil
 def choose_interface(num_ranks: int, environment: MutableMapping[str, str] = os.environ) -> None:
     """Have gloo and NCCL talk on the network on which the ranks meet, unless an interface was chosen. By itself gloo
     takes the one that this host's name belongs to, which others may not reach."""
-    if interfaces.VARIABLES[0] in environment:
+    chosen, known = environment.get(interfaces.VARIABLES[0]), interfaces.names()
+    if chosen is not None:
+        if not set(chosen.split(",")) & set(known):
+            raise ConvoyError(f"{interfaces.VARIABLES[0]} names {chosen}: unset it, or name one of {', '.join(known)}")
         return
     host = environment.get("MASTER_ADDR", "127.0.0.1")
     address = interfaces.towards(host)
