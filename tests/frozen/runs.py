@@ -14,8 +14,9 @@ RUNS = {
     "sample=2": "lenet --reproducible --set data.augment.crop=pad --plan sample=2",
     "shares 3,1": "cifar-quick --reproducible --devices 2 --shares 3,1 --set data.augment.flip=true",
     "dropout": "frozen.nets:Small --reproducible --plan sample=2 --set ema.decay=0.9 --set clip_norm=1",
-    "microbatches in stages": "frozen.nets:Small --plan stage=2 --set optimizer.name=adamw",
-    "batch norm sync": "frozen.nets:Small --plan filter=2 --batch-norm sync --set loss.label_smoothing=0.1",
+    "microbatches in stages": "frozen.nets:Small --plan stage=2 --set optimizer.name=adamw --set optimizer.fused=false",
+    "batch norm sync": "frozen.nets:Small --plan filter=2 --batch-norm sync --set loss.label_smoothing=0.1 "
+    "--set optimizer.fused=false",
 }
 SAME = ("serial", "sample=2")
 """Runs of one result."""

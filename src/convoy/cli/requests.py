@@ -106,7 +106,7 @@ class TrainRequest:
         """Take over the recipe of the run that is to be made longer."""
         old = RunDirectory(Path(self.model or ""))
         if self.model is None or not old.is_run():
-            raise self._no_run("--extend 8ep")
+            raise self._no_run(f"--extend {more}")
         if self.recipe is not None:
             raise ConvoyError(f"--recipe contradicts --extend: the recipe is that of {old.path}; change it by --set")
         if "epochs" in self.explicit_keys:

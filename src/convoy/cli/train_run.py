@@ -89,6 +89,7 @@ def _run_as_rank(request: TrainRequest, place: launch.RankPlace, timeout_s: floa
         with Watchdog(ranks, meeting_store(), hang, timeout_s, patient=True) as watchdog:
             jobs = tuple(dict.fromkeys(filter(None, ranks.gather(place.job))))
             recipe, out = request.resolve(ranks, jobs, elastic=place.max_restarts > 0 and place.folder is None)
+            check_alike(ranks, recipe)
             if ranks.num > 1:
                 num_cores = len(resources.own_cores())
                 resources.take_share(ranks.gather, ranks.rank, recipe.parallel.cores_per_device)
@@ -106,6 +107,19 @@ def _run_as_rank(request: TrainRequest, place: launch.RankPlace, timeout_s: floa
         ranks.barrier()  # nobody asks any more where the others are
         leave()
         return launch.ended(place, status)
+
+
+def check_alike(ranks: Ranks, recipe: Recipe) -> None:
+    """Refuse ranks that were started with other options than rank 0; only their cores are their hosts'."""
+    sections = recipe.model_dump(mode="json")
+    sections["parallel"].pop("cores_per_device", None)
+    everyone = ranks.gather(sections)
+    for rank, other in enumerate(everyone):
+        unlike = [key for key in other if other[key] != everyone[0].get(key)]
+        if unlike:
+            raise ConvoyError(
+                f"rank {rank} was started with other options than rank 0 ({', '.join(unlike)}): give all the same"
+            )
 
 
 def _train(

@@ -197,8 +197,10 @@ def workload_of(
             try:
                 graph = captured[samples] = capture(model, images, training=True)
             except CaptureError as error:
+                size = "×".join(map(str, examples[0].shape[1:]))
                 raise ConvoyError(
-                    f"the planner needs the network as one graph, but {error}: write a plan yourself, e.g. sample=2"
+                    f"the planner needs the network as one graph, but {error}: take larger images, if {size} are too "
+                    "small for it, or write a plan yourself, e.g. sample=2"
                 ) from error
         return under_autocast(recomputing(graph, recompute), precision, examples[0].device.type)
 
