@@ -49,6 +49,6 @@ def test_every_command_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with command.make_context(verb, list(arguments), obj=arguments, **HELP) as context:
             values = context.params
         if verb == "plan":
-            assert PlanRequest.of(arguments, values).check().model.name, line
+            assert PlanRequest(arguments, values).check().model.name, line
         elif verb == "train" and "runs/resnet50-photos" not in arguments:
-            assert TrainRequest.of(arguments, values).recipe_of().data.path, line
+            assert TrainRequest(arguments, values).recipe_of().data.path, line

@@ -5,7 +5,6 @@ What is to be given to `convoy train` there is read as that will read it, so tha
 
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -126,8 +125,7 @@ def on_hosts(
     group = Host.parse(hosts, devices_per_host)
     starting = commands(group, arguments, f"convoy-{token_hex(4)}", secret=variables, **values)
     elastic = values["least"] not in (None, len(group))
-    requested(arguments, sum(host.devices for host in group), elastic)
-    check_recipe(arguments)
+    check_recipe(requested(arguments, sum(host.devices for host in group), elastic))
     if secret is not None and not secret.exists():
         try:
             # a new file, through no link: others who may write into the folder would read there what is kept from them
@@ -205,16 +203,16 @@ def on_slurm(
     What comes after -- is what convoy train would be given. Before the time of the job is over the run is saved and
     the job queued again, until the run is done.
     """
-    opts = requested(arguments, values["nodes"] * values["devices_per_node"])
-    opts |= check_recipe(arguments)
-    name = name or re.sub(r"[^\w.-]+", "-", opts["model"] or Path(opts["recipe"] or opts["out"]).stem)
-    added = [] if opts["resume"] else ["--resume"]
+    request = requested(arguments, values["nodes"] * values["devices_per_node"])
+    check_recipe(request)
+    name = name or slurm.word(request.model or Path(request.recipe or request.out or "").stem)
+    added = [] if request.resume else ["--resume"]
     added += [] if interface is None else ["--interface", interface]
     text = slurm.script(
         (*arguments, *added),
-        None if opts["out"] is None else str(opts["out"]),
+        None if request.out is None else str(request.out),
         name,
-        gpus=opts["device"] != "cpu",
+        gpus=request.device != "cpu",
         options=dict(_option(option) for option in others),
         **values,
     )
@@ -236,7 +234,10 @@ def _option(text: str) -> tuple[str, str | None]:
 
 
 # Of each device: with an accelerator, and where a device is CPUs.
-CPUS, MEMORY_GI, SHARED_GI = (4, 1), (16, 4), (2, 1)
+AMOUNTS = (
+    {"cpu": (4, ""), "memory": (16, "Gi"), "shared_memory": (2, "Gi")},
+    {"cpu": (1, ""), "memory": (4, "Gi"), "shared_memory": (1, "Gi")},
+)
 
 
 @click.command(
@@ -294,12 +295,11 @@ def on_kubernetes(
     started again goes on from the newest checkpoint.
     """
     on_cpus, devices = accelerator == "none", values["devices_per_node"]
-    opts = requested(arguments, values["num_nodes"] * devices, elastic=values["least_nodes"] is not None)
-    name = name_for(opts["model"], opts["recipe"]) if name is None else name
-    completed = complete(arguments, opts, name, values["data_claim"] is not None)
-    values["cpu"] = values["cpu"] or str(CPUS[on_cpus] * devices)
-    values["memory"] = values["memory"] or f"{MEMORY_GI[on_cpus] * devices}Gi"
-    values["shared_memory"] = values["shared_memory"] or f"{SHARED_GI[on_cpus] * devices}Gi"
+    request = requested(arguments, values["num_nodes"] * devices, elastic=values["least_nodes"] is not None)
+    name = name_for(request.model, request.recipe) if name is None else name
+    completed = complete(arguments, vars(request), name, values["data_claim"] is not None)
+    for option, (amount, unit) in AMOUNTS[on_cpus].items():
+        values[option] = values[option] or f"{amount * devices}{unit}"
     training = Training(
         name=name,
         arguments=completed,
@@ -308,10 +308,10 @@ def on_kubernetes(
         secrets=tuple(_secret(text) for text in secrets),
         **values,
     )
-    check_recipe(completed)  # after secrets in it were refused: sentences may repeat it
+    check_recipe(request)  # after secrets in it were refused: sentences may repeat it
     text = to_yaml(KINDS[kind](training))
-    module, colon, _ = (opts["model"] or "").partition(":")
-    if colon and module not in _LIBRARIES:
+    module, colon, _ = (request.model or "").partition(":")
+    if colon and module not in ("timm", "torchvision"):
         click.echo(
             f"the module {module} must be in the image {training.image}: see 'Your own network' in docs/kubernetes.md",
             err=True,
@@ -322,9 +322,6 @@ def on_kubernetes(
     written("--out", out, text)
     click.echo(f"manifest: {out}; start it with: kubectl apply -f {out}")
     return 0
-
-
-_LIBRARIES = ("timm", "torchvision")  # libraries that may stand before the colon in the name of a network
 
 
 def _pair(option: str, text: str, form: str) -> tuple[str, str]:
@@ -343,12 +340,10 @@ def _secret(text: str) -> SecretVariable:
     return SecretVariable(name, secret, key)
 
 
-def requested(arguments: Sequence[str], devices: int, elastic: bool = False) -> dict[str, Any]:
-    """The values of `convoy train`'s options in some arguments, by the options' names; `model` is MODEL.
-
-    So many ranks will be started, or fewer where that is `elastic`.
-    """
-    values = parsed(arguments)
+def requested(arguments: Sequence[str], devices: int, elastic: bool = False) -> TrainRequest:
+    """What `convoy train` is asked for by the arguments after --, of which so many ranks will be started, or fewer where
+    that is `elastic`."""
+    values = train.make_context("convoy train", list(arguments), **options.HELP).params
     if values["model"] is None and values["recipe"] is None and not values["resume"]:
         raise ConvoyError("nothing to train: give after -- what convoy train is to be given, e.g. -- lenet --data DIR")
     asked = values["devices"]
@@ -358,20 +353,10 @@ def requested(arguments: Sequence[str], devices: int, elastic: bool = False) -> 
         raise ConvoyError("--max-restarts after -- is for the ranks of one host: put it before the --")
     if values["interface"] is not None:
         interfaces.check_name(values["interface"])
-    return values
+    return TrainRequest(arguments, values | {"extend": None})  # the run that is made longer may be on the hosts alone
 
 
-def check_recipe(arguments: Sequence[str]) -> dict[str, Any]:
-    """Read the recipe as `convoy train` will, without the data; not a file `/…` that only the other hosts have.
-
-    What it gives is the network's name, and the run that is gone on with, or that is to be: `model` and `out`.
-    """
-    request = TrainRequest.of(arguments, parsed(arguments) | {"extend": None})
+def check_recipe(request: TrainRequest) -> None:
+    """Read the recipe as `convoy train` will, without the data; not a file `/…` that only the other hosts have."""
     if request.recipe is None or not Path(request.recipe).is_absolute() or Path(request.recipe).exists():
         check_name(request.recipe_of().model.name, here=False)
-    return {"model": request.model, "out": request.out}
-
-
-def parsed(arguments: Sequence[str]) -> dict[str, Any]:
-    """The values of `convoy train`'s options in some arguments, by the options' names; `model` is MODEL."""
-    return train.make_context("convoy train", list(arguments), **options.HELP).params
