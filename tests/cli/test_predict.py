@@ -88,27 +88,13 @@ def test_what_is_no_picture_is_named_and_counted(pictures_run: Path, val: Path, 
     call(["predict", str(pictures_run), str(tmp_path / "bad\x1b.png"), picture, "--skip-bad"])
 
 
-def predict(run: Path, *arguments: object) -> list[str]:
-    return [sys.executable, "-m", "convoy", "predict", str(run), *map(str, arguments), "--devices", "2"]
-
-
 @pytest.mark.slow
 def test_names_come_by_standard_input_to_two_devices(pictures_run: Path, val: Path, tmp_path: Path) -> None:
     files = pictures(val.parent)
     (tmp_path / "bad.png").write_text("x")
     names = os.fsencode("\n".join([*files[:9], str(tmp_path / "bad.png"), "", *files[9:]]) + "\r\n")
-    line = predict(pictures_run, "-", "--batch", "4")
+    line = [sys.executable, "-m", "convoy", "predict", str(pictures_run), "-", "--batch", "4", "--devices", "2"]
     done = subprocess.run(line, input=names, env=ENVIRONMENT, capture_output=True, check=False, timeout=150)
     assert done.returncode == 2
     assert [row["file"] for row in rows(done.stdout.decode()) if row["rank"] == "1"] == files
     assert done.stderr.decode().splitlines()[-1] == f"1 of {len(files) + 1} pictures cannot be read"
-
-
-@pytest.mark.slow
-def test_a_pipe_that_closes_ends_it_without_a_word(pictures_run: Path, val: Path) -> None:
-    line = predict(pictures_run, *[val.parent] * 40, "--batch", "1")[:-2]
-    with subprocess.Popen(line, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline() == b"file,rank,class,probability\n"
-        process.stdout.close()
-        assert process.wait(120) == 1 and process.stderr.read() == b""

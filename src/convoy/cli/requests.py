@@ -33,6 +33,7 @@ class TrainRequest(SimpleNamespace):
     """A command line of `convoy train`: keys of the recipe are in `overrides`, other options under their names."""
 
     overrides: list[str]
+    resume: bool
     model: str | None
     recipe: str | None
     out: Path | None
