@@ -79,6 +79,6 @@ def test_an_error_of_the_program_has_status_1_and_shows_its_traceback_to_who_ask
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("convoy.cli.models.options.show", fail)
+    monkeypatch.setattr("convoy.cli.lists.options.show", fail)
     assert "RuntimeError: broken" in (brief := call("models lenet", status=1).err) and "Traceback" not in brief
     assert "Traceback" in call("models lenet -v", status=1).err

@@ -15,7 +15,7 @@ import pytest
 
 import manifests
 from convoy.cli import main
-from convoy.launch.hosts import Host, commands
+from convoy.launch.torchrun import Host, commands
 from emulated_hosts import TestHost, emulated_hosts, listening
 from processes import children
 from slurm_cluster import slurm_cluster

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 import convoy
-from convoy import processor
+from convoy import resources
 from convoy.engine.uncaptured import PointwiseConv2d, prepare
 from convoy.ops import convolution, onednn
 from convoy.ops.convolution import weighted
 from convoy.ops.onednn import is_better_dilated, packed, pointwise
 from convoy.ops.postponed import Weighted
-from convoy.processor import has_amx
+from convoy.resources import has_amx
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +197,7 @@ def test_what_is_called_dilated_is_laid_out_too() -> None:
 def test_in_bfloat16_no_weight_is_laid_out_with_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There the gradient of the input has other bits for some sizes."""
     info = tmp_path / "cpuinfo"
-    monkeypatch.setattr(processor, "CPU_INFO", info)
+    monkeypatch.setattr(resources, "CPU_INFO", info)
     monkeypatch.setattr(onednn, "has_packing", onednn.has_packing.__wrapped__)
     for flags, in_bfloat16 in (("avx512_bf16", True), ("avx512_bf16 amx_bf16 amx_tile", False)):
         info.write_text(f"flags : {flags}")

@@ -27,8 +27,8 @@ VERBS = {
     "eval": ("convoy.cli.evaluate", "Evaluate a finished run, on its own data or other."),
     "export": ("convoy.cli.export", "Write a trained network as ONNX or torch.export program."),
     "report": ("convoy.cli.report", "Write the report of a run again."),
-    "models": ("convoy.cli.models", "List the networks with parameters and FLOPs."),
-    "recipes": ("convoy.cli.recipes", "List the built-in recipes, print one, or list every key."),
+    "models": ("convoy.cli.lists:models", "List the networks with parameters and FLOPs."),
+    "recipes": ("convoy.cli.lists:recipes", "List the built-in recipes, print one, or list every key."),
     "data": ("convoy.cli.data", "Say what is in a data set, check its pictures, or pack it."),
 }
 

@@ -21,8 +21,8 @@ from convoy.cli.requests import TrainRequest
 from convoy.cli.train import command as train
 from convoy.errors import ConvoyError
 from convoy.launch import slurm
-from convoy.launch.hosts import Host, commands
 from convoy.launch.kubernetes import KINDS, RUNTIME, SecretVariable, Training, complete, name_for, to_yaml
+from convoy.launch.torchrun import Host, commands
 from convoy.models.registry import check_name
 
 
@@ -341,8 +341,7 @@ def _secret(text: str) -> SecretVariable:
 
 
 def requested(arguments: Sequence[str], devices: int, elastic: bool = False) -> TrainRequest:
-    """What `convoy train` is asked for by the arguments after --, of which so many ranks will be started, or fewer where
-    that is `elastic`."""
+    """What `convoy train` is asked for by the arguments after --, on so many ranks or, if `elastic`, fewer."""
     values = train.make_context("convoy train", list(arguments), **options.HELP).params
     if values["model"] is None and values["recipe"] is None and not values["resume"]:
         raise ConvoyError("nothing to train: give after -- what convoy train is to be given, e.g. -- lenet --data DIR")
