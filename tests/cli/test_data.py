@@ -33,16 +33,8 @@ def test_from_a_folder_to_a_pack_and_back(photos: Path, call: Call) -> None:
     unpacked = call("data unpack packed back")
     assert unpacked.out == "12 pictures of 2 classes are in back\n" and unpacked.err == ""
     assert len(list(photos.parent.glob("back/*/*/*.jpg"))) == 12
-
-
-def test_what_is_damaged_is_named_with_status_1(photos: Path, call: Call) -> None:
-    call(PACK)
-    tar = photos.parent / "packed" / "train-000000.tar"
-    content = bytearray(tar.read_bytes())
-    content[700] ^= 1
-    tar.write_bytes(content)
-    sentence = "train-000000.tar/train/cat/000.jpg is not what was packed: its checksum differs"
-    assert sentence in call("data verify packed", status=1).err
+    (tar := photos.parent / "packed" / "train-000000.tar").write_bytes(tar.read_bytes()[:-1])
+    assert "packed/train-000000.tar has " in call("data verify packed", status=1).err
 
 
 def test_check_names_every_bad_picture(tmp_path: Path, call: Call) -> None:

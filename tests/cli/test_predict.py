@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -70,22 +69,13 @@ def test_what_is_no_picture_is_named_and_counted(pictures_run: Path, val: Path, 
     picture = pictures(val)[0]
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "bad\x1b.png").write_text("x")
-    bad = {
-        str(tmp_path / "bad\x1b.png"): "bad\\x1b.png is no picture in a known format",
-        str(tmp_path / "pipe"): "a pipe or a device",
-        str(tmp_path / "socket"): "cannot be read (",
-        "/dev/zero": "a pipe or a device",
-        "/dev/null": "a pipe or a device",
-        "/proc/cpuinfo": "is no picture in a known format",
-    }
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "socket"))
-        output = call(["predict", str(pictures_run), *bad, picture, "--top", "1"], status=2)
+    bad = [str(tmp_path / "bad\x1b.png"), str(tmp_path / "pipe"), "/dev/zero"]
+    output = call(["predict", str(pictures_run), *bad, picture, "--top", "1"], status=2)
     assert [row["file"] for row in rows(output.out)] == [picture]
-    *lines, last = output.err.splitlines()
-    assert last == "6 of 7 pictures cannot be read"
-    assert all(words in line for words, line in zip(bad.values(), lines, strict=True)), lines
-    call(["predict", str(pictures_run), str(tmp_path / "bad\x1b.png"), picture, "--skip-bad"])
+    first, *pipes, last = output.err.splitlines()
+    assert "bad\\x1b.png is no picture in a known format" in first and last == "3 of 4 pictures cannot be read"
+    assert all("a pipe or a device" in line for line in pipes)
+    call(["predict", str(pictures_run), bad[0], picture, "--skip-bad"])
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from kubeflow_trainer_api import models
 import manifests
 from convoy.cli import main
 from convoy.errors import ConvoyError
-from convoy.launch.kubernetes import KINDS, SecretVariable, to_yaml
+from convoy.launch.kubernetes import KINDS, to_yaml
 
 MODELS: dict[str, Any] = {
     "TrainJob": models.TrainerV1alpha1TrainJob,
@@ -27,7 +27,7 @@ TRAININGS = {
         least_nodes=1,
         namespace="team-a",
         environment={"NCCL_DEBUG": "INFO", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "50"},
-        secrets=(SecretVariable("WANDB_API_KEY", "wandb", "key"),),
+        secrets={"WANDB_API_KEY": ("wandb", "key")},
         max_restarts=5,
     ),
 }

@@ -1,6 +1,5 @@
 """Finds the verb, runs it, and turns what goes wrong into one sentence and an exit status."""
 
-import contextlib
 import errno
 import os
 import sys
@@ -96,9 +95,8 @@ def _fail(sentence: str, status: int, arguments: Sequence[str]) -> int:
         trace = traceback.format_exc() if verbose else ""
         kind: Kind = "mistake" if status == 2 else "error"
         failure = Failure(int(os.environ.get("RANK", 0)), kind, sentence, trace, time.time())
-        with contextlib.suppress(OSError):
-            if leave_word(failure, verbose):
-                return status
+        if leave_word(failure, verbose):
+            return status
     if verbose:
         traceback.print_exc()
     click.echo(f"convoy: {sentence}", err=True)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -21,9 +22,10 @@ from convoy.cli.requests import TrainRequest
 from convoy.cli.train import command as train
 from convoy.errors import ConvoyError
 from convoy.launch import slurm
-from convoy.launch.kubernetes import KINDS, RUNTIME, SecretVariable, Training, complete, name_for, to_yaml
+from convoy.launch.kubernetes import KINDS, RUNTIME, Training, complete, name_for, to_yaml
 from convoy.launch.torchrun import Host, commands
 from convoy.models.registry import check_name
+from convoy.units import plural
 
 
 class Count(click.types.IntParamType):
@@ -135,20 +137,10 @@ def on_hosts(
             raise ConvoyError(f"--secret {secret} cannot be written ({error.strerror}): choose another place") from None
     interfaces.secret(variables)  # a file of before may be open to others
     if as_json:
-        records = [
-            {
-                "host": one.host.name,
-                "devices": one.host.devices,
-                "environment": one.environment,
-                "arguments": one.arguments,
-                "command": str(one),
-            }
-            for one in starting
-        ]
-        click.echo(json.dumps(records, indent=2))
+        click.echo(json.dumps([{**asdict(one), "command": str(one)} for one in starting], indent=2))
         return 0
     for one in starting:
-        click.echo(f"# {one.host.name}, {one.host.devices} device{'s' if one.host.devices > 1 else ''}")
+        click.echo(f"# {one.host}, {plural(one.devices, 'device')}")
         click.echo(str(one))
     click.echo(
         "start each on its host: the data are to be under one path, and the run directory on a file system of all; "
@@ -305,7 +297,7 @@ def on_kubernetes(
         arguments=completed,
         accelerator=None if on_cpus else accelerator,
         environment=dict(_pair("--env", text, "NAME=VALUE") for text in environment),
-        secrets=tuple(_secret(text) for text in secrets),
+        secrets=dict(_secret(text) for text in secrets),
         **values,
     )
     check_recipe(request)  # after secrets in it were refused: sentences may repeat it
@@ -331,13 +323,13 @@ def _pair(option: str, text: str, form: str) -> tuple[str, str]:
     return name, value
 
 
-def _secret(text: str) -> SecretVariable:
+def _secret(text: str) -> tuple[str, tuple[str, str]]:
     form = "NAME=SECRET/KEY"
     name, place = _pair("--env-from-secret", text, form)
     secret, slash, key = place.partition("/")
     if not slash:
         raise ConvoyError(f"--env-from-secret {name} must be {form}")
-    return SecretVariable(name, secret, key)
+    return name, (secret, key)
 
 
 def requested(arguments: Sequence[str], devices: int, elastic: bool = False) -> TrainRequest:

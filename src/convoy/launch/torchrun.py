@@ -144,9 +144,10 @@ class Host:
 class Command:
     """A command to start on a host, and the variables that it needs."""
 
-    host: Host
-    arguments: tuple[str, ...]
+    host: str
+    devices: int
     environment: dict[str, str]
+    arguments: tuple[str, ...]
 
     def __str__(self) -> str:
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
@@ -192,5 +193,5 @@ def commands(
             *meeting,
             *("-m", "convoy", "train"),
         ]
-        result.append(Command(host, (*words, *arguments), environment))
+        result.append(Command(host.name, host.devices, environment, (*words, *arguments)))
     return result
