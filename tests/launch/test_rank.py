@@ -1,5 +1,5 @@
-"""Where a process stands among the ranks, and how it ends: with which status and words, also where nothing can be
-written; and the folder that it shares with the process that started it."""
+"""Where a process stands among the ranks, and how it ends: with which status and words;
+and the folder that it shares with the process that started it."""
 
 import json
 import os
@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.failure import failure_of
-from convoy.launch import rank
 from convoy.launch.rank import ended, find_place, private_folder
 from convoy.launch.slurm import first_host
 
@@ -65,22 +63,6 @@ def test_every_rank_of_torchrun_has_the_status_and_of_other_launchers_the_first(
     for folder in (tmp_path, tmp_path / "gone"):
         assert statuses(TORCHRUN | {"CONVOY_LAUNCH": str(folder)}) == [1, 0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ended-0", "ended-1"]
-
-
-def test_a_failure_that_cannot_be_written_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class EndedError(Exception):
-        """In place of the process."""
-
-    def end(status: int) -> None:
-        raise EndedError(status)
-
-    monkeypatch.setattr(rank, "_end", end)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
-    with pytest.raises(EndedError, match="2"):
-        rank._fail(failure_of(1, ConvoyError("no such plan")), tmp_path)
-    assert capsys.readouterr().err == "convoy: no such plan\n"
 
 
 IN_A_FINALIZER = """
