@@ -5,44 +5,21 @@ import json
 import os
 import shutil
 import signal
-import socket
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from cli.calls import UPDATES
 from emulated_hosts import listening
 from processes import alive, family, variable
-from started import ENVIRONMENT, Started, command, curve, digest, finish, resume, steps, wait_for
+from started import Started, command, curve, digest, finish, resume, steps, wait_for
 
 pytestmark = pytest.mark.slow
 Start = Callable[[list[str]], Started]
-
-OUTSIDER = """
-import os, sys, threading, time
-from datetime import timedelta
-from torch.distributed import TCPStore
-def ask(port):
-    TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5)).set("key", "value")
-    print(port, flush=True)
-for port in sys.argv[1:]:
-    threading.Thread(target=ask, args=(int(port),), daemon=True).start()
-time.sleep(4)
-os._exit(0)
-"""
-
-
-def answering(ports: list[int]) -> list[int]:
-    """Which of some ports serve a key-value store to whoever asks."""
-    line = [sys.executable, "-c", OUTSIDER, *map(str, ports)]
-    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
-    return [int(word) for word in done.stdout.split()]
 
 
 def status(out: Path) -> str:
@@ -116,18 +93,12 @@ def test_nobody_finds_a_store_and_a_run_by_nohup_outlives_its_terminal_and_the_f
     assert listening([run.process.pid]) == set()
     ports = listening(family(run.process.pid))
     assert {address for address, _ in ports} == {"127.0.0.1"}  # gloo's
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
-        )
-        assert answering([*(port for _, port in ports), port]) == [port]
-        del store
     pids = (run.process.pid, *run.ranks().values())
     launcher, *ranks = (int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in pids)
     assert min(ranks) > launcher  # which is left to say so where memory lacks
     folder = Path(variable(run.ranks()[0], "CONVOY_LAUNCH") or "")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert variable(run.ranks()[0], "CONVOY_STORE") == str(folder / "store") and (folder / "store").exists()
     run.process.send_signal(signal.SIGHUP)
     time.sleep(1)
     before = steps(out)
