@@ -94,7 +94,7 @@ def test_two_hosts_or_pods_listen_on_one_address_each(
         while any(process.poll() is None for process in processes):
             assert time.monotonic() < until
             places |= listening([pid for host in hosts for pid in host.pids()])
-            time.sleep(0.05)
+            time.sleep(0.5)
         assert [process.wait() for process in processes] == [0, 0], [log.read_text() for log in logs]
         addresses = {host.address for host in hosts}
     assert "on 2 devices (cpu), plan sample=2" in logs[0].read_text()
