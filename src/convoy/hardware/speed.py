@@ -208,12 +208,6 @@ def coefficients_of(part: str) -> dict[str, float]:
     return parts.get(part, {})
 
 
-def memory_of(work: Work, images: float, precision: str) -> float:
-    """Bytes that training needs: weights, gradients, momentum, and what the backward pass wants of the activations."""
-    itemsize = 2 if precision == "fp16" else 4
-    return 12 * work.parameters + 0.75 * work.kept * images * itemsize
-
-
 _ROUNDS = 7
 
 
