@@ -1,10 +1,8 @@
-"""What the trainer costs beside a bare loop, its reproducible mode beside the fast one, and looks and checks of loops.
+"""What the trainer costs beside a bare loop, and its reproducible mode beside the fast one.
 
     python benchmarks/overhead.py                                          LeNet on mnist-mini
     python benchmarks/overhead.py --recipe cifar-quick --data CIFAR-10     the CIFAR net on a folder with CIFAR-10
     python benchmarks/overhead.py modes --rounds 2                         fast and reproducible, on two devices
-    python benchmarks/overhead.py looks                                    a look at what forward reads, before a pass
-    python benchmarks/overhead.py checks --seconds 60 --networks alexnet   what ranks compare in a loop of one's own
 
 The trainer and the bare loop train the same network with the same optimizer, batches and data in memory, in turn in one
 process, several rounds; the ratio of a round is the trainer's seconds over the bare loop's (above 1: the trainer is
@@ -13,9 +11,7 @@ samples, microbatches, metrics, TensorBoard, progress. The bare loop takes its b
 tensor, and normalizes them as the trainer must. Neither side augments.
 
 `modes`: each run is a `convoy train` of its own, and the runs take turns; images a second come from the run's own
-metrics, of every update after the first few. `checks`: two ranks of one core each train the same network twice in turn,
-with `checks` and without; the time in the comparisons is counted by itself, as their aim, 0.2 % of the time, is below
-what two runs differ by.
+metrics, of every update after the first few.
 """
 
 import argparse
@@ -24,7 +20,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -32,11 +27,8 @@ import torch.nn.functional as F
 from measuring import harness, ranks
 
 from convoy import models
-from convoy.comm.joining import join
 from convoy.data import DataSet, open_data
 from convoy.data.sources import PixelSource
-from convoy.engine.network import network_of
-from convoy.engine.parallelize import local_samples, parallelize
 from convoy.progress import ConsoleReporter
 from convoy.terminal import Console
 from convoy.training import Recipe, load_recipe, train
@@ -76,18 +68,6 @@ def trainer(recipe: Recipe, folder: Path) -> float:
     return float(harness.lines_of(folder)[-1]["time_s"])
 
 
-def looks(report: harness.Report, options: argparse.Namespace) -> None:
-    """What it takes to see that nothing has changed of what `forward` reads, and that something has."""
-    report.header("", "attributes", "nothing has changed", "something has", "layers and parameters are the same")
-    for name, image in (("lenet", (1, 28, 28)), ("resnet50", (3, 64, 64))):
-        tensors = [torch.empty(2, *image)]
-        seen = network_of(parallelize(models.create(name, num_classes=10), "serial", tensors[0]))._unchanged
-        sides: dict[str, Callable[[], object]] = {"state": seen.state, "changed": seen.noted}
-        sides["same"] = lambda: seen.check(tensors)  # noqa: B023
-        times = {what: [harness.seconds_of(look) for _ in range(200)] for what, look in sides.items()}
-        report.row(name, len(seen._names), *(f"{statistics.median(each) * 1e6:,.0f} µs" for each in times.values()))
-
-
 MODES = {"fast": [], "reproducible": ["--reproducible"]}
 MODEL, SIZE, BATCH, WARM_UP = "resnet18", 64, 128, 3
 
@@ -111,52 +91,6 @@ def modes(report: harness.Report, options: argparse.Namespace) -> None:
         middle, ends = harness.spread(values)
         ratio = statistics.median(rates["fast"]) / statistics.median(values)
         report.row(mode, middle, f"{ratio:.3f}", ends, mode=mode, images_per_s=values)
-
-
-CASES = {"lenet": ("sample=2", 64, (1, 28)), "resnet18": ("sample=2", 32, (3, 64)), "alexnet": ("owt=2", 32, (3, 224))}
-"""Plan, global batch, channels and size of the images."""
-
-
-def compare(name: str, seconds: float) -> tuple[int, int, float, float, float]:
-    """Updates, comparisons, their share of the time, and medians of an update with and without. All ranks call it."""
-    join()
-    plan, batch, (channels, size) = CASES[name]
-    sides = []
-    for checked in (True, False):
-        torch.manual_seed(0)
-        model = models.create(name, num_classes=10, in_channels=channels)
-        images = torch.randn(batch, channels, size, size)
-        net = parallelize(model, plan, images[: batch // 2], checks=checked)
-        mine = local_samples(net, batch)
-        sides.append((net, torch.optim.SGD(net.parameters(), lr=1e-3), images[mine], torch.arange(batch)[mine] % 10))
-    guard = network_of(sides[0][0]).guard
-    assert guard is not None
-    spent, look = [], guard.look
-    guard.look = lambda inputs: spent.append(harness.seconds_of(lambda: look(inputs)))  # type: ignore[method-assign]
-    times: tuple[list[float], list[float]] = ([], [])
-    going = torch.ones(1)
-    while going:
-        for side, (net, optimizer, images, labels) in enumerate(sides):
-            began = time.perf_counter()
-            optimizer.zero_grad()
-            F.cross_entropy(net(images), labels).backward()
-            optimizer.step()
-            times[side].append(time.perf_counter() - began)
-        going[0] = sum(times[0]) < seconds
-        torch.distributed.broadcast(going, 0)
-    compared = [t for t in spent if t > 10 * statistics.median(spent)]
-    with_checks, without = (statistics.median(each) for each in times)
-    return len(times[0]), len(compared), sum(spent) / sum(times[0]), with_checks, without
-
-
-def checks(report: harness.Report, options: argparse.Namespace) -> None:
-    """What the checks of `convoy.parallelize` take: share of the time, and updates with and without."""
-    columns = ("updates", "comparisons", "share of the time", "an update with", "without", "ratio")
-    report.header("network", "plan", *columns)
-    for name in options.networks:
-        updates, compared, share, on, off = ranks.run_ranks(compare, 2, name, options.seconds)[0]
-        times = (f"{100 * share:.2f} %", f"{1e3 * on:.2f} ms", f"{1e3 * off:.2f} ms", f"{on / off:.3f}")
-        report.row(name, CASES[name][0], updates, compared, *times)
 
 
 def beside_a_loop(report: harness.Report, options: argparse.Namespace) -> None:
@@ -184,14 +118,12 @@ def beside_a_loop(report: harness.Report, options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = harness.parser(__doc__)
-    ways = {"loop": beside_a_loop, "modes": modes, "looks": looks, "checks": checks}
+    ways = {"loop": beside_a_loop, "modes": modes}
     parser.add_argument("what", nargs="?", choices=ways, default="loop")
     parser.add_argument("--recipe", default="lenet-mnist")
     parser.add_argument("--data", default="mnist-mini")
     parser.add_argument("--updates", type=int, help="timed in a round (1500; of modes 8)")
     parser.add_argument("--rounds", type=int, help="in which the sides take turns (7; of modes 3)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of the side with checks")
-    parser.add_argument("--networks", nargs="+", choices=CASES, default=list(CASES), help="with and without checks")
     options = parser.parse_args()
     with harness.report(options.out) as report:
         ways[options.what](report, options)
