@@ -17,8 +17,7 @@ import numpy as np
 
 from convoy.hardware.catalog import Device, device_named
 from convoy.hardware.exchange import Site, ring
-from convoy.hardware.speed import Software, Times, arithmetic, times, units_of
-from convoy.hardware.work import Array, Item, Work
+from convoy.hardware.speed import Array, Item, Software, Times, Work, arithmetic, times, units_of
 from measuring.published_rows import Row, family, lines, work
 from measuring.published_schemes import several
 

@@ -20,8 +20,7 @@ import yaml
 from convoy import models
 from convoy.hardware.catalog import Device, device_named
 from convoy.hardware.exchange import Site
-from convoy.hardware.speed import Software
-from convoy.hardware.work import Work
+from convoy.hardware.speed import Software, Work
 from convoy.ops import capture
 from convoy.planner.machines import work_of
 from measuring.networks import BUILT

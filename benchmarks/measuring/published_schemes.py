@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 from convoy.hardware.catalog import Hop
 from convoy.hardware.exchange import MESSAGE, Step, beside, inside_link, lateness, network_link, ring, starting
-from convoy.hardware.speed import Coefficients, Factor, Times
-from convoy.hardware.work import KINDS
+from convoy.hardware.speed import KINDS, Coefficients, Factor, Times
 from measuring.published_rows import Row, work
 
 

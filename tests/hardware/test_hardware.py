@@ -9,8 +9,7 @@ from torch import nn
 from convoy.errors import ConvoyError
 from convoy.hardware.catalog import device_named, devices, link_named, machine, read_devices
 from convoy.hardware.exchange import Site, inside_link, ring, several, site_of
-from convoy.hardware.speed import Software, times
-from convoy.hardware.work import KINDS
+from convoy.hardware.speed import KINDS, Software, times
 from convoy.planner.machines import work_of
 from plans.made_graph import graph_of
 

@@ -10,8 +10,7 @@ import re
 from dataclasses import dataclass
 
 from convoy.hardware.catalog import Hop, Machine, link_named
-from convoy.hardware.speed import Factor, Times, coefficients_of
-from convoy.hardware.work import Work
+from convoy.hardware.speed import Factor, Times, Work, coefficients_of
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from convoy.errors import ConvoyError, TooLargeError
 from convoy.graph.graph import Graph
 from convoy.hardware.catalog import Device, Machine, machine, read_devices
 from convoy.hardware.exchange import Site, Step, fitted, inside_link, is_through_host, network_link, several, site_of
-from convoy.hardware.speed import OURS, Software, coefficients_of, times
-from convoy.hardware.work import KIND_OF, Item, Work
+from convoy.hardware.speed import KIND_OF, OURS, Item, Software, Work, coefficients_of, times
 from convoy.ops import place
 from convoy.planner.cost.costs import Costs, LayerTimes, Times
 from convoy.planner.cost.gradients import Update
