@@ -88,7 +88,7 @@ def lateness(alone: float, precision: str, framework: str, count: int, site: Sit
     share *= factor("slower halves") if precision == "fp16" else 1.0
     # of many hosts the slowest is as late as the largest of so many random delays: their logarithm's root
     doublings = math.log2(local) + 0.3 * factor("hosts") * math.log2(hosts) ** 0.5
-    return (alone * share + 1e-3 * factor("sync")) * doublings
+    return float((alone * share + 1e-3 * factor("sync")) * doublings)
 
 
 def ring(
