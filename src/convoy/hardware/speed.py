@@ -116,8 +116,6 @@ class Software:
 
 OURS = Software(generation="2026")  # Convoy runs on PyTorch of today
 
-PRECISIONS = ("fp32", "tf32", "fp16")
-
 _CONV, _LINEAR, _NORM, _POOL, _POINT = range(len(KINDS))
 # How often each kind goes over what it reads and writes, forward and backward
 _PASSES = np.array([[1.0, 1.0, 2.0, 1.0, 1.0], [2.0, 2.0, 2.5, 1.5, 1.5]])

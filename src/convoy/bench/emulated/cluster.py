@@ -12,7 +12,7 @@ or, where they are unequal,
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -52,16 +52,6 @@ class _Listed(_Section):
     speed: Speed = 1.0
     host: str | None = None  # one of its own where none is named
     count: Number = 1
-
-
-class _AlikeDevices(_Section):
-    devices: _Alike
-    links: _Links = _Links()
-
-
-class _ListedDevices(_Section):
-    devices: list[_Listed]
-    links: _Links = _Links()
 
 
 @dataclass(frozen=True)
@@ -107,8 +97,6 @@ class Cluster:
         count: int, speed: float = 1.0, rate: str = "", hosts: int | None = None, rates: Mapping[str, str] | None = None
     ) -> "Cluster":
         """Devices of one speed, consecutive ones in each of some hosts, or each in one of its own."""
-        if not 1 <= count <= MOST:
-            raise ConvoyError(f"a cluster of {count} devices is not emulated: write a count from 1 to {MOST}")
         hosts = count if hosts is None else hosts
         if not 1 <= hosts <= count:
             raise ConvoyError(f"{count} devices cannot be in {hosts} hosts: write from 1 to {count} hosts")
@@ -125,7 +113,7 @@ class Cluster:
             raise ConvoyError(f"{path}: a cluster needs devices and their count: {form}")
         kind = _ListedDevices if isinstance(devices, list) else _AlikeDevices
         try:
-            return _cluster_of(kind.model_validate(document))
+            return kind.model_validate(document).cluster
         except ValidationError as error:
             raise ConvoyError(f"{path}: {sentence(error, kind)}") from error
         except ConvoyError as error:
@@ -151,16 +139,22 @@ class Cluster:
         return f"{said} in {len(rates)} hosts, links of {links}"
 
 
-def _cluster_of(file: _AlikeDevices | _ListedDevices) -> Cluster:
-    rate, rates = file.links.rate, file.links.hosts
-    if isinstance(file, _AlikeDevices):
-        return Cluster.alike(file.devices.count, file.devices.speed, rate, file.devices.hosts, rates)
-    return Cluster(tuple(_devices(file.devices)), rate, rates)
+class _AlikeDevices(_Section):
+    devices: _Alike
+    links: _Links = _Links()
+
+    @property
+    def cluster(self) -> Cluster:
+        return Cluster.alike(**dict(self.devices), rate=self.links.rate, rates=self.links.hosts)
 
 
-def _devices(entries: list[_Listed]) -> Iterator[ClusterDevice]:
-    made = 0
-    for entry in entries:
-        for _ in range(entry.count):
-            yield ClusterDevice(entry.speed, f"host{made}" if entry.host is None else entry.host)
-            made += 1
+class _ListedDevices(_Section):
+    devices: list[_Listed]
+    links: _Links = _Links()
+
+    @property
+    def cluster(self) -> Cluster:
+        listed = [entry for entry in self.devices for _ in range(entry.count)]
+        hosts = (f"host{number}" if entry.host is None else entry.host for number, entry in enumerate(listed))
+        devices = tuple(ClusterDevice(entry.speed, host) for entry, host in zip(listed, hosts, strict=True))
+        return Cluster(devices, self.links.rate, self.links.hosts)
