@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from convoy.bench.emulated import Cluster, ClusterDevice, emulate, network
-from convoy.bench.emulated.network import Hierarchy
+from convoy.bench import namespaces
+from convoy.bench.emulated import Cluster, ClusterDevice, emulate
+from convoy.bench.namespaces import Hierarchy
 from convoy.bench.processes import RankSlot, Say, run_ranks
 from convoy.comm.joining import join
 from convoy.errors import ConvoyError
@@ -68,8 +69,8 @@ def test_control_groups_of_both_versions_are_written(tmp_path: Path, monkeypatch
     def mounts(*lines: str) -> None:
         (tmp_path / "mountinfo").write_text("".join(f"32 31 0:29 / {line}\n" for line in lines))
 
-    monkeypatch.setattr(network, "_MOUNTS", tmp_path / "mountinfo")
-    monkeypatch.setattr(network, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(namespaces, "_MOUNTS", tmp_path / "mountinfo")
+    monkeypatch.setattr(namespaces, "_OWN", tmp_path / "own")
     root = tmp_path / "cpu"
     (root / "mine").mkdir(parents=True)
     mounts(f"{tmp_path} rw - cgroup cgroup rw,memory", f"{root} rw - cgroup cgroup rw,cpu,cpuacct")
@@ -167,7 +168,7 @@ def test_what_an_interrupted_or_killed_process_has_made_is_removed() -> None:
         assert left_of(interrupted.pid) == []
         with emulate(Cluster.alike(1)):
             assert len(left_of(killed.pid)) == 5  # its maker lives
-        assert network.is_left(f"convoy-{os.getpid()}-1-0-host1")  # of a process of this number that ended long ago
+        assert namespaces.is_left(f"convoy-{os.getpid()}-1-0-host1")  # of a process of this number that ended long ago
         pulses = children(killed.pid)
         killed.kill()
         killed.wait()

@@ -80,7 +80,7 @@ def test_predictions_are_of_the_parts_that_ran(tmp_path: Path) -> None:
     store = new_store(tmp_path)
     for row in store.add(configurations([1, 2], ["sample", "auto"], [], ["", "auto"])):
         measure(row, 1, 0.1)
-    store.put_forecast(2, Forecast(auto="sample=2", auto_shares=[3, 1], predictions=predictions))
+    store.forecasts[2] = Forecast(auto="sample=2", auto_shares=[3, 1], predictions=predictions)
     results = Results(store)
     assert [row.predicted for row in results.rows] == [None, 0.06, None, 0.05, None]
     assert [row.uneven for row in results.rows] == [False, False, True, True, True]

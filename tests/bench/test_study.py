@@ -108,7 +108,7 @@ def test_the_planners_shares_are_those_of_its_own_row_alone(tmp_path: Path) -> N
     bound = Forecast(auto="sample=4", auto_shares=[3, 2, 2, 1], bound={"3,1": "sample=2,filter=2"})
     chosen = [("sample=4", "3,2,2,1"), ("sample=4", "auto"), ("sample=2,filter=2", "3,1")]
     for forecast, runs in ((nothing, [*even, ("sample=4", "3,1")]), (bound, chosen), (nothing, chosen)):
-        store.put_forecast(4, forecast)
+        store.forecasts[4] = store.forecasts.get(4, Forecast()) | forecast
         assert [(store.plan_of(row), store.shares_of(row)) for row in rows] == [*even, *runs]
     recipes = [recipe_for(RECIPE, study(), row, *run) for row, run in zip(rows, [*even, *chosen], strict=True)]
     assert [recipe.parallel.shares for recipe in recipes] == [None, "auto", (3, 2, 2, 1), "auto", (3, 1)]

@@ -69,7 +69,7 @@ def test_batches_in_pieces_are_the_same_for_any_number_of_workers(
     assert same(trained(section(photos, 2), num=2, batch=40), plain[:2])
     assert left() == before
 
-    def careless(self: Buffers, slot: int, copied: bool) -> tuple[np.ndarray, ...]:
+    def careless(self: Buffers, slot: int, copied: bool) -> np.ndarray:
         self.free.append(slot)
         return self[slot]
 
@@ -92,9 +92,9 @@ class Slow:
         images[: len(samples)] = (samples % 256)[:, None, None, None]
         return Filled(samples)
 
-    def batch(self, images: torch.Tensor, filled: Filled, epoch: int, labels: np.ndarray) -> Batch:
-        labels[:] = filled.samples
-        return Batch(images, torch.from_numpy(labels), torch.from_numpy(filled.samples), epoch)
+    def batch(self, images: torch.Tensor, filled: Filled, epoch: int) -> Batch:
+        samples = torch.from_numpy(filled.samples)
+        return Batch(images, samples, samples, epoch)
 
 
 def test_more_start_where_batches_are_waited_for() -> None:

@@ -10,8 +10,7 @@ from convoy.planner.cost.link import Assumed, Rate
 from convoy.planner.verdict import Explained
 from convoy.plans.plan import Plan
 from convoy.report.network_drawing import MOST_LANES, Grid, grid_of, name_in, shown_height
-from convoy.report.plan_page import plan_page
-from convoy.report.timeline_drawing import short, ticks
+from convoy.report.plan_page import plan_page, short, ticks
 
 
 class Dense(nn.Module):
