@@ -30,7 +30,6 @@ from convoy.graph.graph import Call
 from convoy.launch.host import HostLoad, HostWatch
 from convoy.ops import OPERATIONS
 from convoy.ops.memory import predict_memory
-from convoy.ops.onednn import has_packing
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times
 from convoy.planner.cost.gradients import Update, issuing
@@ -410,10 +409,6 @@ class Measurements:
             microbatch=workload.microbatch,
             on_cpu=workload.device.type == "cpu",
             recorded=workload.recorded,
-            lays_out=workload.device.type == "cpu"
-            and workload.channels_last
-            and workload.precision in (None, torch.bfloat16)
-            and has_packing(workload.precision or torch.float32),
             per_transfer=self._engine(False),
         )
         return {True: alone, False: with_overhead(replace(alone, update=slowest), workload, ranks)}

@@ -7,14 +7,13 @@ import pytest
 from torch import nn
 
 from convoy.ops.recompute import with_recomputed
-from convoy.planner.cost import step
 from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp, Operand
 from convoy.planner.cost.pipeline import StageTimes, Staging, pipeline_seconds
 from convoy.planner.cost.prediction import Scored, scored
-from convoy.planner.cost.program import copied, joined, laid_out
+from convoy.planner.cost.program import joined
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import bubble
 from plans.made_graph import chain, placed
@@ -129,19 +128,11 @@ def convolution(samples: int, channels: int, pixels: int, **options: Any) -> Loc
     return LocalOp("conv", "", (x, weight), (y,), tuple(sorted(options.items())))
 
 
-def test_what_is_joined_and_laid_out_is_what_the_engine_joins_and_lays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_joined_is_what_the_engine_joins() -> None:
     """It copies inputs and gradients where they have fewer numbers than the weight."""
-    two, plain = convolution(2, 16, 6), {"groups": 1, "transposed": False}
+    two = convolution(2, 16, 6)
     assert joined(two, 3) == convolution(6, 16, 6)  # 2 · 16 · 36 twice are as many as 16 · 16 · 9
     assert joined(convolution(3, 16, 6), 3) is joined(two, 1) is None
-    assert laid_out(convolution(2, 8, 16, **plain)) == copied(16 * 8 * 9 * 4)
-    assert laid_out(convolution(2, 8, 32, **plain)) is laid_out(convolution(2, 8, 16, **plain | {"groups": 2})) is None
-    # In the first pass alone: of the six of the second stage's two layers five save a quarter forward and one back.
-    once = LocalOp("copy", "", (), ())
-    monkeypatch.setattr(step, "laid_out", lambda op: once if op.op == "linear" else None)
-    of = partial(predicted, times=lambda op: Times(0.25) if op is once else layers_only(op))
-    assert of("stage=2", 6, "zero-bubble", lays_out=True).seconds == pytest.approx(6 * 6.0 + 2.0 - 5 * 4 * 0.25)
-    assert of("stage=2", 6, "1f1b", lays_out=True).seconds == pytest.approx(7 * 6.0)
 
 
 def test_the_loss_is_the_last_stages_and_every_stage_updates_its_own() -> None:

@@ -13,7 +13,7 @@ from convoy.graph.graph import Call, Graph, Value
 from convoy.planner.cost.costs import Costs, Times
 from convoy.planner.cost.link import Link
 from convoy.planner.cost.local_op import LocalOp, dtype_name, graph_facts, local_op
-from convoy.planner.cost.program import copied, internal_messages, joined, laid_out, moved, parameter_bytes
+from convoy.planner.cost.program import copied, internal_messages, joined, moved, parameter_bytes
 from convoy.plans.layout import Layout, common
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
@@ -58,18 +58,14 @@ class Additive:
         return self.passes * max(self._call(placed, placement, rank) for rank in busy_ranks(placed, placement.mesh))
 
     def postponing(self, placed: PlacedCall, placement: Placement, part: float) -> float:
-        """Seconds of an update less where a call's weight is laid out once for all passes, and its gradients of all of
-        them are computed at once, and not added up; they take `part` of the call's backward pass."""
-        op, more = local_op(placed, placement, 0), self.passes - 1
-        layout_op = laid_out(op) if self.costs.lays_out else None
-        saved = 0.0
-        if layout_op is not None:
-            saved += more * min(2 * self._times(layout_op).forward, self._times(op).total / 3)
+        """Seconds of an update less where the gradients of a call's weight are computed for all passes at once, and not
+        added up; they take `part` of the call's backward pass."""
+        op = local_op(placed, placement, 0)
         at_once = joined(op, self.passes)
-        if at_once is not None:
-            saved += max(0.0, part * (self.passes * self._times(op).backward - self._times(at_once).backward))
-            saved += more * self._times(copied(parameter_bytes(op), 2)).forward
-        return saved
+        if at_once is None:
+            return 0.0
+        shorter = part * (self.passes * self._times(op).backward - self._times(at_once).backward)
+        return max(0.0, shorter) + (self.passes - 1) * self._times(copied(parameter_bytes(op), 2)).forward
 
     def transfer(self, step: Step, mesh: Mesh, value: Value) -> float:
         """Seconds of one step of a redistribution, forward and, where a gradient comes back, backward."""

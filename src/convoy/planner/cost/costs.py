@@ -88,8 +88,6 @@ class Costs:
     batch_norm: BatchNorm = "sync"
     microbatch: int = 0  # samples of each, where that matters to batch norm; 0 for one microbatch a pass
     on_cpu: bool = True
-    # stages that postpone weight gradients lay out weights once for all passes: `convoy.ops.onednn`
-    lays_out: bool = False
     sizes: Sizes | None = None  # of the messages with gradients; by default the engine's for the device
     # the engine's, for each step of a redistribution, beside copying and sending
     per_transfer: Times = field(default_factory=Times)

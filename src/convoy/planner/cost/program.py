@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from convoy.graph.graph import Graph
 from convoy.ops import OPERATIONS
-from convoy.ops.onednn import FEW_PIXELS
 from convoy.ops.placing import sharing_axes
 from convoy.ops.postponed import joins, postponed_part
 from convoy.ops.recompute import stretches
@@ -56,17 +55,6 @@ def copied(num_bytes: int, times: int = 1) -> LocalOp:
 def parameter_bytes(one: LocalOp) -> int:
     """Bytes of a call's weight and bias."""
     return sum(operand.bytes for operand in one.inputs if operand.role == "parameter")
-
-
-def laid_out(one: LocalOp) -> LocalOp | None:
-    """What oneDNN does with the weight of a convolution in every pass, unless that is done once for all; None where it
-    takes little of its time."""
-    options = dict(one.options)
-    if one.op != "conv" or options["transposed"] or options["groups"] != 1 or len(one.outputs[0].shape) != 4:
-        return None
-    samples, _, *pixels = one.outputs[0].shape
-    weight = next((operand for operand in one.inputs if operand.role == "parameter"), None)
-    return copied(weight.bytes) if weight is not None and 0 < samples * prod(pixels) <= FEW_PIXELS else None
 
 
 def joined(one: LocalOp, number: float) -> LocalOp | None:

@@ -11,7 +11,7 @@ from convoy.planner.cost.gradients import GradientMessage, exchange
 from convoy.planner.cost.link import Message
 from convoy.planner.cost.local_op import LocalOp, graph_facts, local_bytes
 from convoy.planner.cost.pipeline import Staging, in_order
-from convoy.planner.cost.program import Item, copied, joined, laid_out, parameter_bytes, program, running_statistics
+from convoy.planner.cost.program import Item, copied, joined, parameter_bytes, program, running_statistics
 from convoy.planner.cost.simulation import rank_classes
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
@@ -218,19 +218,10 @@ class _Builder:
             for rank in self.ranks:
                 kind: Kind = "copy" if item.is_transfer else "forward"
                 times = self._of_item(item, rank)
-                seconds = self.part * times.forward
-                seconds -= min(self._laid_out(item, rank), seconds / 2) if number > 0 else 0.0
-                self._compute(rank, kind, item.layer, item.name, seconds, times.host_forward)
+                self._compute(rank, kind, item.layer, item.name, self.part * times.forward, times.host_forward)
             for message in item.forward:
                 self._collective(message, "transfers", item.layer, item.name)
         self._send(True, number)
-
-    def _laid_out(self, item: Item, rank: int) -> float:
-        """Seconds for laying out a weight, which zero-bubble saves in passes after the first."""
-        if not (self.postpones and self.costs.lays_out and item.postponed):
-            return 0.0
-        layout_op = laid_out(item.local_ops[rank])
-        return self._times(layout_op).forward if layout_op is not None else 0.0
 
     def _backward(self, number: int, is_last: bool, has_loss: bool) -> None:
         self._receive(False, number)
@@ -247,7 +238,6 @@ class _Builder:
                 kind: Kind = "copy" if item.is_transfer else "backward"
                 times = self._of_item(item, rank)
                 seconds = self.part * times.backward * (1 - item.postponed if self.postpones else 1.0)
-                seconds -= min(self._laid_out(item, rank), seconds / 2) if number > 0 else 0.0
                 self._compute(rank, kind, item.layer, item.name, seconds, times.host_backward)
             if is_last and not self.postpones:
                 self._start(place)
