@@ -64,34 +64,6 @@ def test_a_mistake_is_one_sentence_that_has_the_file(tmp_path: Path) -> None:
         assert sentence.startswith(str(tmp_path / "cluster.yaml")) and words in sentence and "\n" not in sentence
 
 
-def test_control_groups_of_both_versions_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def mounts(*lines: str) -> None:
-        (tmp_path / "mountinfo").write_text("".join(f"32 31 0:29 / {line}\n" for line in lines))
-
-    monkeypatch.setattr(network, "_MOUNTS", tmp_path / "mountinfo")
-    monkeypatch.setattr(network, "_OWN", tmp_path / "own")
-    root = tmp_path / "cpu"
-    (root / "mine").mkdir(parents=True)
-    mounts(f"{tmp_path} rw - cgroup cgroup rw,memory", f"{root} rw - cgroup cgroup rw,cpu,cpuacct")
-    (tmp_path / "own").write_text("4:memory:/other\n1:cpu,cpuacct:/mine\n0::/\n")
-    assert Hierarchy.find() == Hierarchy(root / "mine", 1)
-    group = Hierarchy.find().make("half", 0.5)
-    assert (group / "cpu.cfs_quota_us").read_text() == "2000"
-    assert (group / "cpu.cfs_period_us").read_text() == "4000"
-    (tmp_path / "own").unlink()
-    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io\n")
-    (tmp_path / "cgroup.subtree_control").write_text("io\n")
-    mounts(f"{tmp_path} rw - cgroup2 cgroup2 rw,nsdelegate")
-    assert Hierarchy.find() == Hierarchy(tmp_path, 2)
-    assert (Hierarchy.find().make("small", 0.1) / "cpu.max").read_text() == "1000 10000"
-    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
-    (tmp_path / "cgroup.controllers").write_text("memory\n")
-    with pytest.raises(ConvoyError, match="give every device the speed 1"):
-        Hierarchy.find()
-    with pytest.raises(ConvoyError, match="cannot have a share of a core here"):
-        Hierarchy(tmp_path / "none", 1).make("half", 0.5)
-
-
 # Clusters as they are.
 
 

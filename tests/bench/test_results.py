@@ -2,22 +2,19 @@
 
 import csv
 import io
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bench.made_study import AUTO, document, measure, new_store, rewrite, write_study, write_trainings
+from bench.made_study import AUTO, measure, new_store, write_study, write_trainings
 from convoy.bench.ask import configurations
-from convoy.bench.command import add_evaluations, recipe_for_training
 from convoy.bench.page import write_files
-from convoy.bench.records import Forecast, PlanPrediction, Store, Training
-from convoy.bench.remarks import convergence_remarks, missing, remarks
+from convoy.bench.records import Store
+from convoy.bench.remarks import convergence_remarks, remarks
 from convoy.bench.results import Convergence, Results, convergence, repeatability
 from convoy.bench.table import csv_of, curve_records, escaped, of_trainings, of_updates, plus_minus
-from convoy.training import load_recipe
 from convoy.units import SPACE
 
 
@@ -45,47 +42,6 @@ def test_speed_up_efficiency_and_days(tmp_path: Path) -> None:
     assert (weak.batch, weak.speedup) == (128, pytest.approx(1.6))
     unequal = exact(tmp_path / "c", {"serial on 1": [0.2], "sample=2 on 2": [0.16]}, speeds=[0.8, 0.4])[1].rows[1]
     assert (unequal.ideal, unequal.efficiency) == pytest.approx((1.5, 1.25 / 1.5))
-
-
-def test_speed_up_is_over_the_fastest_on_one_device_or_else_the_first_row(tmp_path: Path) -> None:
-    _, three, words = exact(tmp_path / "a", {"serial on 1": [0.2], "torch on 1": [0.1], "sample=2 on 2": [0.08]})
-    assert [row.speedup for row in three.rows] == pytest.approx([0.5, 1, 1.25])
-    assert "over the fastest row on one device: plain PyTorch" in words
-    _, two, words = exact(tmp_path / "b", {"sample=2 on 2": [0.2], "ddp on 2": [0.05]})
-    assert [row.speedup for row in two.rows] == pytest.approx([1, 4])
-    assert {row.efficiency for row in two.rows} == {None}
-    assert two.rows[1].parts["communication"] == pytest.approx(0.005)  # by which a peer takes longer with exchanges
-    assert "speed-up is over sample=2 on 2 devices and efficiency not known" in words and "above 100" not in words
-
-
-def test_efficiency_is_by_the_sum_of_what_devices_do_alone(tmp_path: Path) -> None:
-    store = new_store(tmp_path, speeds=[0.6, 0.6])
-    rows = store.add(configurations([1, 2], ["sample"], [], ["", "auto"], alone=2))
-    for row, seconds in zip(rows, (0.2, 0.4, 0.2, 0.15), strict=True):
-        measure(row, 1, seconds, counts=(3, 2))
-    results = Results(store)
-    assert results.alone == pytest.approx((320, 160))
-    even, auto = results.rows[2:]
-    assert (even.ideal, even.efficiency) == pytest.approx((1.5, 2 / 3))
-    assert auto.efficiency == pytest.approx(64 / 0.15 / 480)
-    words = " ".join(remarks(store, results)).replace(SPACE, " ")
-    assert "sample=2, shares auto is 1.33 times as fast as even parts, with 3, 2 microbatches" in words
-
-
-def test_predictions_are_of_the_parts_that_ran(tmp_path: Path) -> None:
-    predictions = {
-        plan: PlanPrediction(seconds=seconds, parts={}, memory=1)
-        for plan, seconds in (("sample=2", 0.06), ("auto", 0.05))
-    }
-    store = new_store(tmp_path)
-    for row in store.add(configurations([1, 2], ["sample", "auto"], [], ["", "auto"])):
-        measure(row, 1, 0.1)
-    store.put_forecast(2, Forecast(auto="sample=2", auto_shares=[3, 1], predictions=predictions))
-    results = Results(store)
-    assert [row.predicted for row in results.rows] == [None, 0.06, None, 0.05, None]
-    assert [row.uneven for row in results.rows] == [False, False, True, True, True]
-    words = "even parts of the batch, that of auto of the planner's own; not predicted: sample=2, shares auto on 2"
-    assert words in " ".join(remarks(store, results))
 
 
 def test_tables_and_sentences_have_every_row(tmp_path: Path) -> None:
@@ -160,35 +116,3 @@ def test_the_largest_distance_is_over_all_evaluations_and_rows(tmp_path: Path) -
         "The final weights of sample=2 are the reference's bit for bit" in words
         and "those of filter=2 are not" in words
     )
-
-
-def test_only_curves_that_share_evaluations_are_compared(tmp_path: Path) -> None:
-    curves_of(tmp_path / "study", same=["sample=2 on 2", "filter=2 on 2"])
-    written = document(tmp_path / "study")
-    for evaluation in written["configurations"][2]["training"]["evaluations"]:
-        evaluation["step"] += 50
-    curves = convergence(rewrite(tmp_path / "study", written))
-    assert curves is not None
-    words = " ".join(convergence_remarks(curves))
-    assert "in all 10 evaluations of 2 configurations" in words
-    assert "Not compared, as no evaluation was after as many updates: filter=2." in words
-    unfinished, _ = curves_of(tmp_path / "other", finished=False, failed=["filter=2 on 2"])
-    first, second = missing(unfinished)
-    assert first == "filter=2 on 2 devices was not trained: a layer is odd: use another."
-    assert "one device on 1 device, sample=2 on 2 devices; the same command goes on" in second
-
-
-def test_trainings_are_timed_without_evaluations_and_short_ones_evaluated_often(tmp_path: Path) -> None:
-    metrics = [
-        {"split": "train", "step": 10, "images_per_s": 100.0, "time_s": 5.0},
-        {"split": "test", "step": 15, "top1": 0.5, "loss": 1.0, "images": 40, "time_s": 50.0},
-        {"split": "train", "step": 20, "images_per_s": 50.0, "time_s": 90.0},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in metrics))
-    training = Training()
-    add_evaluations(training, tmp_path, batch=20)
-    (evaluation,) = training.evaluations
-    assert (evaluation.step, evaluation.error, evaluation.loss, evaluation.train_s) == (15, 0.5, 1.0, 4.0)
-    recipe = load_recipe("default", ["model.name=lenet", "data.path=mnist-mini"])
-    recipes = [recipe_for_training(recipe, *args) for args in ((3, False), (3, True), (30, False))]
-    assert [str(recipe.evaluate_every) for recipe in recipes] == ["5%", "1ep", "1ep"]

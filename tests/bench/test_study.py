@@ -12,9 +12,8 @@ from convoy.bench.ask import configurations
 from convoy.bench.processes import RankFailed, RankSlots
 from convoy.bench.records import Forecast, RankTimes, Store
 from convoy.bench.results import Results
-from convoy.bench.study import plain_recipe, recipe_for, too_coarse
+from convoy.bench.study import plain_recipe
 from convoy.errors import ConvoyError
-from convoy.units import SPACE
 
 ROWS: dict[str, tuple[tuple[Any, ...], str]] = {
     "a plan without a size is on all devices, one with a size where it fits": (
@@ -46,14 +45,6 @@ def test_the_rows_of_a_study(arguments: tuple[Any, ...], labels: str) -> None:
     rows = configurations(*arguments)
     assert "; ".join(f"{row.label}/{row.devices}" for row in rows) == labels
     assert len({row.key for row in rows}) == len(rows)
-
-
-def test_too_coarse_parts_are_said() -> None:
-    sentence = too_coarse(128, 4, (0.6, 0.6, 0.3)).replace(SPACE, " ")
-    assert "128 in 4 microbatches lets devices of speed 1.0 : 1.0 : 0.50 reach 80 %" in sentence
-    assert "--set microbatches=5 allows 100 %" in sentence
-    assert too_coarse(128, 5, (0.6, 0.6, 0.3)) == ""
-    assert too_coarse(4, 4, (1.0, 0.9, 0.45)).endswith("raise --batch.")
 
 
 def test_a_study_goes_on_where_it_was_and_another_is_refused(tmp_path: Path) -> None:
@@ -98,20 +89,6 @@ def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bench.json").write_text(json.dumps(whole)[:-9])
     with pytest.raises(ConvoyError, match="corrupt"):
         Store.read(tmp_path)
-
-
-def test_the_planners_shares_are_those_of_its_own_row_alone(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
-    rows = store.add(configurations([4], ["sample", "auto"], [], ["", "auto", "3,1"]))
-    even = [("sample=4", ""), ("sample=4", "auto")]
-    nothing = Forecast(notes=["another call, which chose nothing"])
-    bound = Forecast(auto="sample=4", auto_shares=[3, 2, 2, 1], bound={"3,1": "sample=2,filter=2"})
-    chosen = [("sample=4", "3,2,2,1"), ("sample=4", "auto"), ("sample=2,filter=2", "3,1")]
-    for forecast, runs in ((nothing, [*even, ("sample=4", "3,1")]), (bound, chosen), (nothing, chosen)):
-        store.put_forecast(4, forecast)
-        assert [(store.plan_of(row), store.shares_of(row)) for row in rows] == [*even, *runs]
-    recipes = [recipe_for(RECIPE, study(), row, *run) for row, run in zip(rows, [*even, *chosen], strict=True)]
-    assert [recipe.parallel.shares for recipe in recipes] == [None, "auto", (3, 2, 2, 1), "auto", (3, 1)]
 
 
 WRONG = {"sample=2": ConvoyError("too few microbatches: give more"), "serial": RankFailed("rank 0 failed: full\nmore")}

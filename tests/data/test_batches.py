@@ -45,19 +45,6 @@ def config(path: Path, **options: Any) -> DataConfig:
     return DataConfig(**({"path": str(path), "image_size": 24, "workers": 0} | options))
 
 
-def test_a_plain_batch_is_the_pixels_half_of_which_are_mirrored() -> None:
-    data = source(400, 4)
-    batch = maker(data, side=4).make(np.arange(400), 2)
-    plain = torch.from_numpy(data.pixels.transpose(0, 3, 1, 2).copy())
-    assert torch.equal(batch.images, plain) and batch.images.is_contiguous() and batch.images.dtype == torch.uint8
-    assert batch.labels.tolist() == data.labels.tolist() and batch.samples.tolist() == list(range(400))
-    assert (batch.epoch, batch.bad, len(batch)) == (2, [], 400)
-    flipped = maker(data, side=4, flip=True).make(np.arange(400), 0).images
-    mirrored = [torch.equal(a, b.flip(-1)) for a, b in zip(flipped, plain, strict=True)]
-    assert all(turned or torch.equal(a, b) for turned, a, b in zip(mirrored, flipped, plain, strict=True))
-    assert 160 < sum(mirrored) < 240
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("augment", [{"crop": "none"}, {"crop": "pad"}, {"crop": "pad", "pad": 0}])
 def test_all_at_once_and_one_by_one_make_the_same_batch(channels: int, augment: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 import io
 import struct
-import tracemalloc
 import zlib
 from typing import Any
 
@@ -60,19 +59,6 @@ def test_whatever_a_file_keeps_becomes_grey_or_rgb_on_white() -> None:
     assert cmyk.mode == "RGB" and np.abs(np.asarray(cmyk).astype(int) - np.asarray(picture())).mean() < 3
     for array in (np.ones((4, 4), np.int32), np.ones((4, 4), np.float32)):
         assert "32 bits" in reason(encoded(Image.fromarray(array), "TIFF"))
-
-
-def test_a_large_picture_is_converted_as_its_parts_would_be_and_in_little_memory() -> None:
-    width, height = 700, 1600
-    image = Image.frombytes("I;16", (width, height), np.random.default_rng(0).bytes(2 * width * height))
-    data = encoded(image, compress_level=1)
-    tracemalloc.start()
-    whole = np.asarray(decode(data))
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert most < 30 * width * height  # else 2 GiB for 89 megapixels
-    part = decode(encoded(image.crop((0, 400, width, 800))))
-    np.testing.assert_array_equal(whole[400:800], np.asarray(part))
 
 
 def test_pictures_are_upright_and_large_jpegs_decoded_smaller_but_never_below_what_is_needed() -> None:

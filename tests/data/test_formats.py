@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from convoy.data import BadImage, DataConfig, open_data
+from convoy.data import BadImage
 from convoy.data.dataset import CIFAR10, CIFAR100, IMAGENET, MNIST
 from convoy.data.parquet import MemorySource
 from convoy.data.sources import PixelSource
@@ -122,22 +122,6 @@ def test_mnist_mini_is_split_for_good() -> None:
     # Which digits are in the test split must never change, or results could not be compared.
     assert [int(data.test.name(i).rsplit(" ", 1)[1]) for i in range(5)] == [0, 5, 11, 15, 20]
     assert not set(names(data.train)) & set(names(data.test))
-
-
-def test_small_pictures_of_one_size_go_into_memory(tmp_path: Path) -> None:
-    root = write_folder(tmp_path / "one", num=20, width=20, height=20)
-    told: list[tuple[str, int, int]] = []
-    data = open_data(DataConfig(path=str(root)), progress=lambda *what: told.append(what))
-    assert isinstance(data.train, PixelSource) and data.image_size == 20
-    with Image.open(root / data.train.name(0)) as image:
-        np.testing.assert_array_equal(data.train.load(0), image)
-    assert any(words.startswith("decoding") and done == of for words, done, of in told)
-    (root / "dog" / "005.jpg").write_bytes(b"")
-    data = opened(root, bad_images="skip")
-    bad = {source.name(i): why for source in (data.train, data.test) for i, why in source.bad.items()}
-    assert bad == {"dog/005.jpg": "is an empty file"}
-    (root / "dog" / "005.jpg").write_bytes(encoded(picture(21, 20), "JPEG"))
-    assert opened(root).image_size == 224 and not isinstance(opened(root).train, PixelSource)
 
 
 def test_parquet_files_that_are_named_and_columns_by_name_or_by_the_recipe(tmp_path: Path) -> None:

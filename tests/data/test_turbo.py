@@ -1,18 +1,16 @@
 """The decoder `turbo` beside Pillow, the reference: the same parts of the same pictures."""
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from convoy.data import AugmentConfig, DataConfig, turbo
+from convoy.data import AugmentConfig, turbo
 from convoy.data.batch import BatchMaker
 from convoy.data.decode import oriented
 from convoy.data.transforms import Geometry
-from convoy.errors import ConvoyError
-from data.made import Listed, encoded, evaluated, picture, turned, write_folder
+from data.made import Listed, encoded, picture, turned
 
 installed = pytest.mark.skipif(bool(turbo.missing()), reason="needs simplejpeg and OpenCV (extra `fast`)")
 CROP = {"crop": "random-resized", "flip": True}
@@ -67,10 +65,3 @@ def test_pixels_are_those_of_pillow_but_for_the_last_bits(channels: int, monkeyp
     shifted = lambda self, *of: tuple(end + 2 * (place % 2 == 0) for place, end in enumerate(box(self, *of)))  # noqa: E731
     monkeypatch.setattr(Geometry, "training_box", shifted)  # the control: two pixels beside it
     assert difference(plain, **CROP) > 2 * near
-
-
-def test_without_its_libraries_it_is_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turbo, "find_spec", lambda name: None)
-    write_folder(tmp_path)
-    with pytest.raises(ConvoyError, match=r"needs simplejpeg and OpenCV, which are not installed: pip install"):
-        evaluated(DataConfig(path=str(tmp_path), decoder="turbo", workers=0))

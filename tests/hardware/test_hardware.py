@@ -1,13 +1,12 @@
 """Devices and machines by the names that people write, and how long a network takes on them: more takes longer."""
 
 import re
-from pathlib import Path
 
 import pytest
 from torch import nn
 
 from convoy.errors import ConvoyError
-from convoy.hardware.catalog import device_named, devices, link_named, machine, read_devices
+from convoy.hardware.catalog import device_named, devices, link_named, machine
 from convoy.hardware.exchange import Scheme, Site, inside_link, ring, several, site_of
 from convoy.hardware.speed import Software, times
 from convoy.hardware.work import KINDS
@@ -40,22 +39,6 @@ def test_machines_are_devices_on_hosts_with_a_link_and_what_is_none_is_told_what
     }.items():
         with pytest.raises(ConvoyError, match=re.escape(words)):
             machine(text)
-
-
-def test_devices_of_ones_own_come_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    numbers = "generation: ampere, processors: 60, fp32: 20, memory_gb: 16, gbytes_per_s: 500, host: pcie3"
-    path.write_text(f"my-gpu: {{{numbers}}}\n")
-    catalog = read_devices(path)
-    assert machine("2xmy-gpu", None, catalog).devices[0].fp32 == 20 and device_named("T4", catalog).name == "t4"
-    for key, wrong, words in (
-        ("generation", "", "lacks generation"),
-        ("fp32", "fp32: 0, ", "fp32 is 0"),
-        ("host", "host: string", "is no link"),
-    ):
-        path.write_text("my-gpu: {" + re.sub(f"{key}: [a-z0-9]+(, )?", wrong, numbers) + "}\n")
-        with pytest.raises(ConvoyError, match=f"my-gpu.*{words}"):
-            read_devices(path)
 
 
 def test_the_work_of_one_image_is_that_of_its_layers_by_hand_and_takes_its_arithmetic() -> None:

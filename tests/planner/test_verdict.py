@@ -12,10 +12,9 @@ from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Assumed, Rate
 from convoy.planner.cost.local_op import LocalOp
-from convoy.planner.text import document, explanation_text
+from convoy.planner.text import explanation_text
 from convoy.planner.verdict import Explained
 from convoy.plans.plan import Plan
-from convoy.plans.timeline import ENGINE
 
 BATCH = 32
 
@@ -100,32 +99,3 @@ def test_a_change_is_what_the_same_plan_is_predicted_to_take_with_it() -> None:
     other = f"mesh: {{sample: 2}}\nlayers:\n  classifier.0: {{sample: {strategy}}}\n  '*': {{sample: sample}}"
     again = explain(other, costs(gbytes=1e-2))
     assert layer.next_best.extra_s == pytest.approx(again.scored.seconds - result.scored.seconds)
-
-
-def test_what_the_engine_adds_is_not_the_optimizers() -> None:
-    update = Update(per_byte=1e-9)
-    without = explain("sample=2", costs(with_delay, update=update)).scored
-    device = costs(with_delay, update=replace(update, fixed=0.5))
-    result = explain("sample=2", device, costs(update=update))
-    parts, compared = {part.part: part.seconds for part in result.parts}, result.scored.timeline.summary().parts
-    assert result.scored.seconds == pytest.approx(without.seconds + 0.5) and parts[ENGINE] == pytest.approx(0.5)
-    assert parts["optimizer"] == pytest.approx(without.timeline.by_kind()["update"]) == compared["optimizer"]
-    assert compared["rest"] == pytest.approx(without.timeline.summary().parts["rest"] + 0.5)
-
-
-def test_text_and_document_say_the_same_and_stages_are_explained_each_by_its_own_ranks() -> None:
-    result = explain("stage=2,sample=2", costs())
-    first, second = result.stages
-    assert (first.begins, first.ranks, first.takes, first.sent_bytes > 0) == ("features.0", (0, 1), (), True)
-    assert second.ranks == (2, 3) and second.takes
-    assert second.received_bytes.forward == second.received_bytes.backward > 0
-    sent = {layer.layer: layer.sent_bytes for layer in explain("stage=2", costs()).layers}
-    passes = 8  # of 4 samples, whose 6 × 14 × 14 numbers go forward, and their gradients back from another rank
-    assert sent["features.2"] == passes * 4 * 6 * 14 * 14 * 4 and sent["features.0"] == sent["classifier.0"] == 0
-    text, record = explanation_text(result), document(result)
-    said = ("plan stage=2,sample=2", result.verdict.sentence, "speed-up", "next best", "classifier.4", "bubble")
-    for words in (*said, "strategy (sample)", "takes the output of", "\n2      features.", ", schedule "):
-        assert words in text
-    assert [stage["begins"] for stage in record["stages"]] == [first.begins, second.begins]
-    assert (record["update_s"], record["verdict"]["kind"]) == (result.scored.seconds, result.verdict.kind)
-    assert [layer["layer"] for layer in record["layers"]] == [layer.layer for layer in result.layers]

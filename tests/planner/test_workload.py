@@ -3,15 +3,13 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from convoy.comm import collectives
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
-from convoy.planner import Planned, link_probe, workload_of
+from convoy.planner import Planned, workload_of
 from convoy.planner.comparison import (
     GRADIENTS,
     Both,
@@ -24,12 +22,10 @@ from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.prediction import RankMemory, Scored
 from convoy.planner.cost.simulation import simulate
-from convoy.planner.link_probe import _Probe
 from convoy.planner.measured import Measurements
 from convoy.planner.planner import _raced
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import PARTS, LayerSeconds, Summary, Task
-from gpu_clock import FakeGpu
 from planner.test_verdict import costs, explain, with_delay
 from plans.made_graph import Does
 from small_nets import SMALL_NETS
@@ -96,22 +92,6 @@ def test_the_fastest_that_was_measured_is_chosen_and_none_is_predicted_faster_wi
     assert "filter=2 left the race: it cannot be" in raced({"sample=2": 1.0})[1]
     with pytest.raises(ConvoyError, match="it cannot be"):
         raced({})
-
-
-def test_links_of_gpus_are_timed_by_events_and_all_ranks_send_as_many_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a simulated GPU."""
-    gpu, sent = FakeGpu(), []
-    gpu.install(monkeypatch)
-    probe = _Probe(None, None, torch.device("cpu"), gpu.clock)
-    assert probe._time(lambda x: gpu.launch(30e-6, 300e-6), 8) == pytest.approx(300e-6)
-    assert probe._issuing == [pytest.approx(30e-6)]
-    start = lambda x, group: sent.append(1) or SimpleNamespace(wait=lambda: None)  # noqa: E731
-    monkeypatch.setattr(collectives, "start_all_reduce", start)
-    monkeypatch.setattr(torch, "mm", lambda *of, out: gpu.launch(1e-6, 1e-3))
-    monkeypatch.setattr(link_probe, "_SIDE", 4)
-    monkeypatch.setattr(link_probe, "gather_ints", lambda numbers, group: [list(numbers), [99 for _ in numbers]])
-    probe._slowdown(4e-3, 64)  # one rank is slower: otherwise the others would wait for ever
-    assert len(sent) == 99
 
 
 def test_what_was_predicted_stands_beside_what_was_measured() -> None:

@@ -47,7 +47,6 @@ a rank sends 12.3 kB in the forward pass, 12.3 kB in the backward pass, 62.4 kB 
 a rank of stage 2 holds most in all: 62.4 kB of 66.8 kB of parameters, \
 62.4 kB of gradients, 12.6 kB of activations kept for the backward pass
 """
-PART = {"mesh": {"gpu": 2}, "layers": {"features.*": {"gpu": "sample"}}}
 
 
 def text_of(graph: Any, plan: Any, captured: str = "") -> str:
@@ -65,16 +64,6 @@ def test_a_plan_and_one_with_stages_are_explained_layer_by_layer() -> None:
     assert text_of(small_net(), staged) == STAGED
     tied = nn.Linear(6, 6)  # whose weights are counted once
     assert text_of(chain((8, 6), a=tied, r=nn.ReLU(), b=tied), "filter=2").count(" 84 B\n") == 1
-
-
-def test_what_is_not_divided_is_told_with_the_reason() -> None:
-    assert "a rank sends nothing\n" in text_of(small_net(), "serial")
-    unmatched = "replicated, as no pattern matches them: classifier.0, classifier.2\n"
-    assert unmatched in text_of(small_net(), PART | {"mesh": {"stage": 2, "gpu": 2}})
-    assert "pattern" not in text_of(small_net(), "stage=2")
-    strange, other = (Does(lambda x: x.cummax(1).values) for _ in range(2))
-    graph = chain((8, 4, 9, 9), a=nn.Conv2d(4, 6, 3), strange=strange, b=nn.Conv2d(6, 6, 3), other=other)
-    assert "no rule for cummax: runs whole on every rank: strange, other\n" in text_of(graph, "filter=2")
 
 
 COUPLED = {

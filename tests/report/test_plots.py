@@ -1,7 +1,5 @@
 """The curves of a run, as drawings and inside the page; tables of confusion, and pictures."""
 
-import base64
-import io
 import re
 import sys
 from pathlib import Path
@@ -15,8 +13,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from convoy.errors import ConvoyError
-from convoy.report.pages import LARGEST, inline_svg, read_picture
-from convoy.report.plots import data_wait_shares, draw_panels, in_pieces
+from convoy.report.pages import inline_svg, read_picture
+from convoy.report.plots import draw_panels
 from convoy.report.report import Confusion
 from convoy.report.run_directory import read_run
 from convoy.training.records import EvaluationFile
@@ -45,32 +43,6 @@ def test_curves_hold_the_numbers_of_the_file_and_leave_global_state_alone(tmp_pa
     assert np.isnan(loss.get_ydata()).sum() == 1  # a loss that is not finite is a gap
     assert len({(line.get_color(), line.get_marker()) for line in (curves["train"], curves["test"])}) == 2
     assert mpl.rcParams.copy() == before and "matplotlib.pyplot" not in sys.modules
-
-
-def test_few_or_odd_numbers_are_drawn_as_far_as_they_go(tmp_path: Path) -> None:
-    zero = dict.fromkeys(("step", "loss", "lr", "images_per_s", "data_wait_s", "time_s"), 0)
-    assert list(draw(tmp_path / "zero", [{"split": "train", "top1": 1.0, **zero}])) == NAMES
-    timeless = draw(tmp_path / "timeless", [{**line, "time_s": None} for line in metrics()])
-    assert list(timeless) == ["loss-updates", "error-updates", "learning-rate"]
-    lines = metrics()
-    lines[-2]["top1"], lines[-1]["top1"] = 1.0, 0.999
-    error = draw(tmp_path / "error", lines)["error-updates"].axes[0]  # an error of zero stays on the axis
-    assert (error.get_yscale(), error.get_ylim()[0], error.get_yticks()[0]) == ("symlog", 0, 0)
-    x, y = np.arange(1000.0), np.arange(1000.0)
-    y[999] = np.nan
-    middle, mean, low, high = in_pieces(x, y, pieces=300)
-    assert (len(mean), mean[0], low[0], high[0]) == (300, 1.0, 0.0, 2.0)
-    assert np.isnan(mean[-1]) and np.isfinite(middle[-1])
-
-
-def test_data_wait_is_a_share_of_the_training_time(tmp_path: Path) -> None:
-    lines = [
-        {"split": "train", "step": 10, "images_per_s": 640.0, "data_wait_s": 0.5, "time_s": 2.0},
-        {"split": "test", "step": 10, "time_s": 5.0},
-        {"split": "train", "step": 20, "images_per_s": 640.0, "data_wait_s": 0.2, "time_s": 7.0},
-    ]
-    for config, shares in ((CONFIG, [0.25, 0.1]), (CONFIG.replace("batch: 128\n", ""), [0.25, 0.04])):
-        np.testing.assert_allclose(data_wait_shares(read_run(write_run(tmp_path, lines=lines, config=config))), shares)
 
 
 def test_drawings_have_the_pages_colors_ids_of_their_own_and_names(tmp_path: Path) -> None:
@@ -119,20 +91,6 @@ def test_confusion_has_shades_recall_precision_f1_and_pairs() -> None:
     (hardest,) = confusion(table).hardest(12)
     assert (hardest["name"], hardest["recall"], hardest["mostly"]) == ("class 7", 0.4, "class 3")
     assert confusion(table).matrix() is None
-
-
-def test_a_picture_becomes_a_png_inside_the_page(tmp_path: Path) -> None:
-    for name, mode, size, shown in (
-        ("a.png", "RGB", (28, 20), (28, 20, True)),
-        ("a.jpg", "CMYK", (600, 300), (LARGEST, LARGEST // 2, False)),
-        ("b.png", "I;16", (600, 300), (LARGEST, LARGEST // 2, False)),
-    ):
-        Image.new(mode, size).save(tmp_path / name)
-        picture = read_picture(tmp_path, name)
-        assert picture is not None and (picture.width, picture.height, picture.coarse) == shown
-        head, _, body = picture.uri.partition(",")
-        assert head == "data:image/png;base64" and Image.open(io.BytesIO(base64.b64decode(body))).size == shown[:2]
-    assert read_picture(tmp_path, "none.png") is None and read_picture(tmp_path, None) is None
 
 
 def test_a_corrupt_picture_and_one_outside_the_run_are_refused(tmp_path: Path) -> None:

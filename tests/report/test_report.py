@@ -3,32 +3,23 @@
 import base64
 import contextlib
 import gzip
-import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from convoy.doctor.diagnosis import Advice, Diagnosis
 from convoy.errors import ConvoyError
 from convoy.report.pages import COMPRESS_FROM, Download
-from convoy.report.remarks import about, remarks
 from convoy.report.report import render, write_report
 from convoy.report.run_directory import read_run
 from convoy.training import RunDirectory
-from report.made_runs import CONFIG, ENVIRONMENT, complete_run, evaluation, metrics, summary, write_run
+from report.made_runs import CONFIG, ENVIRONMENT, complete_run, evaluation, summary, write_run
 from report.pages import HOSTILE, Page, harmless
 
 
 def page(run: Path) -> Page:
     return Page(render(read_run(run)))
-
-
-def words_of(folder: Path, **files: Any) -> str:
-    """All words on the page of a run that has these files: without metrics it has no plots, which take a second."""
-    return page(write_run(folder, **files)).words
 
 
 def test_a_complete_run_has_every_part_and_the_same_bytes_again(tmp_path: Path) -> None:
@@ -101,43 +92,6 @@ def test_a_run_that_did_not_end_well_says_how_to_go_on_once(tmp_path: Path) -> N
         assert f"report {word}" in words and sentence in words
 
 
-def test_restarts_are_named(tmp_path: Path) -> None:
-    first = {"started": "2026-03-01T10:05:00+00:00", "after": 1200, "devices": 2, "plan": "sample=2"}
-    moved = {"started": "2026-03-01T10:09:00+00:00", "after": 1340, "devices": 3, "plan": "<b>", "data": "/mnt/<b>"}
-    words = words_of(tmp_path, environment={**ENVIRONMENT, "restarts": [first, moved]})
-    assert "DevicesPlanData2026-03-0110:05UTC1,2002sample=22026-03-0110:09UTC1,3403<b>/mnt/<b>" in words.replace(
-        " ", ""
-    )
-    assert words.count("sample=2") == 1  # not among the machine's facts as well
-
-
-def test_what_was_odd_is_remarked(tmp_path: Path) -> None:
-    config = CONFIG.replace("label_smoothing: 0.0", "label_smoothing: 0.1")
-    run = write_run(tmp_path, config=config, lines=metrics(nan_from=70), results=summary(data_wait_share=0.31))
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"split": "tr')
-    sentences = " ".join(remarks(read_run(run))).replace("\u202f", " ")
-    for words in (
-        "The training loss was not a finite number (NaN or infinite) in 14 of 31 lines", "first at update 72",
-        "The test loss was not a finite number", "waited for data in 31 % of its time", "Label smoothing of 0.1",
-        "cut off in the middle of writing",
-    ):  # fmt: skip
-        assert words in sentences
-    assert remarks(read_run(complete_run(tmp_path / "calm"))) == []
-
-
-def test_long_lists_are_cut_folded_or_replaced(tmp_path: Path) -> None:
-    bad = [{"name": f"train/{place:03d}.jpg", "reason": "truncated", "split": "train"} for place in range(250)]
-    names = [f"n{number:08d}" for number in range(1000)]
-    many = page(write_run(tmp_path, results=summary(bad_images=bad), final=evaluation(names, each=50)))
-    for words in (
-        "250 images could not be read and were skipped.", "all of them in summary.json", "train/199.jpg",
-        "A matrix of 1,000 classes does not fit on a page", "Hardest classes",
-    ):  # fmt: skip
-        assert words in many.words
-    assert "train/200.jpg" not in many.words and len(many.html) < 300_000
-
-
 def test_a_report_that_cannot_be_made_leaves_the_old_one_and_no_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,28 +108,3 @@ def test_a_report_that_cannot_be_made_leaves_the_old_one_and_no_rest(
         with pytest.raises(ConvoyError, match=r"report\.html cannot be written \(No space left on device\)"):
             write_report(run)
     assert sorted(run.iterdir()) == files and (run / "report.html").read_bytes() == before
-
-
-WAITS = "Training waits for pictures for 40 % of its time."
-WORKERS = Advice("workers", "--workers 2", ("--workers", "2"), 1.62, WAITS)
-SPLIT = {"forward": 0.02, "backward": 0.04}
-DIAGNOSIS = Diagnosis("lenet", "mnist-mini", 1, "serial", 128, 2000.0, 0.064, SPLIT, WAITS, (WORKERS,))
-
-
-def test_what_held_the_run_back_is_said_after_the_result(tmp_path: Path) -> None:
-    run = write_run(tmp_path, results=summary(data_wait_share=0.4, notes=["every 619 updates"], status="stopped"))
-    assert any("waited for data" in line for line in remarks(read_run(run)))
-    first = f"{WAITS} What would help most: --workers 2: 1.62 × as many samples a second (predicted)."
-    hostile = "<script>x</script> has the cores."
-    for diagnosis, sentence in (
-        (replace(DIAGNOSIS, updates=(406, 1500)), f"In updates 406 to 1,500: {first}"),
-        (replace(DIAGNOSIS, sentence=hostile, advice=()), hostile),
-    ):
-        (run / "diagnosis.json").write_text(json.dumps(diagnosis.to_document()), encoding="utf-8")
-        assert about(read_run(run))[1] == sentence
-        shown = harmless(page(run).html)
-        places = [
-            shown.text.index(part) for part in ("The run was stopped", sentence, "Test accuracy", "every 619 upd")
-        ]
-        assert places == sorted(places)
-        assert not any("waited for data" in line for line in remarks(read_run(run)))

@@ -2,7 +2,6 @@
 
 import copy
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import convoy
 from convoy.data import Order
-from convoy.script import ranks as script_ranks
 from convoy.script.data import BatchSampler, evaluate
 from ranks import run_ranks
 from script.saved import refused
@@ -144,14 +142,3 @@ def evaluated(plan: str, shares: tuple[int, ...] | None) -> tuple[dict[str, floa
 def test_evaluation_is_that_of_one_device(plan: str, shares: tuple[int, ...] | None, world: int) -> None:
     ranks = run_ranks(evaluated, world, plan, shares)
     assert all(found == ranks[0][0] and error < 1e-12 and all(modes) for found, error, modes in ranks)
-
-
-def speaking(path: Path) -> tuple[int, int]:
-    with (path / f"{script_ranks.rank()}").open("w") as file:
-        script_ranks.print("loss", 0.5, sep="=", file=file)
-    return script_ranks.rank(), script_ranks.num_ranks()
-
-
-def test_one_rank_speaks_before_it_has_joined_the_others_too(tmp_path: Path) -> None:
-    assert run_ranks(speaking, 2, tmp_path, join=False) == [(0, 2), (1, 2)]
-    assert [(tmp_path / name).read_text() for name in "01"] == ["loss=0.5\n", ""]

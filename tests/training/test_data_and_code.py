@@ -15,42 +15,21 @@ from PIL import Image
 from torch import nn
 
 from changing import CHANGES, Changing
-from convoy.cli import main
 from convoy.data import DataConfig, pack
 from convoy.data.dataset import open_files
 from convoy.data.packed import PackOptions
 from convoy.errors import ConvoyError
 from convoy.ops import capture
-from convoy.training import load_recipe
 from convoy.training.code import code_of, difference
-from convoy.training.environment import machine
-from convoy.training.restore import load_run
 from ranks import run_ranks
 from tiny import write_mnist, write_pictures
 from training.scenarios import change_json, drop_checkpoints, files, refusals, summary, trained
-from whole_runs import as_before, train_here
+from whole_runs import train_here
 
 TWO = {"epochs": "2ba"}
 PICTURES = {"epochs": "1ba", "data.image_size": "28", "data.augment.crop": "none", "data.workers": "0"}
 
 # Data
-
-
-def test_another_place_and_another_processor_are_said_and_kept(tmp_path: Path) -> None:
-    data, out, settings = write_mnist(tmp_path / "data"), tmp_path / "run", TWO | {"reproducible": "true"}
-    trained(data, out, settings)
-    moved = Path(shutil.move(data, tmp_path / "elsewhere"))
-    facts = machine(torch.device("cpu"))
-    change_json(out / "environment.json", lambda begun: begun.update(machine="Z80", kernels="AVX9 with AMX"))
-    (out / "summary.json").unlink()  # the run is not finished
-    said = trained(moved, out, settings, resume=True).said
-    place = f"the data come from {moved}, not from {data} as when the run was begun"
-    start = f"the run was begun on Z80 with AVX9 with AMX and continues on {facts['machine']} with {facts['kernels']}: "
-    (processor,) = [sentence for sentence in said if sentence.startswith(f"{start}its numbers may differ")]
-    assert place in said and {place, processor} <= set(summary(out)["notes"])
-    assert load_recipe(str(out / "config.yaml")).data.path == str(data)
-    restarts = json.loads((out / "environment.json").read_text())["restarts"]
-    assert [restart.get("data") for restart in restarts] == [str(moved)]
 
 
 def test_other_classes_and_fewer_samples_are_refused_and_nothing_is_changed(data: Path, tmp_path: Path) -> None:
@@ -199,19 +178,3 @@ def test_other_code_is_refused_and_an_option_goes_on(data: Path, tmp_path: Path)
     said = trained(data, longer, more, accept_code_change=True).said
     (sentence,) = [each for each in said if each.startswith("from update 3 on with other code")]
     assert sentence in summary(longer)["notes"]
-
-
-def test_whoever_uses_a_run_by_other_code_is_told(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "run"
-    trained(data, out, TWO | {"model.name": "changing:Changing"})
-    load_run(out)  # without a warning, which would be an error here
-    before = (out / "evaluation.json").read_bytes()
-    CHANGES["act"] = nn.ReLU
-    with as_before():
-        assert main(["eval", str(out), "--device", "cpu"]) == 0
-    assert capsys.readouterr().err.count(f"another than that which trained {out} (layer act was") == 1
-    assert (out / "evaluation.json").read_bytes() == before
-    with pytest.warns(UserWarning, match="its results are others"):
-        load_run(out)

@@ -9,9 +9,7 @@ from convoy import models
 from convoy.errors import ConvoyError
 from convoy.training.config import Duration, TimeSpan
 from convoy.training.derived import derive, resolve
-from convoy.training.parallel_config import ParallelConfig, fitted
 from convoy.training.recipe import Recipe, load_recipe, recipe_names, recipe_summary, recipe_text, to_yaml
-from convoy.training.schedules import CosineConfig
 
 NEEDS = {"default": ["model.name=resnet18"], "lenet-mnist": []}
 CHANGES = ["microbatches=2", "optimizer.lr=1e-05", "ema.decay=0.999", "data.mean=[0.5]", "data.std=[0.1]"]
@@ -38,26 +36,6 @@ def test_a_built_in_recipe_is_whole_and_comes_back_as_it_was_written(name: str, 
         assert load_recipe(str(path)) == changed != load_recipe(str(path), ["seed=1"])
 
 
-def test_the_default_recipe_says_the_defaults_and_clips_and_a_short_one_says_no_more(tmp_path: Path) -> None:
-    assert len(recipe_names()) == 6
-    plain = Recipe.model_validate({"model": {"name": "resnet18"}, "data": {"path": "mnist-mini"}})
-    assert load_recipe("default", NEEDS["default"]) == plain.model_copy(update={"clip_norm": 1.0})
-    (tmp_path / "mine.yaml").write_text("model: lenet\ndata: {path: mnist-mini}\n")
-    mine = load_recipe(str(tmp_path / "mine.yaml"), ["optimizer.lr=0.4"])
-    assert (mine.model.name, mine.optimizer.lr) == ("lenet", 0.4)
-
-
-def test_what_has_no_effect_is_noted_and_mixing_without_partners_refused_where_it_is_asked_for() -> None:
-    changes = ["data.path=x", "model.weights=w.pth", "epochs=70ep", "checkpoint.every=80ep", "batch=16"]
-    changes += ["microbatch=64", "checkpoint.mtbf=30min"]
-    notes = default(*changes, name="imagenet-90").notes()
-    known = ["model.zero_init_residual", "schedule.milestones", "microbatch=64", "checkpoint.every=80ep"]
-    assert {note.partition(" ")[0] for note in notes} == {*known, "checkpoint.mtbf"}
-    words = "data.mix.mixup has no effect: a microbatch of one sample has no other to mix it with"
-    with pytest.raises(ConvoyError, match=words):
-        default("data.mix.mixup=0.2", "batch=12", "microbatch=1")
-
-
 # What is set
 
 
@@ -67,25 +45,6 @@ def test_values_are_yaml_and_paths_are_taken_as_they_stand() -> None:
     assert recipe.data.augment.flip is True and str(recipe.epochs) == "5000ba"
     for path in ("2012", "1e5", "[x]", "a: b", "#1", "C:\\data", "my photos", "true", "'null'"):
         assert default(f"data.path={path}").data.path == path.strip("'")
-
-
-def test_one_key_takes_the_place_of_another_and_that_is_said_of_what_is_lost() -> None:
-    recipe = default("data.path=x", "optimizer.lr=0.4", "schedule.warmup_from=0.1", name="imagenet-90")
-    assert (recipe.optimizer.lr, recipe.optimizer.base_lr) == (0.4, None)
-    recipe = default("optimizer.base_lr=0.2", "microbatches=4", name="lenet-mnist")
-    assert (recipe.optimizer.lr, recipe.optimizer.base_lr, recipe.microbatch) == (None, 0.2, None)
-    notes: list[str] = []
-    changes = ["data.path=x", "optimizer.name=adamw", "optimizer.base_lr=1e-3", "schedule.name=cosine"]
-    recipe = load_recipe("imagenet-90", changes, notes)
-    assert recipe.optimizer.weight_decay == 0.01 and isinstance(recipe.schedule, CosineConfig)
-    assert (str(recipe.schedule.warmup), recipe.schedule.warmup_from) == ("5ep", "base_lr")
-    assert sorted(notes) == [
-        "optimizer.name=adamw takes the place of sgd: momentum=0.9, nesterov=true, weight_decay=0.0001, "
-        "decay_norm_and_bias=false no longer apply",
-        "schedule.name=cosine takes the place of step: milestones=[30ep, 60ep, 80ep], factor=0.1 no longer apply",
-    ]
-    notes.clear()
-    assert load_recipe("lenet-mnist", ["optimizer.name=sgd", "batch=64", "batch=64"], notes).batch == 64 and not notes
 
 
 # Changes to the default recipe with a model, and what the sentence must say: the key, the problem, the way out.
@@ -165,28 +124,4 @@ def test_every_quantity_says_how_and_why() -> None:
     assert found["peak learning rate"].formula == "0.1 · 8192 / 256" and "Goyal" in found["peak learning rate"].source
 
 
-def test_lines_of_metrics_come_often_enough_and_the_last_is_not_of_a_few_updates() -> None:
-    for total, interval in {1: 1, 49: 1, 187: 3, 999: 19, 450_000: 20}.items():
-        numbers = resolve(default("data.path=x", f"epochs={total}ba"), 60_000)
-        made = [done for done in range(1, total + 1) if numbers.logged(done)]
-        assert numbers.log_every == interval and len(made) >= min(total, 50) and (made[0], made[-1]) == (1, total)
-        assert total == 1 or 2 * (made[-1] - made[-2]) >= interval
-
-
 # On another number of devices
-
-SHARES = [
-    ("sample=2,filter=4", (3, 1), 6, True),  # sample=2,filter=3
-    ("sample=2,filter=2", (3, 1), 2, False),  # sample=1,filter=2
-    ("filter=4", (3, 3, 2, 2), 4, False),
-    ("auto", (3, 1), 4, True),  # of the planner's choices those with two parts
-    ("auto", (3, 2, 1), 4, False),
-]
-
-
-def test_shares_belong_to_the_parts_of_the_batch() -> None:
-    for plan, shares, devices, kept in SHARES:
-        notes: list[str] = []
-        found = fitted(ParallelConfig(devices=4, plan=plan, shares=shares), devices, False, False, notes)
-        assert (found.shares == shares) is kept, (plan, shares)
-        assert any("left out" in note for note in notes) is not kept

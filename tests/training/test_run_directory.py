@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -64,27 +63,6 @@ def test_it_ends_with_a_process_that_is_killed_and_is_not_kept_by_what_it_forked
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-def test_who_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
-    said, began, ended = list[str](), threading.Event(), threading.Event()
-
-    def train() -> None:
-        with RunDirectory(tmp_path).lock():
-            began.set()
-            ended.wait(60)
-
-    def tell(sentence: str) -> None:
-        said.append(sentence)
-        ended.set()
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    began.wait(60)
-    with RunDirectory(tmp_path).lock(60, tell):
-        assert ended.is_set()
-    thread.join()
-    assert [sentence.partition(" that ")[0] for sentence in said] == ["waiting for the end of another process"]
 
 
 def _moved(run: Path) -> None:

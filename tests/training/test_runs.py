@@ -7,15 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from convoy.cli import main
 from convoy.errors import ConvoyError
 from convoy.training import load_recipe
 from ranks import run_ranks
-from tiny import NUM_TEST, TinyNet, write_mnist
+from tiny import NUM_TEST, TinyNet
 from training.scenarios import (
     Settings,
-    change_json,
-    config,
     digest,
     drop_checkpoints,
     lines,
@@ -73,22 +70,6 @@ def test_the_comparison_would_notice_another_momentum(data: Path, tmp_path: Path
     put(store_of(parts), checkpoint)
     trained(data, parts, SHORT, resume=True)
     assert digest(tmp_path / "whole") != digest(parts)
-
-
-def test_restarts_and_notes_are_kept_and_another_recipe_does_not_go_on(data: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    trained(data, out, SHORT, stop_at=3)
-    begun = json.loads((out / "environment.json").read_text())
-    change_json(out / "summary.json", lambda document: document.update(notes=["something was decided"]))
-    with pytest.raises(ConvoyError, match=r"seed=0 and cannot go on with seed=1"):
-        trained(data, out, SHORT | {"seed": "1"}, resume=True)
-    trained(data, out, SHORT | {"log_every": "3ba", "checkpoint.keep": "1"}, resume=True)
-    noted = json.loads((out / "environment.json").read_text())
-    assert [(one["after"], one["plan"]) for one in noted.pop("restarts")] == [(3, "serial")] and noted == begun
-    assert summary(out)["notes"][0] == "something was decided"
-    before = lines(out)
-    trained(data, out, SHORT, resume=True)  # finished already
-    assert lines(out) == before
 
 
 def test_the_newest_whole_checkpoint_of_the_run_is_used_and_others_are_named(data: Path, tmp_path: Path) -> None:
@@ -157,33 +138,3 @@ def test_a_longer_run_ends_as_one_of_that_length_and_leaves_the_old_one_as_it_wa
     (new / "weights.safetensors").unlink()
     trained(data, new, longer, resume=True)
     assert digest(new) == digest(whole)
-
-
-REFUSED = {
-    "--batch 12": "was trained with batch=24, so a run that extends it cannot",
-    "--epochs 3": "--epochs contradicts --extend",
-    "--data {less}": "the data are not those that",
-}
-
-
-def test_the_command_makes_a_run_longer_or_says_why_not(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old, less = tmp_path / "old", write_mnist(tmp_path / "less", num_train=72)
-    trained(data, old, {"epochs": "2ep"})
-
-    def refused(options: str = "") -> str:
-        before = sorted(tmp_path.iterdir())
-        assert main(["train", str(old), "--extend", "1", *options.format(less=less).split()]) == 2
-        assert sorted(tmp_path.iterdir()) == before
-        return capsys.readouterr().err
-
-    for options, words in REFUSED.items():
-        assert words in refused(options), options
-    assert main(["train", str(old), "--extend", "1"]) == main(["train", str(old), "--extend", "1"]) == 0
-    assert (tmp_path / "old-extended-2" / "weights.safetensors").exists()
-    assert config(tmp_path / "old-extended")["epochs"] == "3ep" and summary(tmp_path / "old-extended")["steps"] == 12
-    shutil.rmtree(old / "checkpoints")
-    assert "has no checkpoints any more" in refused()
-    change_json(old / "summary.json", lambda document: document.update(status="stopped"))
-    assert "is not finished (its summary says stopped)" in refused()

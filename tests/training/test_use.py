@@ -20,7 +20,6 @@ from convoy.cli import main
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch, evaluation_batches
 from convoy.data.folder import pictures
-from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
 from convoy.training.environment import join_ranks
 from convoy.training.evaluate import NUM_MISTAKES, Evaluation
@@ -134,44 +133,6 @@ def test_other_values_with_checksums_that_fit_are_refused(
 
 
 # On other data
-
-
-def counted(run: Path, data: Path) -> list[int]:
-    """Samples of each class that an evaluation on some data counts."""
-    trained = load_run(run)
-    opened, _ = evaluation_data(trained, str(data))
-    counts: list[int] = evaluate_run(trained, opened, CPU).confusion.sum(1).tolist()
-    return counts
-
-
-def test_data_with_some_of_the_classes_and_with_others(run: Path, tmp_path: Path) -> None:
-    own, some = run.parent / "data", tmp_path / "some"
-    shutil.copytree(own / "val" / "c", some / "c")
-    shutil.copytree(own / "train" / "a", some / "a")
-    assert counted(run, some) == [8, 0, 4]  # all of them: they have no split of their own
-    assert counted(run, own / "val" / "b") == [0, 4, 0]
-    assert counted(run, own) == [4, 4, 4]
-    trained = load_run(run)
-    opened, _ = evaluation_data(trained, str(some))
-    assert opened.classes == ["a", "c"] and opened.test.labels.tolist() == [0] * 8 + [2] * 4  # the run's labels
-    shutil.copytree(own / "val" / "a", tmp_path / "odd" / "dog")
-    with pytest.raises(ConvoyError, match=f"has the class 'dog', which .* knows a, b, c.*convoy predict {run}"):
-        evaluation_data(trained, str(tmp_path / "odd" / "dog"))
-
-
-def test_the_runs_data_in_another_place_keep_their_split(
-    data: Path, checkpointed: Path, other_run: Path, tmp_path: Path
-) -> None:
-    assert counted(checkpointed, data) == [4] * 10
-    trained_run = load_run(other_run)
-    held_out, _ = evaluation_data(trained_run)
-    moved = shutil.copytree(other_run.parent / "data", tmp_path / "moved")
-    opened, notes = evaluation_data(trained_run, str(moved))
-    assert [opened.test.name(i) for i in range(6)] == [held_out.test.name(i) for i in range(6)]
-    assert len(opened.test) == 6 and "6 of its 24 samples are held out" in notes[0]
-    (moved / "a" / "0.png").unlink()
-    opened, notes = evaluation_data(trained_run, str(moved))
-    assert len(opened.test) == 23 and notes == ["moved has no split of its own: all of its 23 pictures are evaluated"]
 
 
 # Classes of files
