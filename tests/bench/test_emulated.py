@@ -1,7 +1,6 @@
 """Emulated clusters: how they are described, what a device and a link let through, and that nothing is left of them."""
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -81,40 +80,6 @@ def left_of(pid: int) -> list[str]:
     """What there is that a process has made."""
     folders = (Path("/run/netns"), Hierarchy.find().folder)
     return [path.name for folder in folders for path in folder.glob(f"convoy-{pid}-*")]
-
-
-@pytest.mark.usefixtures("able")
-def test_what_a_cluster_is_made_of_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with emulate(Cluster.alike(2, 0.5, "1gbit")) as places:
-        made = left_of(os.getpid())
-        assert len(made) == 2 + 1 + 2  # hosts, their switch, groups
-        assert pickle.loads(pickle.dumps(places)) == places
-        with emulate(Cluster.alike(1)) as (whole,):
-            assert len(left_of(os.getpid())) == len(made) + 2
-            assert whole.group is None  # a whole core is not limited
-        assert left_of(os.getpid()) == made
-        stays = subprocess.Popen(("sleep", "60"))
-        assert places[0].group is not None
-        (places[0].group / "cgroup.procs").write_text(str(stays.pid))
-    try:
-        assert left_of(os.getpid()) == []
-        assert stays.poll() is None  # it goes back to the group around
-    finally:
-        stays.kill()
-        stays.wait()
-    with pytest.raises(ConvoyError, match="before its cluster is removed"):
-        places[0].enter()
-    with pytest.raises(ZeroDivisionError), emulate(Cluster.alike(2, 0.5, "1gbit")):
-        _ = 1 / 0
-    assert left_of(os.getpid()) == []
-
-    def refuse(self: Hierarchy, name: str, share: float) -> Path:
-        raise ConvoyError("no groups")
-
-    monkeypatch.setattr(Hierarchy, "make", refuse)
-    with pytest.raises(ConvoyError, match="no groups"), emulate(Cluster.alike(2, 0.5, "1gbit")):
-        pass
-    assert left_of(os.getpid()) == []
 
 
 MAKER = """

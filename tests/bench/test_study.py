@@ -29,10 +29,6 @@ ROWS: dict[str, tuple[tuple[Any, ...], str]] = {
         "sample=2/2; sample=2, shares auto/2; filter=2/2; "
         "sample=3/3; sample=3, shares auto/3; sample=3, shares 3,2,1/3; filter=3/3",
     ),
-    "the planner can be bound to numbers that some plan has": (
-        ([4], ["auto"], [], ["3,1", "3,3,2,2", "3,2,1", "1"]),
-        "auto, shares 3,1/4; auto, shares 3,3,2,2/4",
-    ),
     "devices of unequal speed are measured alone": (
         ([1, 3], ["sample"], [], ["", "auto"], 3),
         "one device/1; device 2 alone/1; device 3 alone/1; sample=3/3; sample=3, shares auto/3",

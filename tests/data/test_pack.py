@@ -4,7 +4,6 @@ anywhere."""
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -19,12 +18,10 @@ from safetensors import safe_open
 
 from convoy.data import DataConfig, pack
 from convoy.data.dataset import open_files
-from convoy.data.files import Opened
 from convoy.data.pack import index_file
 from convoy.data.packed import INDEX, Pack, PackOptions, damaged, unpack
-from convoy.errors import ConvoyError, MachineError
+from convoy.errors import ConvoyError
 from data.made import (
-    Listed,
     encoded,
     opened,
     packed,
@@ -34,7 +31,6 @@ from data.made import (
     turned,
     write_folder,
     write_mnist,
-    write_parquet,
     write_tar,
 )
 
@@ -71,11 +67,6 @@ def write_split(folder: Path) -> None:
     write_folder(folder / "val", ("a", "b"), num=2)
 
 
-def write_rows(folder: Path) -> None:
-    images = [encoded(picture(seed=i), "JPEG") for i in range(20)]
-    write_parquet(folder / "x.parquet", images, [i % 3 for i in range(20)])
-
-
 def write_odd(folder: Path) -> None:
     """Files that are not just RGB in eight bits, which a pack keeps under names that say what they are."""
     deep = Image.fromarray(np.linspace(0, 65535, 60 * 50).astype(np.uint16).reshape(50, 60))
@@ -94,11 +85,10 @@ def write_odd(folder: Path) -> None:
             (folder / kind / name).write_bytes(content)
 
 
-BOX, IN_MEMORY = {"augment": {"crop": "random-resized", "flip": True}}, {"augment": {"crop": "pad"}, "image_size": None}
+IN_MEMORY = {"augment": {"crop": "pad"}, "image_size": None}
 SOURCES: dict[str, tuple[Callable[[Path], Any], bool, dict[str, Any]]] = {  # raw: parts of JPEGs may be decoded smaller
     "split folder": (write_split, True, {"workers": 2}),
     "odd pictures": (write_odd, True, {}),
-    "parquet": (write_rows, False, BOX),
     "mnist": (write_mnist, False, IN_MEMORY),
 }
 
@@ -149,14 +139,6 @@ if __name__ == "__main__":
 """
 
 
-class Deadly(Listed):
-    """Ends whoever reads it."""
-
-    def read(self, sample: int) -> bytes:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return b""
-
-
 def test_a_pack_that_was_killed_goes_on_and_is_what_it_would_have_been(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,8 +155,6 @@ def test_a_pack_that_was_killed_goes_on_and_is_what_it_would_have_been(
     for name in ("killed", "whole"):
         packed(source, tmp_path / name)
     assert contents(killed) == contents(tmp_path / "whole") and len(contents(killed)) == 4 + 2
-    with pytest.raises(MachineError, match=r"a process that packs died, .*run the same again to go on"):
-        pack.pack("folder", Opened("x", ["a", "b"], Deadly([b""] * 4)), tmp_path / "x", PackOptions(), None, 1)
 
 
 def test_damage_is_named(copy: Path, tmp_path: Path) -> None:
@@ -245,16 +225,6 @@ def test_unpacking_gives_the_folder_back_under_the_originals_names(tmp_path: Pat
             assert file.read_bytes() == (photos / name / file.relative_to(back / split)).read_bytes()
     with pytest.raises(ConvoyError, match="is not an empty folder"):
         unpack(Pack.open(whole), back, None)
-    (tmp_path / "source" / "a").mkdir(parents=True)
-    jpeg = encoded(picture(), "JPEG")
-    for name in ("x.JPEG", "x.jpg", "wrong.png"):
-        (tmp_path / "source" / "a" / name).write_bytes(jpeg)
-    raw = {"wrong.ppm", "x.ppm", "x-000000002.ppm"}
-    for options, ends in ((PackOptions(), {"x.JPEG", "x.jpg", "wrong.jpg"}), (PackOptions(raw=True), raw)):
-        target = tmp_path / str(options.raw)
-        packed(tmp_path / "source", target, options)
-        unpack(Pack.open(target), target / "back", None)
-        assert {file.name for file in (target / "back" / "a").iterdir()} == ends
 
 
 def test_names_of_strangers_lead_nowhere_and_no_picture_takes_the_place_of_another(tmp_path: Path) -> None:

@@ -38,8 +38,7 @@ def files(kind: str = "JPEG", width: int = 160, height: int = 120, mode: str = "
     return [encoded(picture(seed=i, width=width, height=height, mode=mode), kind, **options) for i in range(6)]
 
 
-KINDS = [("JPEG", 160, 120, "RGB"), ("JPEG", 900, 700, "RGB"), ("JPEG", 160, 120, "L"), ("JPEG", 160, 120, "CMYK")]
-KINDS += [("PNG", 160, 120, "RGB"), ("PPM", 160, 120, "RGB")]
+KINDS = [("JPEG", 900, 700, "RGB"), ("JPEG", 160, 120, "L"), ("JPEG", 160, 120, "CMYK"), ("PNG", 160, 120, "RGB")]
 
 
 @installed

@@ -1,7 +1,7 @@
 """The page of a plan: the network as boxes on a grid, the times on the axis of an update, and its stages."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from convoy.models import create
 from convoy.planner import Planned, score, workload_of
@@ -9,22 +9,8 @@ from convoy.planner.cost.costs import Costs, Times
 from convoy.planner.cost.link import Assumed, Rate
 from convoy.planner.verdict import Explained
 from convoy.plans.plan import Plan
-from convoy.report.network_drawing import MOST_LANES, Grid, grid_of
+from convoy.report.network_drawing import Grid, grid_of
 from convoy.report.plan_page import plan_page
-
-
-class Dense(nn.Module):
-    """Every layer takes all before it."""
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Conv2d(2 * (n + 1), 2, 1) for n in range(layers)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        values = [x]
-        for layer in self.layers:
-            values.append(layer(torch.cat(values, 1)))
-        return values[-1]
 
 
 def grid(model: nn.Module, *shape: int) -> Grid:
@@ -36,19 +22,6 @@ def grid(model: nn.Module, *shape: int) -> Grid:
         between = range(drawing.boxes[edge.source].depth + 1, drawing.boxes[edge.target].depth)
         assert not places & {(depth, edge.lane) for depth in between}
     return drawing
-
-
-def test_branches_stand_side_by_side_and_skips_pass_beside() -> None:
-    inception = grid(create("googlenet-cifar"), 3, 32, 32)
-    first = [box for box in inception.boxes if "inception3a" in box.calls[0].layer and box.depth == 3]
-    assert sorted(box.lane for box in first) == [0, 1, 2, 3] and inception.omitted == 0
-    residual = grid(create("resnet18-cifar"), 3, 32, 32)
-    depth = [box.depth for box in residual.boxes]
-    skip = next(edge for edge in residual.edges if depth[edge.target] - depth[edge.source] == 3)
-    assert skip.lane > residual.boxes[skip.source].lane
-    dense = grid(Dense(14), 2, 8, 8)  # for all of its connections there is no room
-    assert dense.num_lanes <= MOST_LANES
-    assert dense.omitted == sum(len(box.before) for box in dense.boxes) - len(dense.edges) > 0
 
 
 def page_of(plan: str) -> str:

@@ -56,15 +56,9 @@ def test_drawings_have_the_pages_colors_ids_of_their_own_and_names(tmp_path: Pat
         assert not re.search(r"(fill|stroke): *(#|rgb|black|white)", drawing)
         references = set(re.findall(r'(?:href="#|url\(#)([^)"]+)', drawing))
         assert references and references <= set(names)
-    texts = {node.attrib.get("id"): node.text for node in roots[0]}
-    assert [texts[name] for name in roots[0].attrib["aria-labelledby"].split()] == ["Loss over updates", "a <b>"]
-    assert roots[0].attrib["role"] == "img" and "width" not in roots[0].attrib
     figure = Figure()
     figure.text(0, 0, 'x" id="y: #123456 <!-- url(#z) -->', color="#0072b2")
     assert 'x" id="y: #123456 &lt;!-- url(#z) --&gt;</text>' in inline_svg(figure, "x", "x", "x")  # a text stays so
-    figure.text(0, 0, "x", color="#123456")
-    with pytest.raises(KeyError, match="#123456"):
-        inline_svg(figure, "x", "x", "x")
 
 
 def confusion(table: Any) -> Confusion:
@@ -72,11 +66,7 @@ def confusion(table: Any) -> Confusion:
     return Confusion(EvaluationFile(classes=names, confusion=np.array(table).tolist()))
 
 
-def test_confusion_has_shades_recall_precision_f1_and_pairs() -> None:
-    rows = confusion([[8, 2, 0], [0, 10, 0], [0, 0, 0]]).matrix()
-    assert rows is not None
-    assert [cell["shade"] for cell in rows[0]["cells"][:2]] == pytest.approx([0.8, 1.0])
-    assert rows[0]["cells"][1]["text"] == "class 0 taken for class 1: 2"
+def test_confusion_has_recall_precision_f1_and_pairs() -> None:
     classes = confusion([[8, 2, 0, 0], [1, 9, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]]).classes()
     assert [tuple(one[key] for key in ("images", "recall", "precision", "mostly")) for one in classes] == [
         (10, 0.8, 8 / 12, "class 1"), (10, 0.9, 9 / 11, "class 0"), (0, None, None, ""), (3, 0.0, None, "class 0"),
@@ -86,11 +76,6 @@ def test_confusion_has_shades_recall_precision_f1_and_pairs() -> None:
     assert [(one["true"][-1], one["predicted"][-1], one["count"]) for one in pairs] == [
         ("2", "1", 9), ("1", "0", 5), ("1", "2", 5),
     ]  # fmt: skip
-    table = np.eye(1000, dtype=int) * 50
-    table[7, 7], table[7, 3] = 20, 30
-    (hardest,) = confusion(table).hardest(12)
-    assert (hardest["name"], hardest["recall"], hardest["mostly"]) == ("class 7", 0.4, "class 3")
-    assert confusion(table).matrix() is None
 
 
 def test_a_corrupt_picture_and_one_outside_the_run_are_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ranks import run_ranks
 from script.saved import alike
 
 State = dict[str, Any]
-PLANS = {"serial": 1, "sample=2": 2, "filter=2": 2, "sample=2,channel=2": 4}
+PLANS = {"serial": 1, "sample=2": 2, "filter=2": 2, "channel=2": 2}
 BATCH = 12
 
 
@@ -152,7 +152,7 @@ def uninterrupted() -> dict[str, State]:
     return run_ranks(_uninterrupted, 1)[0]
 
 
-@pytest.mark.parametrize("plan", [pytest.param(p, marks=pytest.mark.slow if "," in p else ()) for p in PLANS])
+@pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_gives_the_serial_state_and_goes_on_from_another(
     plan: str, folder: Path, uninterrupted: dict[str, State]
 ) -> None:

@@ -50,24 +50,13 @@ def test_values_are_yaml_and_paths_are_taken_as_they_stand() -> None:
 # Changes to the default recipe with a model, and what the sentence must say: the key, the problem, the way out.
 WRONG = [
     ("optimizer.name=adam", "must be sgd, adamw, lars or lamb|did you mean adamw?"),
-    ("batch=12.5", "batch is 12.5|a whole number"),
-    ("schedule=cosine", "schedule is cosine|a section"),
-    ("schedule.warmup_from=high", "schedule.warmup_from is high|a number or base_lr"),
-    ("data.augment.scale=[0.5]", "data.augment.scale is [0.5]|longer list"),
     ("optimizer.lr=.nan", "optimizer.lr is nan|a finite number"),
-    ("optimizer.momentum=1", "optimizer.momentum is 1|less than 1"),
     ("ema={}", "ema.decay is missing|--set ema.decay="),
-    ("checkpoint.every=often", "checkpoint.every|90ep or 0.5ep"),
     ("epochs=0", "epochs: 0ep|more than 0"),
     ("optimizer.name=adamw optimizer.lr=1e-3 optimizer.nesterov=true", "optimizer.nesterov would be ignored|adamw"),
-    ("optimizer.momentum=0", "optimizer.nesterov would be ignored without momentum"),
     ("optimizer.name=lamb", "optimizer.lr and optimizer.base_lr are both missing|square root"),
-    ("schedule.name=step schedule.milestones=[]", "schedule.milestones is []|1 or more"),
-    ("optimizer.lr=1 schedule.warmup_from=base_lr", "schedule.warmup_from=base_lr needs optimizer.base_lr"),
     ("microbatch=4 microbatches=3", "microbatch and microbatches are both given"),
-    ("data.mean=[0.5]", "data: mean and std belong together"),
     ("batch=1 batch=2", "batch is set twice"),
-    ("batch.size=3", "batch.size cannot be set|not a section"),
     ("batch=0 precision=fp8 optimizer.momntum=1", "optimizer.momntum is unknown|(also wrong: batch, precision)"),
 ]
 FILES = [
@@ -79,8 +68,6 @@ FILES = [
 LATE = [
     ("epochs=20ba schedule.warmup=3ep", "schedule.warmup=3ep is 21 weight updates, but the whole run has 20"),
     ("schedule.warmup_from=0.5", "schedule.warmup_from=0.5 lies above the peak learning rate 0.05"),
-    ("schedule.name=step schedule.milestones=[3ep,2ep]", "do not rise"),
-    ("schedule.name=step schedule.milestones=[1ep,5ep] schedule.warmup=2ep", "inside schedule.warmup=2ep"),
 ]
 
 

@@ -41,17 +41,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def other_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of large pictures in grey without a split of their own, resized otherwise, with averaged weights."""
-    tmp = tmp_path_factory.mktemp("other")
-    data = (write_pictures(tmp / "all", size=(90, 70)) / "train").rename(tmp / "data")
-    settings = ["data.channels=1", "data.augment.interpolation=bicubic", "ema.decay=0.5"]
-    settings += ["data.validation_fraction=0.25", "data.workers=0"]
-    sets = [part for setting in settings for part in ("--set", setting)]
-    return train_on_pictures(data, tmp / "run", "--channels-last", *sets)
-
-
-@pytest.fixture(scope="module")
 def checkpointed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with averaged weights whose checkpoints two ranks wrote, each with a part of every weight."""
     often = {"evaluate_every": "2ba", "checkpoint.every": "1000ba", "checkpoint.keep": "99"}
@@ -61,19 +50,15 @@ def checkpointed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("name", ["run", "other_run"])
-def test_network_and_transform_give_the_evaluations_logits_without_the_data(
-    name: str, request: pytest.FixtureRequest
-) -> None:
-    out: Path = request.getfixturevalue(name)
-    recorded = load_run(out)
+def test_network_and_transform_give_the_evaluations_logits_without_the_data(run: Path) -> None:
+    recorded = load_run(run)
     opened, _ = evaluation_data(recorded)
     (batch,) = evaluation_batches(opened, recorded.recipe.data, batch=100)
-    data, moved = out.parent / "data", out.parent / "away"
+    data, moved = run.parent / "data", run.parent / "away"
     data.rename(moved)
     try:
         torch.manual_seed(3)
-        loaded, drawn = load_run(out), torch.rand(4)
+        loaded, drawn = load_run(run), torch.rand(4)
         torch.manual_seed(3)
         assert torch.equal(torch.rand(4), drawn)  # nobody's random numbers change
         assert loaded.classes == ["a", "b", "c"] and not loaded.network.training
@@ -87,7 +72,7 @@ def test_network_and_transform_give_the_evaluations_logits_without_the_data(
         moved.rename(data)
     with torch.inference_mode():
         right = loaded.network(images).argmax(1) == batch.labels
-    assert right.float().mean().item() == pytest.approx(summary(out)["top1"])
+    assert right.float().mean().item() == pytest.approx(summary(run)["top1"])
 
 
 def test_a_checkpoint_gives_the_network_that_was_evaluated_then(
