@@ -27,9 +27,6 @@ def read(folder: Path, text: str) -> Cluster:
 
 
 def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
-    alike = read(tmp_path, "devices: {count: 4, speed: 0.5}\nlinks: {rate: 3gbit}\n")
-    assert alike == Cluster.alike(4, 0.5, "3gbit")
-    assert str(alike) == "4 devices with 0.5 of a core each in 4 hosts, links of 3gbit"
     two_each = read(tmp_path, "devices: {count: 4, hosts: 2}\nlinks: {rate: 1gbit}\n")
     assert two_each.devices == tuple(ClusterDevice(1.0, f"host{number // 2}") for number in range(4))
     entries = "[{speed: 0.5, host: a}, {speed: 0.25, host: b, count: 2}, {speed: 0.4}]"
@@ -40,17 +37,12 @@ def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "- 1": "is not a cluster",
     "devices: {speed: 0.5}": "a cluster needs devices and their count: write e.g.",
     "devices: {count: 2, sped: 1}": "devices.sped is unknown: did you mean devices.speed?",
-    "devices: {count: true}": "devices.count is true, but must be a whole number",
     "devices: {count: 251}": "must be at most 250",
-    "devices: {count: 2, hosts: 3}": "2 devices cannot be in 3 hosts",
     "devices: {count: 2, speed: .nan}": "devices.speed is nan, but must be a finite number",
-    "devices: [{host: 'a b'}]": "host 'a b': use letters",
     "devices: {count: 2}": "link of host host0 has no rate",
     "devices: {count: 2}\nlinks: {rate: 0gbit}": "rate of a link is '0gbit'",
-    "devices: {count: 2}\nlinks: {rate: 1gbit, latency: 0.1ms}": "links.latency is unknown",
     "devices: {count: 2}\nlinks: {rate: 1gbit, hosts: {c: 1gbit}}": "given for 'c', but the hosts are host0",
 }
 

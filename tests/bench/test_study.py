@@ -11,7 +11,6 @@ from convoy.bench import command
 from convoy.bench.ask import configurations
 from convoy.bench.processes import RankFailed, RankSlots
 from convoy.bench.records import Forecast, RankTimes, Store
-from convoy.bench.results import Results
 from convoy.bench.study import plain_recipe
 from convoy.errors import ConvoyError
 
@@ -28,10 +27,6 @@ ROWS: dict[str, tuple[tuple[Any, ...], str]] = {
         ([2, 3], ["sample", "filter"], [], ["", "auto", "3,2,1"]),
         "sample=2/2; sample=2, shares auto/2; filter=2/2; "
         "sample=3/3; sample=3, shares auto/3; sample=3, shares 3,2,1/3; filter=3/3",
-    ),
-    "devices of unequal speed are measured alone": (
-        ([1, 3], ["sample"], [], ["", "auto"], 3),
-        "one device/1; device 2 alone/1; device 3 alone/1; sample=3/3; sample=3, shares auto/3",
     ),
 }
 
@@ -68,16 +63,9 @@ def test_a_study_goes_on_where_it_was_and_another_is_refused(tmp_path: Path) -> 
 def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConvoyError, match="give the folder of a study"):
         Store.read(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").touch()
-    with pytest.raises(ConvoyError, match="holds a training run"):
-        Store.open(tmp_path / "run", study(), MACHINE)
     whole = document(write_study(tmp_path, devices=(1, 2), plans=["sample"], rounds=1))
     for change, words in (
-        ([], "no study of convoy bench"),
         (whole | {"schema": 99}, "schema 99"),
-        ({key: value for key, value in whole.items() if key != "study"}, "it has no study"),
-        (whole | {"study": whole["study"] | {"recipe": {}}}, r"it has no study\.recipe\.batch"),
         (whole | {"sessions": [{"command": ""}]}, r"it has no sessions\[0\]\.started"),
     ):
         with pytest.raises(ConvoyError, match=words):
@@ -125,32 +113,3 @@ def test_rows_that_do_not_run_are_named_and_others_are_measured(
     assert keeps == [True, False]
     with pytest.raises(ConvoyError, match="give more"):
         outcomes([2], ["sample"], None)
-
-
-def test_a_training_that_a_signal_stopped_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, lines = new_store(tmp_path), list[str]()
-    rows = store.add(configurations([1, 2], ["sample", "filter"], []))
-    ends: list[Any] = [[None], ["SIGTERM"] * 2, RankFailed("rank 1 failed: a fault\nTraceback"), [None] * 2, [None] * 2]
-    trained: list[str] = []
-
-    def run_ranks(function: Any, slots: Any, task: Any, out: Path, line: str, keep: bool, **_: Any) -> Any:
-        trained.append(str(task.recipe.parallel.plan))
-        if isinstance(end := ends.pop(0), RankFailed):
-            raise end
-        return end
-
-    def train() -> list[tuple[bool, str | None]]:
-        command.Course(RECIPE, rows, store, RankSlots(1, []), tell=lines.append).train()
-        return [(row.training.finished, row.training.failed) for row in rows if row.training is not None]
-
-    monkeypatch.setattr(command, "run_ranks", run_ranks)
-    assert train() == [(True, None), (False, None), (False, "rank 1 failed: a fault")]
-    assert lines == [
-        "the training of sample=2 on 2 devices was stopped by SIGTERM; the same command goes on",
-        "filter=2 on 2 devices was not trained: rank 1 failed: a fault",
-    ]
-    assert train() == [(True, None)] * 3
-    assert trained == ["serial", "sample=2", "filter=2", "sample=2", "filter=2"]
-    (session,) = store.sessions
-    assert session.training_s > 0 and session.planning_s == 20.0
-    assert Results(store).wall == pytest.approx(session.wall_s - session.training_s, abs=2e-3)

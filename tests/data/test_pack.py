@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 from safetensors import safe_open
@@ -25,10 +24,8 @@ from data.made import (
     encoded,
     opened,
     packed,
-    picture,
     same,
     trained,
-    turned,
     write_folder,
     write_mnist,
     write_tar,
@@ -67,28 +64,9 @@ def write_split(folder: Path) -> None:
     write_folder(folder / "val", ("a", "b"), num=2)
 
 
-def write_odd(folder: Path) -> None:
-    """Files that are not just RGB in eight bits, which a pack keeps under names that say what they are."""
-    deep = Image.fromarray(np.linspace(0, 65535, 60 * 50).astype(np.uint16).reshape(50, 60))
-    clear = picture().convert("RGBA")
-    clear.putalpha(100)
-    files = {
-        "turned.jpg": encoded(picture(), "JPEG", exif=turned(6)),
-        "several.jpg": encoded(picture(seed=1), "MPO", save_all=True, append_images=[picture(seed=2)]),
-        "deep.png": encoded(deep),
-        "clear.png": encoded(clear),
-        "palette.gif": encoded(picture().convert("P"), "GIF"),
-    }
-    for name, content in files.items():
-        for kind in ("a", "b", "c"):
-            (folder / kind).mkdir(parents=True, exist_ok=True)
-            (folder / kind / name).write_bytes(content)
-
-
 IN_MEMORY = {"augment": {"crop": "pad"}, "image_size": None}
 SOURCES: dict[str, tuple[Callable[[Path], Any], bool, dict[str, Any]]] = {  # raw: parts of JPEGs may be decoded smaller
     "split folder": (write_split, True, {"workers": 2}),
-    "odd pictures": (write_odd, True, {}),
     "mnist": (write_mnist, False, IN_MEMORY),
 }
 

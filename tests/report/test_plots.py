@@ -1,10 +1,8 @@
 """The curves of a run, as drawings and inside the page; tables of confusion, and pictures."""
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import matplotlib as mpl
 import numpy as np
@@ -13,12 +11,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from convoy.errors import ConvoyError
-from convoy.report.pages import inline_svg, read_picture
+from convoy.report.pages import read_picture
 from convoy.report.plots import draw_panels
 from convoy.report.report import Confusion
 from convoy.report.run_directory import read_run
 from convoy.training.records import EvaluationFile
-from report.made_runs import CONFIG, complete_run, metrics, write_run
+from report.made_runs import CONFIG, metrics, write_run
 
 NAMES = ["loss-updates", "loss-time", "error-updates", "error-time", "learning-rate", "speed"]
 
@@ -43,22 +41,6 @@ def test_curves_hold_the_numbers_of_the_file_and_leave_global_state_alone(tmp_pa
     assert np.isnan(loss.get_ydata()).sum() == 1  # a loss that is not finite is a gap
     assert len({(line.get_color(), line.get_marker()) for line in (curves["train"], curves["test"])}) == 2
     assert mpl.rcParams.copy() == before and "matplotlib.pyplot" not in sys.modules
-
-
-def test_drawings_have_the_pages_colors_ids_of_their_own_and_names(tmp_path: Path) -> None:
-    panels = draw_panels(read_run(complete_run(tmp_path)))
-    drawings = [inline_svg(one.figure, one.name, one.title, "a <b>") for one in panels if one.figure is not None]
-    roots = [ElementTree.fromstring(drawing) for drawing in drawings]
-    ids = [[node.attrib["id"] for node in root.iter() if "id" in node.attrib] for root in roots]
-    assert sum(map(len, ids)) == len(set().union(*ids))
-    for drawing, names in zip(drawings, ids, strict=True):
-        assert "var(--train)" in drawing and "font-family" not in drawing
-        assert not re.search(r"(fill|stroke): *(#|rgb|black|white)", drawing)
-        references = set(re.findall(r'(?:href="#|url\(#)([^)"]+)', drawing))
-        assert references and references <= set(names)
-    figure = Figure()
-    figure.text(0, 0, 'x" id="y: #123456 <!-- url(#z) -->', color="#0072b2")
-    assert 'x" id="y: #123456 &lt;!-- url(#z) --&gt;</text>' in inline_svg(figure, "x", "x", "x")  # a text stays so
 
 
 def confusion(table: Any) -> Confusion:

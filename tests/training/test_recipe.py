@@ -7,7 +7,6 @@ from pydantic import ValidationError
 
 from convoy import models
 from convoy.errors import ConvoyError
-from convoy.training.config import Duration, TimeSpan
 from convoy.training.derived import derive, resolve
 from convoy.training.recipe import Recipe, load_recipe, recipe_names, recipe_summary, recipe_text, to_yaml
 
@@ -37,14 +36,6 @@ def test_a_built_in_recipe_is_whole_and_comes_back_as_it_was_written(name: str, 
 
 
 # What is set
-
-
-def test_values_are_yaml_and_paths_are_taken_as_they_stand() -> None:
-    recipe = default("optimizer.lr=1e-3", "model.options={image_size: 32}", "data.augment.flip=true", "epochs=5000ba")
-    assert (recipe.optimizer.lr, recipe.model.options) == (1e-3, {"image_size": 32})
-    assert recipe.data.augment.flip is True and str(recipe.epochs) == "5000ba"
-    for path in ("2012", "1e5", "[x]", "a: b", "#1", "C:\\data", "my photos", "true", "'null'"):
-        assert default(f"data.path={path}").data.path == path.strip("'")
 
 
 # Changes to the default recipe with a model, and what the sentence must say: the key, the problem, the way out.
@@ -85,20 +76,6 @@ def test_what_is_wrong_is_one_sentence_with_the_key_and_the_way_out(tmp_path: Pa
 
 
 # What follows
-
-
-def test_durations_are_counted_in_weight_updates_and_what_is_none_is_refused() -> None:
-    updates = {"90ep": 900, "0.25ep": 3, "0.01ep": 1, "5000ba": 5000, "5%": 10, "0.1%": 0, "0%": 0}
-    for text, number in updates.items():
-        assert Duration.parse(text).updates(10, total=200) == number and str(Duration.parse(text)) == text
-    for odd in ["", "90", "-1ep", "1e3ba", "1.5ba", "101%", "9" * 400 + "ep", True, float("nan"), None, [1]]:
-        with pytest.raises(ValueError, match=r"90ep|at most 100%|is not a duration"):
-            Duration.parse(odd)
-    for odd in ["6", 6, "-1h", "0h", "1e3s", None, "9" * 50 + "s"]:
-        with pytest.raises(ValueError, match=r"write (90s|more than 0)"):
-            TimeSpan.parse(odd)
-    spans = {text: TimeSpan.parse(text).seconds for text in ("90s", "1.5 min", "6h", " 2d ")}
-    assert list(spans.values()) == [90, 90, 21600, 172800]
 
 
 def test_every_quantity_says_how_and_why() -> None:

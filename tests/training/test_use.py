@@ -3,7 +3,6 @@
 import json
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,15 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
 from convoy.cli import main
 from convoy.comm.ranks import Ranks
-from convoy.data import Batch, evaluation_batches
+from convoy.data import evaluation_batches
 from convoy.data.folder import pictures
 from convoy.plans.plan import Plan
 from convoy.training.environment import join_ranks
-from convoy.training.evaluate import NUM_MISTAKES, Evaluation
 from convoy.training.restore import evaluate_run, evaluation_data, load_run
 from convoy.training.use import Classifier, FileClasses, classify
 from ranks import run_ranks
@@ -175,35 +172,3 @@ def test_any_number_of_ranks_and_threads_gives_the_classes_that_the_evaluation_c
 
 
 # What an evaluation counts
-
-
-def batches(logits: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Batch, Tensor]]:
-    """Consecutive samples; the picture of a sample is its number, in four bytes."""
-    for start in range(0, len(labels), size):
-        part = slice(start, start + size)
-        samples = torch.arange(len(labels))[part]
-        yield Batch(samples.to(torch.int32).view(torch.uint8).view(-1, 1, 2, 2), labels[part], samples), logits[part]
-
-
-def test_the_same_is_counted_as_sample_by_sample_with_ties_too() -> None:
-    """With few levels of confidence most of the mistakes are equally bad."""
-    random = torch.Generator().manual_seed(1)
-    logits = torch.randint(2, (500, 8), generator=random).float() * 20
-    labels = torch.randint(8, (500,), generator=random)
-    probability, predicted = logits.softmax(1).max(1)
-    wrong = [i for i in range(500) if predicted[i] != labels[i]]
-    worst = sorted(wrong, key=lambda i: (-probability[i].item(), -i))[:NUM_MISTAKES]
-    for size in (1, 64):
-        tally = Evaluation(torch.zeros(8, 8, dtype=torch.int64))
-        for batch, rows in batches(logits, labels, size):
-            tally.add(batch, rows)
-        found = Evaluation.total([tally])
-        assert found.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
-        assert found.top1 == pytest.approx(1 - len(wrong) / 500)
-        five = (logits.topk(5).indices == labels[:, None]).any(1).double().mean().item()
-        assert found.top5 == pytest.approx(five)
-        assert torch.equal(found.confusion, torch.bincount(labels * 8 + predicted, minlength=64).view(8, 8))
-        assert sorted(one.sample for one in found.mistakes) == sorted(worst)
-        for one in found.mistakes:
-            assert one.picture.flatten().view(torch.int32).item() == one.sample
-            assert (one.label, one.predicted) == (labels[one.sample], predicted[one.sample])
