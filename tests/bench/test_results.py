@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.made_study import AUTO, measure, new_store, write_study, write_trainings
+from bench.made_study import measure, new_store, write_study, write_trainings
 from convoy.bench.ask import configurations
 from convoy.bench.page import write_files
 from convoy.bench.records import Store
@@ -47,10 +47,6 @@ def test_tables_and_sentences_have_every_row(tmp_path: Path) -> None:
     write_study(tmp_path, waiting=["sample=4 on 4"], failed=["filter=4 on 4"])
     store = Store.read(tmp_path)
     results = Results(store)
-    rows = {row.key: row for row in results.rows}
-    auto = rows["auto on 4"]
-    assert (auto.plan, auto.predicted, rows["ddp on 4"].predicted) == (AUTO, pytest.approx(0.095 / 4), None)
-    assert auto.error == pytest.approx(0.095 / 4 / auto.seconds - 1)
     read = list(csv.DictReader(io.StringIO(of_updates(results, store).csv())))
     assert len(read) == len(results.rows) == 10 and float(read[0]["step_s"]) == results.rows[0].seconds
     latex = of_updates(results, store).latex()

@@ -10,7 +10,7 @@ from bench.made_study import MACHINE, MADE, RECIPE, document, new_store, rewrite
 from convoy.bench import command
 from convoy.bench.ask import configurations
 from convoy.bench.processes import RankFailed, RankSlots
-from convoy.bench.records import Forecast, RankTimes, Store
+from convoy.bench.records import RankTimes, Store
 from convoy.bench.study import plain_recipe
 from convoy.errors import ConvoyError
 
@@ -82,34 +82,23 @@ TIMES = RankTimes(seconds=[0.1], communication=[0.0], input=[0.0], optimizer=[0.
 def test_rows_that_do_not_run_are_named_and_others_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeps: list[bool] = []
-
-    def run_ranks(function: Any, slots: Any, task: Any, *rest: Any, **_: Any) -> Any:
-        if function is command.forecast:
-            keeps.append(rest[-1])
-            return [Forecast(auto=f"filter={len(slots)}")]
+    def run_ranks(function: Any, slots: Any, task: Any, *_: Any, **__: Any) -> Any:
         plan = str(task.recipe.parallel.plan or f"sample={len(slots)}")
         if plan in WRONG:
             raise WRONG[plan]
         return [TIMES] * len(slots)
 
-    def outcomes(devices: list[int], plans: list[str], updates: int | None, cluster: str = "") -> Any:
+    def outcomes(devices: list[int], plans: list[str], updates: int | None) -> Any:
         """Updates of the study, and of each row how often it was measured, or why it was not, which is told."""
-        folder, lines = tmp_path / f"{devices} {plans} {updates} {cluster}", list[str]()
-        store = new_store(folder, updates=updates, cluster=cluster)
+        store, lines = new_store(tmp_path / f"{devices} {plans} {updates}", updates=updates), list[str]()
         rows = store.add(configurations(devices, plans, []))
         command.Course(RECIPE, rows, store, RankSlots(1, []), tell=lines.append).measure(predict=False)
         assert lines == [f"{row.where}: {row.failed}" for row in rows if row.failed]
-        assert store.plan_of(rows[-1]) == "filter=2"
         return store.study.updates, [(row.key, len(row.visits), row.failed) for row in rows]
 
     monkeypatch.setattr(command, "run_ranks", run_ranks)
-    sample = ("sample=2 on 2", 0, "too few microbatches: give more")
+    rows = [("serial on 1", 0, "rank 0 failed: full"), ("sample=2 on 2", 0, "too few microbatches: give more")]
     for updates, number in ((None, 20), (7, 7)):
-        rows = [("serial on 1", 0, "rank 0 failed: full"), sample, ("filter=2 on 2", 1, None)]
-        assert outcomes([1, 2], ["sample", "filter"], updates) == (number, rows)
-    for cluster in ("", "emulated"):  # whose times are not kept
-        assert outcomes([2], ["sample", "auto"], 7, cluster) == (7, [sample, ("auto on 2", 1, None)])
-    assert keeps == [True, False]
+        assert outcomes([1, 2], ["sample", "filter"], updates) == (number, [*rows, ("filter=2 on 2", 1, None)])
     with pytest.raises(ConvoyError, match="give more"):
         outcomes([2], ["sample"], None)

@@ -121,7 +121,6 @@ def write_rows(root: Path) -> None:
 KINDS = {
     "parquet": (write_rows, {"crop": "random-resized"}),
     "turbo": (lambda root: write_folder(root, num=6, width=500, height=400), {"crop": "random-resized"}),
-    "rand_augment": (lambda root: write_folder(root, num=6), {"rand_augment": "n2-m9"}),
 }
 
 

@@ -14,10 +14,6 @@ from ranks import run_ranks
 
 IMAGES = torch.zeros(8, 1, 28, 28)
 REFUSED: dict[str, dict[str, Any]] = {
-    "at least 1": {"devices": 0},
-    "no link": {"link": "string"},
-    "matches no layer": {"fix": "head=filter"},
-    "4 devices": {"score": "sample=4"},
     "no plan fits": {"memory_limit": 10.0},
     "microbatches=20": {"microbatches": 20},
     "LBFGS computes the gradients several times": {"optimizer": torch.optim.LBFGS},

@@ -115,13 +115,6 @@ def test_nothing_is_overwritten_but_what_a_process_left_that_was_killed_as_it_be
         begun.check_free()
 
 
-def test_metrics_of_updates_to_be_done_again_and_damaged_lines_are_dropped(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    run.metrics.write_bytes(b'{"step": 1}\n{"st\xff\xfe\n{"step": 2}\n{"step": 3}\n{"st')
-    run.forget_metrics_after(2)
-    assert run.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
 def _held(data: Path, out: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "LOCK_PATIENCE_S", 0.0)

@@ -25,9 +25,7 @@ from training.scenarios import (
 )
 from whole_runs import train_here
 
-TOTAL = 12
 SHORT = {"epochs": "3ep"}
-EVERY = SHORT | {"checkpoint.every": "1ba", "checkpoint.keep": "99"}
 
 
 def test_a_run_learns_and_leaves_its_folder_complete(data: Path, tmp_path: Path) -> None:
@@ -70,21 +68,6 @@ def test_the_comparison_would_notice_another_momentum(data: Path, tmp_path: Path
     put(store_of(parts), checkpoint)
     trained(data, parts, SHORT, resume=True)
     assert digest(tmp_path / "whole") != digest(parts)
-
-
-def test_the_newest_whole_checkpoint_of_the_run_is_used_and_others_are_named(data: Path, tmp_path: Path) -> None:
-    run, other = tmp_path / "run", tmp_path / "other"
-    trained(data, run, EVERY, stop_at=7)
-    trained(data, other, EVERY | {"seed": "1"}, stop_at=9)
-    (state,) = (store_of(run).place(7) / "state").iterdir()
-    state.write_bytes(state.read_bytes()[:-1])
-    shutil.copytree(store_of(other).place(9), store_of(run).place(9))
-    one = EVERY | {"checkpoint.keep": "1"}
-    said = trained(data, run, one, stop_at=8, resume=True).said
-    assert f"6 of {TOTAL}" in said
-    for step, words in ((7, "is damaged"), (9, "another run")):
-        assert any(f"step-0000000{step}" in sentence and words in sentence for sentence in said), said
-    assert f"8 of {TOTAL}" in trained(data, run, one, resume=True).said  # new ones stay where damaged newer ones lie
 
 
 def test_merged_and_single_microbatches_train_alike_and_other_statistics_do_not(
