@@ -40,20 +40,16 @@ def recipes(devices: int, merge: int, shares: tuple[float, ...] | None = None) -
     return workload_in_passes(recipe, create("lenet"), (1, 28, 28), (8,) * 8, merge, devices, torch.device("cpu"))
 
 
-def failing(error: Exception, what: str = "") -> tuple[str, list[str], str]:
-    """Plan while profiling runs by channels fail on rank 1, or the links do: plan, notes, refusal."""
+def failing(error: Exception) -> tuple[str, list[str], str]:
+    """Plan while profiling runs by channels fail on rank 1: plan, notes, refusal."""
     ranks, run, progress = Ranks.here(), Profiler._pass, [""]
 
     def failing_pass(profiler: Profiler) -> object:
-        if ranks.rank == 1 and progress[-1].startswith("profiling channel") and not what:
+        if ranks.rank == 1 and progress[-1].startswith("profiling channel"):
             raise error
         return run(profiler)
 
-    overhead = error if ranks.rank == 1 and what == "links" else lambda *of: 0.0
-    with (
-        patch.object(Profiler, "_pass", failing_pass),
-        patch("convoy.planner.link_probe._redistributing", side_effect=overhead),
-    ):
+    with patch.object(Profiler, "_pass", failing_pass):
         try:
             result = make_plan(lenet(), 2, ranks, progress=lambda what, *_: progress.append(what.partition(": ")[2]))
         except ConvoyError as failure:
@@ -63,18 +59,17 @@ def failing(error: Exception, what: str = "") -> tuple[str, list[str], str]:
 
 def failures() -> tuple[Any, ...]:
     memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB")
-    return failing(memory), failing(ValueError("odd shape"))[2], failing(memory, "links")[2]
+    return failing(memory), failing(ValueError("odd shape"))[2]
 
 
 def test_what_fails_on_one_rank_is_left_out_or_one_sentence_of_all() -> None:
     first, second = run_ranks(failures, 2, timeout=150)
     assert first[0][0] == second[0][0] != ""
-    for (_, notes, _), odd, links in (first, second):
+    for (_, notes, _), odd in (first, second):
         (note,) = [note for note in notes if "memory" in note]
         assert note.startswith("rank 1 ran out of memory while profiling channel")
         assert f": it asked for 1 EiB; {NEEDS_LESS}: its layers are predicted" in note
         assert odd == "rank 1 failed while profiling channel (ValueError: odd shape): -v shows where"
-        assert links == f"rank 1 ran out of memory while measuring the links: it asked for 1 EiB; {NEEDS_LESS}"
 
 
 def unequal(folder: str, slower: float) -> tuple[Any, ...]:

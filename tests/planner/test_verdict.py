@@ -72,12 +72,9 @@ def test_what_was_made_slow_is_what_holds_a_plan_up() -> None:
         assert verdict.kind == kind and verdict.layer in (layer, verdict.layer if layer is None else layer), plan
         assert change in verdict.advice, plan
         assert sum(part.seconds for part in result.parts) == pytest.approx(result.scored.seconds), plan
-    fast, slower = explain("sample=2", costs()), explain("filter=2", costs(gbytes=1e-3))
+    fast = explain("sample=2", costs())
     assert (fast.planned.speedup, fast.efficiency, fast.changes[0].gain) == pytest.approx((2, 1, 2), rel=1e-2)
     assert not fast.notes and "one device is faster" not in explanation_text(fast)
-    first = explanation_text(slower).partition("\n")[0]
-    assert first.endswith(f"; one device is faster: {slower.planned.speedup:.2f} ×")
-    assert "One device alone" in slower.verdict.advice
     doubted = explain("sample=2", costs(), alone=costs(slow(4)))  # more than the devices can do
     assert any("busy" in note for note in doubted.notes)
 

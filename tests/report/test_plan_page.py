@@ -1,7 +1,6 @@
 """The page of a plan: the network as boxes on a grid, the times on the axis of an update, and its stages."""
 
 import torch
-from torch import nn
 
 from convoy.models import create
 from convoy.planner import Planned, score, workload_of
@@ -9,19 +8,7 @@ from convoy.planner.cost.costs import Costs, Times
 from convoy.planner.cost.link import Assumed, Rate
 from convoy.planner.verdict import Explained
 from convoy.plans.plan import Plan
-from convoy.report.network_drawing import Grid, grid_of
 from convoy.report.plan_page import plan_page
-
-
-def grid(model: nn.Module, *shape: int) -> Grid:
-    """The drawing of a network: no two boxes in one place, and no edge passes through a box."""
-    drawing = grid_of(workload_of(model, torch.empty(1, *shape), 4).graph)
-    places = {(box.depth, box.lane) for box in drawing.boxes}
-    assert len(places) == len(drawing.boxes)
-    for edge in drawing.edges:
-        between = range(drawing.boxes[edge.source].depth + 1, drawing.boxes[edge.target].depth)
-        assert not places & {(depth, edge.lane) for depth in between}
-    return drawing
 
 
 def page_of(plan: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from convoy.errors import ConvoyError
 from convoy.report.run_directory import Metrics, column, read_metrics, read_run
-from report.made_runs import complete_run, metrics, write_run
+from report.made_runs import complete_run, write_run
 
 
 def test_a_run_is_read_and_everything_but_the_configuration_may_be_missing(tmp_path: Path) -> None:
@@ -60,9 +60,6 @@ def train(step: int, loss: float | None = 1.0) -> dict[str, object]:
 
 
 def test_metrics_are_one_history(tmp_path: Path) -> None:
-    whole = history(tmp_path, *metrics())
-    assert [line.step for line in whole.train] == list(range(4, 125, 4))
-    assert [line.step for line in whole.test] == [31, 62, 93, 124] and not whole.cut
     first, second = ({"split": "test", "step": 30, "top1": top1} for top1 in (0.1, 0.2))
     resumed = history(tmp_path, train(10, 1), train(20, 2), train(30, 3), first, train(20, 4))
     assert [(line.step, line.loss) for line in resumed.train] == [(10, 1), (20, 4)]

@@ -35,9 +35,6 @@ def test_a_built_in_recipe_is_whole_and_comes_back_as_it_was_written(name: str, 
         assert load_recipe(str(path)) == changed != load_recipe(str(path), ["seed=1"])
 
 
-# What is set
-
-
 # Changes to the default recipe with a model, and what the sentence must say: the key, the problem, the way out.
 WRONG = [
     ("optimizer.name=adam", "must be sgd, adamw, lars or lamb|did you mean adamw?"),
@@ -86,6 +83,3 @@ def test_every_quantity_says_how_and_why() -> None:
     want |= {"learning rate drops at updates": "4680, 9360, 12480"}
     assert {name: found[name].value for name in want} == want
     assert found["peak learning rate"].formula == "0.1 · 8192 / 256" and "Goyal" in found["peak learning rate"].source
-
-
-# On another number of devices

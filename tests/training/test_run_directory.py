@@ -97,12 +97,6 @@ def test_nothing_is_overwritten_but_what_a_process_left_that_was_killed_as_it_be
         run.summary_file.write_text(json.dumps({"status": status}))
         with pytest.raises(ConvoyError, match=f"already holds a run, {words}"):
             run.check_free()
-    (tmp_path / "file").touch()
-    for path, words in ((tmp_path, "is not empty"), (tmp_path / "file", "is a file")):
-        with pytest.raises(ConvoyError, match=words):
-            RunDirectory(path).check_free()
-    with pytest.raises(ConvoyError, match="choose another --out"):
-        RunDirectory(tmp_path / "file" / "run").create("", {})
     begun = RunDirectory(tmp_path / "begun")
     begun.make()
     for name in (LOCK, ".environment.json.4711.tmp", ".config.yaml.4711.tmp"):

@@ -94,9 +94,7 @@ def test_a_checkpoint_gives_the_network_that_was_evaluated_then(
 
 FORGED: dict[str, Any] = {
     "nothing": {},
-    "words for groups": {"optimizer": {"scalars": {}, "groups": ["lr"]}},
     "a foreign count": {"loop": {"progress": {"nobody": 1}, "window": {}}},
-    "other code": {"loop": {"progress": {}, "window": {}, "code": [1]}},
 }
 
 
@@ -112,9 +110,6 @@ def test_other_values_with_checksums_that_fit_are_refused(
         said = capsys.readouterr().err
         assert said.startswith(f"convoy: the checkpoint of update {last.step} holds other values than Convoy writes")
         assert said.count("\n") == 1
-
-
-# On other data
 
 
 # Classes of files
@@ -169,6 +164,3 @@ def test_any_number_of_ranks_and_threads_gives_the_classes_that_the_evaluation_c
     assert torch.equal(confusion, alone.confusion)
     for classified, on_all, loss in run_ranks(on_ranks, 3, run, names):
         assert classified == want and on_all == confusion.tolist() and loss == pytest.approx(alone.loss, rel=1e-6)
-
-
-# What an evaluation counts
