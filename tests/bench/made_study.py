@@ -73,7 +73,6 @@ def write_study(
     plans: Sequence[str] = ("sample", "filter", "auto"),
     peers: Sequence[str] = ("ddp", "fabric"),
     rounds: int = 5,
-    waiting: Sequence[str] = (),
     failed: Sequence[str] = (),
 ) -> Path:
     """The folder of a study in which nothing but bench.json is; times differ by 2 %."""
@@ -88,7 +87,7 @@ def write_study(
         )
     for row in rows:
         row.failed = "a layer cannot be divided: use fewer devices" if row.key in failed else None
-        for number in range(1, rounds + 1) if row.key not in (*failed, *waiting) else ():
+        for number in range(1, rounds + 1) if row.key not in failed else ():
             seconds = 0.1 / (1 + (row.devices - 1) * LOSSES.get(row.series, 0.85))
             measure(row, number, seconds * max(0.1, 1 + 0.02 * noise.standard_normal()))
     store.save()

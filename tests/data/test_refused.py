@@ -92,7 +92,7 @@ def cifar(file: str, change: Callable[[bytes], bytes] | None, version: int = 10,
 
 
 small = partial(write_folder, width=20, height=20)
-PICTURES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+PICTURES = "train-images-idx3-ubyte"
 HUGE = b"".join(n.to_bytes(4, "big") for n in (0x803, 2**32 - 1, 65535, 65535))
 LABELED = [0, 1, 0, 1]
 """A row: words of the sentence, what makes the data set, and keys of the recipe."""

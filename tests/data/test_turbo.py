@@ -1,6 +1,5 @@
 """The decoder `turbo` beside Pillow, the reference: the same parts of the same pictures."""
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -56,10 +55,6 @@ def test_pixels_are_those_of_pillow_but_for_the_last_bits(channels: int, monkeyp
         assert oriented(rotated[0]) == (orientation != 1) and difference(rotated, crop="none") < 1.5
     raw = maker(files("PPM", 64, 64), side=64, margin=0).make(np.array([0]), None)  # not changed at all
     assert np.array_equal(raw.images[0].permute(1, 2, 0), np.asarray(picture(64, 64)))
-    both = maker(plain, **CROP)  # this process, in which OpenCV has threads, or threads of its own
-    with ThreadPoolExecutor(4) as pool:
-        images = pool.map(lambda i: both.make(np.array([i]), None).images.numpy()[0], range(6))
-        assert np.array_equal(np.stack(list(images)), both.make(np.arange(6), None).images)
     near, box = difference(plain, **CROP), Geometry.training_box
     shifted = lambda self, *of: tuple(end + 2 * (place % 2 == 0) for place, end in enumerate(box(self, *of)))  # noqa: E731
     monkeypatch.setattr(Geometry, "training_box", shifted)  # the control: two pixels beside it

@@ -18,7 +18,7 @@ from convoy.planner.remembered import recalled, remember
 from convoy.plans.plan import Plan
 
 DEVICE = Device("Some CPU", "2.13", "0.1", 1, neighbours=2)
-PLAN, STAGED = Plan.parse("filter=2"), Plan.parse("stage=2")
+PLAN = Plan.parse("filter=2")
 WORKLOAD = workload_of(create("lenet"), torch.empty(1, 1, 28, 28), 8, name="lenet")
 PLACEMENT = WORKLOAD.place(PLAN)
 LINK = Link(Curve(((1, 1e-5), (1000, 1e-4))), Curve(((1, 2e-5),)), overlap=True, cpu_share=0.5)

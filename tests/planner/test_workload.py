@@ -42,13 +42,8 @@ def test_a_pass_has_its_part_of_the_batch_in_whole_microbatches_and_the_network_
     whole = workload_of(model, IMAGES, 20, microbatch=8)
     assert (whole.sizes, whole.parts(2)) == ((8, 8, 4), (range(16), range(16, 20)))
     branching = Does(lambda x: x * 2 if x.sum() > 0 else x)
-    for words, call in {
-        "4 ranks cannot share 3 microbatches": lambda: whole.parts(4),
-        "must be at least 1": lambda: workload_of(model, IMAGES, 0),
-        "needs the network as one graph, but .*: write a plan yourself": lambda: workload_of(branching, IMAGES, 8),
-    }.items():
-        with pytest.raises(ConvoyError, match=words):
-            call()
+    with pytest.raises(ConvoyError, match=r"needs the network as one graph, but .*: write a plan yourself"):
+        workload_of(branching, IMAGES, 8)
 
 
 PREDICTED = {"width=2": 0.7, "filter=2": 0.8, "height=2": 0.95, "sample=2": 1.0, "replicate=2": 1.5}

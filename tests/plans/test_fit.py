@@ -42,12 +42,9 @@ def test_what_a_layer_cannot_be_divided_into_is_refused_by_its_name_and_its_axis
 
 FITTED = {  # the plan of more or fewer devices, and how often a layer is divided but by samples, before and after
     ("sample=4", 3): ("sample=3", (1, 1)),
-    ("owt=4", 3): ("owt=3", (4, 3)),
     ("sample=2,filter=4", 6): ("sample=2,filter=3", (4, 3)),
     ("sample=2,height=2,width=2", 6): ("sample=3,height=2,width=1", (4, 2)),
-    ("height=2,width=2", 8): ("sample=2,height=2,width=2", (4, 4)),
     ("stage=4,filter=2", 4): ("stage=2,filter=2", (8, 4)),
-    ("stage=2", 1): ("stage=1", (2, 1)),
     ("stage=2", 4): ("stage=2,sample=2", (2, 2)),
     ("stage=2", 3): ("stage=3", (2, 3)),
 }

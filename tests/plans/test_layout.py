@@ -111,6 +111,12 @@ def test_steps_lead_to_the_target_and_send_what_is_missing(sizes: tuple[int, ...
     assert [all_reduce_elements(1200, count) for count in (1, 2, 3, 4)] == [0, 1200, 1600, 1800]
 
 
+def test_a_copied_tensor_is_divided_in_one_step() -> None:
+    """Its gradient is a share on each rank already: nothing is kept or added first."""
+    samples = Layout.of({0: Split((0,), balanced(4, 2))})
+    assert [step.kind for step in transfer(Layout.of(copied=[0]), samples, Mesh(("a",), (2,)), SHAPE)] == ["slice"]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_part_goes_forward_then_back_in_order_and_no_stage_waits_for_ever(schedule: Schedule) -> None:
     for stages, parts in itertools.product((1, 2, 4), (1, 2, 5, 9)):

@@ -62,6 +62,16 @@ def penalized(net: nn.Module | None, outputs: Any, data: Data, weights: Data) ->
     return mean(net, outputs[0].square()) + (norms(weights) if net is None else penalty(net, norms))
 
 
+def orthogonal(net: nn.Module | None, outputs: Any, data: Data, weights: Data) -> Tensor:
+    """Some weights alone are gathered."""
+
+    def of_hidden(weights: Data) -> Tensor:
+        return (weights["hidden.weight"] @ weights["hidden.weight"].T - torch.eye(10).double()).square().sum()
+
+    squared = mean(net, outputs[0].square())
+    return squared + (of_hidden(weights) if net is None else penalty(net, of_hidden, "hid*.weight"))
+
+
 def each_alone(net: nn.Module | None, outputs: Any, data: Data, weights: Data) -> Tensor:
     """The control: a mean for each rank, as one would write it."""
     return F.cross_entropy(outputs[0], data["labels"], ignore_index=-1)
@@ -139,7 +149,7 @@ def worst(plan: str, sizes: tuple[int, ...], *args: Any) -> float:
     ],
 )
 def test_means_and_penalties_are_those_of_one_device(plan: str, sizes: tuple[int, ...]) -> None:
-    assert worst(plan, sizes, [two_heads, dice, penalized]) < 1e-12
+    assert worst(plan, sizes, [two_heads, dice, penalized, orthogonal]) < 1e-12
     if plan == "owt=2":
         assert worst(plan, sizes, [two_heads], "part") < 1e-12
 

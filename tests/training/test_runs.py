@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from convoy.errors import ConvoyError
 from convoy.training import load_recipe
@@ -68,22 +67,6 @@ def test_the_comparison_would_notice_another_momentum(data: Path, tmp_path: Path
     put(store_of(parts), checkpoint)
     trained(data, parts, SHORT, resume=True)
     assert digest(tmp_path / "whole") != digest(parts)
-
-
-def test_merged_and_single_microbatches_train_alike_and_other_statistics_do_not(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = SHORT | {"microbatch": "8", "model.name": "tiny:TinyDouble"}
-    trained(data, tmp_path / "merged", settings)
-    trained(data, tmp_path / "sync", settings | {"batch_norm": "sync"})
-    monkeypatch.setattr("convoy.engine.coupling.CPU_BUDGET", 0)
-    trained(data, tmp_path / "single", settings)
-    merged, single, sync = (weights(tmp_path / name) for name in ("merged", "single", "sync"))
-    for name, number in (("merged", 3), ("single", 1)):
-        derived = summary(tmp_path / name)["derived"]
-        assert number in [row["value"] for row in derived if row["name"] == "microbatches in one pass"]
-    torch.testing.assert_close(merged, single, rtol=1e-9, atol=1e-12)
-    assert not torch.allclose(merged["norm.running_var"], sync["norm.running_var"], rtol=1e-6)
 
 
 def test_a_reproducible_run_refuses_what_torch_computes_otherwise_each_time(data: Path, tmp_path: Path) -> None:
