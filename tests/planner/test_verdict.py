@@ -50,14 +50,7 @@ def test_what_was_made_slow_is_what_holds_a_plan_up() -> None:
     issued = lambda local_op: by_flops(local_op) + Times(0.0, 0.0, 5e-3, 5e-3)  # noqa: E731
     for plan, device, alone, kind, layer, change in (
         ("sample=2", costs(), None, "compute", "features.3", "devices that compute"),
-        (
-            "sample=2",
-            costs(with_delay),
-            None,
-            "batch",
-            None,
-            "a batch of 64",
-        ),  # calls that take their time on any share
+        ("sample=2", costs(with_delay), None, "batch", None, "a batch of 64"),  # calls of 5 ms on any share
         ("sample=2", costs(slow(1.5)), costs(), "division", "features.3", "devices that compute"),  # parts of a layer
         ("replicate=2", costs(), None, "repeated", "features.3", ""),
         ("sample=2", costs(update=Update(per_byte=1e-6)), None, "optimizer", None, ""),
