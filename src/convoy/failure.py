@@ -148,7 +148,10 @@ def leave_word(failure: Failure, verbose: bool = False) -> bool:
     shown = failure.trace if failure.trace and not failure.clear else failure.text(verbose)
     extra = {"py_callstack": shown, "timestamp": str(int(failure.time))}
     record = {"message": {"message": failure.text(), "extraInfo": extra}, _MARK: asdict(failure)}
-    Path(path).write_text(json.dumps(record), encoding="utf-8")
+    try:
+        Path(path).write_text(json.dumps(record), encoding="utf-8")
+    except OSError:  # no room for it
+        return False
     return has_agent()
 
 
@@ -216,11 +219,7 @@ def _say(rank: int, error: Exception, clear: bool, first: Callable[[], bool]) ->
         failure = replace(failure, sentence=f"{failure.sentence} ({place})")
     failure = replace(failure, clear=clear, trace=failure.trace if clear else "")
     verbose = os.environ.get(TRACEBACK, "0") not in ("", "0")
-    try:
-        said = leave_word(failure, verbose)
-    except OSError:
-        said = False
-    if said:
+    if leave_word(failure, verbose):
         time.sleep(_STAY_LOST_S if failure.kind == "lost" else _STAY_S)
     elif clear and first():
         print(failure.text(verbose), file=sys.stderr, flush=True)

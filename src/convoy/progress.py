@@ -74,10 +74,7 @@ class ConsoleReporter(Reporter):
 
     def advance(self, done: int, text: str | None = None) -> None:
         if self._bar is not None:
-            if text is None:
-                self._bar.update(self._task, completed=done)
-            else:
-                self._bar.update(self._task, completed=done, description=text)
+            self._bar.update(self._task, completed=done, description=text)
         elif text is not None and time.monotonic() - self._line_at >= LINE_EVERY_S:
             self._line_at = time.monotonic()
             self.say(text)

@@ -1,8 +1,9 @@
-"""What a process here may use: the cores of a rank, which it is pinned to, and memory; and what control groups leave of
-either."""
+"""What a process here may use: the cores of a rank, which it is pinned to, and memory, what control groups leave of
+either; and what the processor is."""
 
 import contextlib
 import os
+import platform
 import re
 import socket
 import threading
@@ -17,6 +18,7 @@ _CPU = Path("/sys/devices/system/cpu")
 MEMBERSHIP = Path("/proc/self/cgroup")  # the file that says which groups the process is in
 ROOT = Path("/sys/fs/cgroup")  # where their file systems are
 _MEMINFO = Path("/proc/meminfo")
+CPU_INFO = Path("/proc/cpuinfo")
 # Files with the limit and the use of a group.
 _OF_VERSION = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
 # The part of its use that is cached files, in `memory.stat`.
@@ -189,3 +191,26 @@ def _physical(core: int) -> tuple[int, int]:
 def _machine() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def processor_name() -> str:
+    """The processor's model."""
+    named = (line.partition(":")[2].strip() for line in text_of(CPU_INFO).splitlines() if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine() or "CPU"
+
+
+def processor_flags() -> set[str]:
+    """What Linux calls its abilities, on x86 and on Arm; empty elsewhere."""
+    return set(text_of(CPU_INFO).split())
+
+
+def has_amx() -> bool:
+    """Whether the processor multiplies matrices in tiles, which oneDNN does in bf16 where it can."""
+    return "amx_tile" in processor_flags()
+
+
+def kernels() -> str:
+    """For which abilities of the processor torch and oneDNN choose their kernels."""
+    import torch
+
+    return torch.backends.cpu.get_cpu_capability() + (" with AMX" if has_amx() else "")

@@ -1,18 +1,14 @@
-"""`convoy bench` on real processes: measured, stopped and gone on with."""
+"""`convoy bench` on real processes."""
 
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cli.calls import Call
-from started import ENVIRONMENT, wait_for
 
 TINY = "--batch 8 --image-size 28 --updates 2 --warm-up 1 --timeout 300"
 several = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -58,24 +54,6 @@ def test_a_study_on_two_devices(tmp_path: Path, call: Call) -> None:
     assert all(words in table for words in ("speed-up", "sample=2", "± needs two rounds", "report: "))
     call(["report", str(out)])
     assert "another --out" in call(f"{line} --batch 16", status=2).err
-
-
-@pytest.mark.slow
-def test_stopped_it_keeps_what_was_measured_and_goes_on(tmp_path: Path) -> None:
-    out = tmp_path / "study"
-    line = [sys.executable, "-m", "convoy", "bench", "tiny:TinyNet", "--devices", "1,1", "--plans", "sample"]
-    line += [*TINY.split(), "--rounds", "200", "--no-predict", "--out", str(out)]
-    process = subprocess.Popen(line, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    wait_for(lambda: visits(out) >= 2 or process.poll() is not None, 100)
-    process.send_signal(signal.SIGINT)
-    errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 1 and "the same command goes on" in errors
-    rounds, before = (visits(out) + 2) // 2, document(out)["configurations"][0]["visits"][0]
-    line[line.index("200")] = str(rounds)
-    done = subprocess.run(line, env=ENVIRONMENT, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr
-    assert visits(out) == 2 * rounds and len(document(out)["sessions"]) == 2
-    assert document(out)["configurations"][0]["visits"][0] == before
 
 
 @several

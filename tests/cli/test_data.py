@@ -1,6 +1,5 @@
 """`convoy data`: what it says, and packs from the command line."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -34,34 +33,19 @@ def test_from_a_folder_to_a_pack_and_back(photos: Path, call: Call) -> None:
     unpacked = call("data unpack packed back")
     assert unpacked.out == "12 pictures of 2 classes are in back\n" and unpacked.err == ""
     assert len(list(photos.parent.glob("back/*/*/*.jpg"))) == 12
-
-
-def test_what_is_damaged_is_named_with_status_1(photos: Path, call: Call) -> None:
-    call(PACK)
-    tar = photos.parent / "packed" / "train-000000.tar"
-    content = bytearray(tar.read_bytes())
-    content[700] ^= 1
-    tar.write_bytes(content)
-    sentence = "train-000000.tar/train/cat/000.jpg is not what was packed: its checksum differs"
-    assert sentence in call("data verify packed", status=1).err
-    tar.write_bytes(content[:-1])
-    output = call("data verify packed --json", status=1)
-    assert output.document[0]["damaged"] == 1
-    assert "packed/train-000000.tar has 40,959 bytes instead of 40,960: fetch the pack again, or pack" in output.err
+    (tar := photos.parent / "packed" / "train-000000.tar").write_bytes(tar.read_bytes()[:-1])
+    assert "packed/train-000000.tar has " in call("data verify packed", status=1).err
 
 
 def test_check_names_every_bad_picture(tmp_path: Path, call: Call) -> None:
-    for size, name in ((20, "small"), (90, "large")):  # only small ones are all looked at without it
-        data = write_pictures(tmp_path / name, size=(size, size)) / "train"
-        content = (data / "a" / "0.png").read_bytes()
-        for place in ("a/0.png", "b/3.png", "c/7.png"):
-            (data / place).write_bytes(content[:90])
-        (data / "c" / "x.png").write_text("")
-        output = call(["data", str(data), "--json"])
-        split, *bad = output.err.splitlines()
-        assert "train has no split of its own: 2 of its 25 samples are held out" in split
-        assert bad == (["4 of the pictures cannot be read: --check names them"] if name == "small" else [])
-        output = call(["data", str(data), "--check", "--json"], status=1)
-        assert sum(row["not readable"] for row in json.loads(output.out)) == 4
-        names = sorted(line.partition(" ")[0] for line in output.err.splitlines()[1:])
-        assert names == ["a/0.png", "b/3.png", "c/7.png", "c/x.png"]
+    data = write_pictures(tmp_path / "small", size=(20, 20)) / "train"
+    content = (data / "a" / "0.png").read_bytes()
+    for place in ("a/0.png", "b/3.png", "c/7.png"):
+        (data / place).write_bytes(content[:90])
+    split, bad = call(["data", str(data), "--json"]).err.splitlines()
+    assert "train has no split of its own: 2 of its 24 samples are held out" in split
+    assert bad == "3 of the pictures cannot be read: --check names them"
+    output = call(["data", str(data), "--check", "--json"], status=1)
+    assert sum(row["not readable"] for row in output.document) == 3
+    names = sorted(line.partition(" ")[0] for line in output.err.splitlines()[1:])
+    assert names == ["a/0.png", "b/3.png", "c/7.png"]

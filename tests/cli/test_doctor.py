@@ -1,29 +1,20 @@
 """`convoy doctor`: what it prints of a training and of a run, how it verifies and ends, and what it refuses."""
 
 import dataclasses
-import os
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cli.calls import Call
-from convoy.cli import doctor, doctor_run
+from convoy.cli import doctor
 from convoy.doctor.diagnosis import Advice, Diagnosis
-from convoy.doctor.trials import Budget
 from convoy.errors import MachineError
-from convoy.terminal import Console
-from convoy.training import Session
 from tiny import write_pictures
 
-HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"
-"""What hides a terminal's cursor, and what shows it."""
 ADVICE = (
     Advice("busy", "end x (process 7)", (), 3.0, "It is slow."),
     Advice("threads", "--set threads=2", ("--set", "threads=2"), 1.5, "Threads and cores do not go together."),
@@ -99,28 +90,6 @@ def test_verify_tries_the_first_change_that_an_option_makes(
     monkeypatch.setattr(doctor, "_examination", Examinations(*paces))
     advice = call(f"{line} --json").document["advice"][1]
     assert advice["measured"] == pytest.approx(1.4) and advice["turns"] == list(paces)
-
-
-def test_sigterm_ends_it_with_a_sentence_and_a_cursor(data: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(session: Session, budget: Budget, **options: Any) -> None:
-        budget.tell("timing updates")
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise AssertionError("it has gone on")
-
-    def not_taken(number: int, frame: Any) -> None:
-        raise AssertionError("nobody has taken the signal")
-
-    monkeypatch.setattr(doctor_run, "examine", stopped)
-    monkeypatch.setattr(doctor_run, "Console", partial(Console, force_terminal=True))
-    before = signal.signal(signal.SIGTERM, not_taken)
-    try:
-        output = call(f"doctor train tiny:TinyNet --data {data} --batch 24", status=1)
-        assert signal.getsignal(signal.SIGTERM) is not_taken
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    err = output.err
-    assert not output.out and err.endswith("\nconvoy: interrupted\n")  # as Ctrl-C: a terminal's line is to end
-    assert err.count(HIDDEN) == err.count(SHOWN) > 0 and err.rindex(HIDDEN) < err.rindex(SHOWN)
 
 
 @pytest.mark.matrix

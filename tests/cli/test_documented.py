@@ -1,7 +1,6 @@
 """The commands that the README and the first guide show: each can be typed as it stands, and
 the README says what the expensive ones take."""
 
-import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from convoy.cli.app import VERBS
+from convoy.cli.app import convoy_command
 from convoy.cli.options import HELP
 from convoy.cli.requests import PlanRequest, TrainRequest
 
@@ -47,13 +46,14 @@ def test_every_command_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyP
         verb, *arguments = shlex.split(line.replace("…", ""))
         if verb == "doctor" and arguments[0] == "train":
             verb, *arguments = arguments
-        command: click.Command = importlib.import_module(VERBS[verb][0]).command
+        command = convoy_command.get_command(click.Context(convoy_command), verb)
+        assert command is not None, line
         with command.make_context(verb, list(arguments), obj=arguments, **HELP) as context:
             values = context.params
         if verb == "plan":
-            assert PlanRequest.of(arguments, values).check().model.name, line
+            assert PlanRequest(arguments, values).check().model.name, line
         elif verb == "train" and "runs/resnet50-photos" not in arguments:
-            assert TrainRequest.of(arguments, values).recipe_of().data.path, line
+            assert TrainRequest(arguments, values).recipe_of().data.path, line
 
 
 def test_the_readme_says_what_each_of_its_expensive_commands_takes() -> None:

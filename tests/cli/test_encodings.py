@@ -46,12 +46,3 @@ def test_a_training_goes_on_without_readers_and_without_unicode(tmp_path: Path) 
     assert process.returncode == 0 and (out / "weights.safetensors").is_file()
     assert "standard output could not be written (Broken pipe)" in (out / "summary.json").read_text()
     assert "dätä" in (out / "config.yaml").read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_a_training_goes_on_where_its_log_is_full(data: Path, tmp_path: Path) -> None:
-    words = command(data, out := tmp_path / "run", epochs="2ba")
-    with Path("/dev/full").open("wb") as full:
-        subprocess.run(words, env=ENVIRONMENT, stdout=full, stderr=full, timeout=100, check=True)
-    summary = (out / "summary.json").read_text()
-    assert "standard output could not be written (No space left on device)" in summary and '"finished"' in summary

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -70,26 +69,13 @@ def test_what_is_no_picture_is_named_and_counted(pictures_run: Path, val: Path, 
     picture = pictures(val)[0]
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "bad\x1b.png").write_text("x")
-    bad = {
-        str(tmp_path / "bad\x1b.png"): "bad\\x1b.png is no picture in a known format",
-        str(tmp_path / "pipe"): "a pipe or a device",
-        str(tmp_path / "socket"): "cannot be read (",
-        "/dev/zero": "a pipe or a device",
-        "/dev/null": "a pipe or a device",
-        "/proc/cpuinfo": "is no picture in a known format",
-    }
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "socket"))
-        output = call(["predict", str(pictures_run), *bad, picture, "--top", "1"], status=2)
+    bad = [str(tmp_path / "bad\x1b.png"), str(tmp_path / "pipe"), "/dev/zero"]
+    output = call(["predict", str(pictures_run), *bad, picture, "--top", "1"], status=2)
     assert [row["file"] for row in rows(output.out)] == [picture]
-    *lines, last = output.err.splitlines()
-    assert last == "6 of 7 pictures cannot be read"
-    assert all(words in line for words, line in zip(bad.values(), lines, strict=True)), lines
-    call(["predict", str(pictures_run), str(tmp_path / "bad\x1b.png"), picture, "--skip-bad"])
-
-
-def predict(run: Path, *arguments: object) -> list[str]:
-    return [sys.executable, "-m", "convoy", "predict", str(run), *map(str, arguments), "--devices", "2"]
+    first, *pipes, last = output.err.splitlines()
+    assert "bad\\x1b.png is no picture in a known format" in first and last == "3 of 4 pictures cannot be read"
+    assert all("a pipe or a device" in line for line in pipes)
+    call(["predict", str(pictures_run), bad[0], picture, "--skip-bad"])
 
 
 @pytest.mark.slow
@@ -97,18 +83,8 @@ def test_names_come_by_standard_input_to_two_devices(pictures_run: Path, val: Pa
     files = pictures(val.parent)
     (tmp_path / "bad.png").write_text("x")
     names = os.fsencode("\n".join([*files[:9], str(tmp_path / "bad.png"), "", *files[9:]]) + "\r\n")
-    line = predict(pictures_run, "-", "--batch", "4")
+    line = [sys.executable, "-m", "convoy", "predict", str(pictures_run), "-", "--batch", "4", "--devices", "2"]
     done = subprocess.run(line, input=names, env=ENVIRONMENT, capture_output=True, check=False, timeout=150)
     assert done.returncode == 2
     assert [row["file"] for row in rows(done.stdout.decode()) if row["rank"] == "1"] == files
     assert done.stderr.decode().splitlines()[-1] == f"1 of {len(files) + 1} pictures cannot be read"
-
-
-@pytest.mark.slow
-def test_a_pipe_that_closes_ends_it_without_a_word(pictures_run: Path, val: Path) -> None:
-    line = predict(pictures_run, *[val.parent] * 40, "--batch", "1")[:-2]
-    with subprocess.Popen(line, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline() == b"file,rank,class,probability\n"
-        process.stdout.close()
-        assert process.wait(120) == 1 and process.stderr.read() == b""

@@ -1,5 +1,5 @@
-"""Mistakes of the user: status 2, one sentence that names what to change, and nothing left on disk; before torch is
-loaded where that can be, and before anything costly is begun. Other lines are in `tests/frozen/refused.txt`."""
+"""Mistakes of the user: status 2, one sentence that names what to change, and nothing left on disk, before torch is
+loaded where that can be. Other lines are in `tests/frozen/refused.txt`."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cli.calls import Call, faults
+from cli.calls import Call
 from convoy.cli.app import VERBS
 from convoy.cli.launch import LAUNCHERS
 from convoy.cli.train_run import check_alike
@@ -50,12 +50,6 @@ for line in json.load(sys.stdin):
     answers.append((status, text.getvalue(), "torch" in sys.modules))
 json.dump(answers, sys.stdout)
 """
-BEFORE_ANYTHING_COSTLY = {
-    "train lenet --data two.yaml --plan filter=20": "only 6 output channels for the 20 ranks",
-    "train resnet18 --data two.yaml --devices 2 --batch 32": "is 1 microbatch, and 2 devices need 2: add --micro",
-    "train lenet --data two.yaml --devices 2 --out .": "is not empty",
-    "bench lenet --data nowhere --emulate two.yaml --shares half": "--shares half",
-}
 
 
 @pytest.fixture
@@ -64,7 +58,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     here = tmp_path / "here"
     (here / "runs" / "first").mkdir(parents=True)
     (here / "file").write_text("")
-    (here / "two.yaml").write_text("devices: {count: 2, speed: 0.5}\nlinks: {rate: 1gbit}\n")
     (here / "runs" / "first" / "config.yaml").write_text("")
     monkeypatch.chdir(here)
     return here
@@ -85,29 +78,13 @@ def test_help_and_mistakes_do_not_wait_for_torch(folder: Path) -> None:
     assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.usefixtures("folder")
-def test_what_the_network_shows_is_refused_before_anything_costly_is_begun(
-    call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def costly(*_: object, **__: object) -> None:
-        raise AssertionError("something costly was begun")
-
-    for name in ("launch.start", "training.set_up.open_data", "bench.command.open_data", "bench.command.emulate"):
-        monkeypatch.setattr(f"convoy.{name}", costly)
-    assert faults(call, BEFORE_ANYTHING_COSTLY) == []
-    for name in ("check_run", "check_devices"):  # the negative control
-        monkeypatch.setattr(f"convoy.cli.train_run.{name}", lambda *_: None)
-    monkeypatch.setattr("convoy.cli.requests.TrainRequest.check", lambda _: None)
-    assert "something costly was begun" in call("train lenet --data two.yaml --devices 2 --out .", status=1).err
-
-
 def test_an_error_of_the_program_has_status_1_and_shows_its_traceback_to_who_asks(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("convoy.cli.models.options.show", fail)
+    monkeypatch.setattr("convoy.cli.lists.options.show", fail)
     assert "RuntimeError: broken" in (brief := call("models lenet", status=1).err) and "Traceback" not in brief
     assert "Traceback" in call("models lenet -v", status=1).err
 

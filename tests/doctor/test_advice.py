@@ -8,8 +8,7 @@ import pytest
 
 from convoy.doctor.diagnosis import Advice, Diagnosis, advise
 from convoy.doctor.facts import Cause, Facts, Pictures, RankFacts, Trial
-from convoy.launch.gpu import GpuLoad, GpuProcess
-from convoy.launch.host import HostLoad, OtherProcess
+from convoy.launch.host import GpuLoad, GpuProcess, HostLoad, OtherProcess
 
 HEALTHY = Facts(
     model="resnet18",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from convoy.cli import main
-from convoy.launch.hosts import Host, commands
+from convoy.launch.torchrun import Host, commands
 
 
 def test_the_commands_for_each_host(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 and Kubernetes publish; and that a manifest says what a name, a variable or an argument holds, or is not written."""
 
 import contextlib
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from kubeflow_trainer_api import models
 import manifests
 from convoy.cli import main
 from convoy.errors import ConvoyError
-from convoy.launch.kubernetes import KINDS, SecretVariable, to_yaml
+from convoy.launch.kubernetes import KINDS, to_yaml
 
 MODELS: dict[str, Any] = {
     "TrainJob": models.TrainerV1alpha1TrainJob,
@@ -28,7 +27,7 @@ TRAININGS = {
         least_nodes=1,
         namespace="team-a",
         environment={"NCCL_DEBUG": "INFO", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "50"},
-        secrets=(SecretVariable("WANDB_API_KEY", "wandb", "key"),),
+        secrets={"WANDB_API_KEY": ("wandb", "key")},
         max_restarts=5,
     ),
 }
@@ -49,32 +48,14 @@ def _holds(known: Any, written: Any) -> bool:
     return bool(known == written)
 
 
-def misspell(fields: dict[str, Any]) -> None:
-    """The first one."""
-    first = next(iter(fields))
-    fields[f"{first}s"] = fields.pop(first)
-
-
 def test_every_field_is_known_to_kubeflows_models_and_a_misspelt_one_is_not() -> None:
     for kind in KINDS:
         for name, training in TRAININGS.items():
             documents = [each for each in manifests.read(training, kind).values() if each["kind"] in MODELS]
             assert documents and all(map(is_known, documents)), (kind, name)
-    for place in (("TrainJob", "spec", "runtimePatches", 0), ("Job", "spec", "template", "spec", "containers", 0)):
-        documents: Any = manifests.read(manifests.training(), place[0].lower())
-        misspell(functools.reduce(lambda inner, step: inner[step], place, documents))
-        assert not is_known(documents[place[0]]), place
-
-
-def test_kubernetes_own_schemas_hold_strictly_and_know_a_misspelt_field() -> None:
-    library = pytest.importorskip("kubernetes_validate", reason="22 MB of schemas: pip install 'convoy-nn[manifests]'")
-    for training in TRAININGS.values():
-        for document in (each for kind in KINDS for each in manifests.read(training, kind).values()):
-            if document["kind"] in ("NetworkPolicy", "Service", "Job"):
-                assert library.validate(document, "1.37", strict=True)
-                misspell(document["spec"])
-                with pytest.raises(library.ValidationError):
-                    library.validate(document, "1.37", strict=True)
+    job = manifests.read(manifests.training(), "trainjob")["TrainJob"]
+    job["spec"]["runtimePatches"][0]["managers"] = job["spec"]["runtimePatches"][0].pop("manager")
+    assert not is_known(job)
 
 
 @pytest.mark.parametrize("kind", KINDS)

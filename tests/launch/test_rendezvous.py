@@ -21,8 +21,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _NodeDesc,
 )
 
-from convoy.errors import ConvoyError
-from convoy.interfaces import secret
 from convoy.launch import torchrun
 from convoy.launch.rendezvous import Sealed, StrangerError, make
 from emulated_hosts import listening
@@ -96,24 +94,3 @@ def test_a_state_is_read_by_who_knows_the_secret_alone(key: bytes, tmp_path: Pat
     assert not (tmp_path / "ran").exists()
     pickle.loads(attack)  # as torch's own backend has it done
     assert (tmp_path / "ran").exists()
-
-
-def test_the_secret_of_a_file_is_its_owners_alone(tmp_path: Path) -> None:
-    file = tmp_path / "secret"
-    named = {"CONVOY_SECRET_FILE": str(file)}
-    assert (secret({}), secret({"CONVOY_SECRET": "a"} | named)) == (b"", b"a")
-    for content, mode, words in ((None, 0, "No such file"), ("a\n", 0o640, "chmod 600"), ("\n", 0o600, "is empty")):
-        if content is not None:
-            file.write_text(content)
-            file.chmod(mode)
-        with pytest.raises(ConvoyError, match=words):
-            secret(named)
-    file.write_text("a\n")
-    assert secret(named) == b"a"
-
-
-def test_a_name_that_others_cannot_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **kwargs: [(2, 1, 6, "", ("127.0.1.1", 0))])
-    with pytest.raises(ConvoyError, match=r"node1, where the ranks are to meet, is 127\.0\.1\.1 on this host"):
-        make(parameters("node1:0", max_nodes=2))

@@ -1,43 +1,27 @@
 """One training on real launchers gives the weights of one device, bit for bit: on two hosts by the printed commands, on
-a real Slurm that queues it again in its middle, in the place of two pods, and after a host or a pod is lost."""
+a real Slurm that queues it again in its middle, in the place of two pods, and after a host is lost."""
 
-import os
-import signal
-import socket
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import manifests
 from convoy.cli import main
-from convoy.launch.hosts import Host, commands
+from convoy.launch.torchrun import Host, commands
 from emulated_hosts import TestHost, emulated_hosts, listening
-from processes import children
 from slurm_cluster import slurm_cluster
 from started import ENVIRONMENT, digest, steps, wait_for
 from tiny import write_mnist
 from whole_runs import as_before
 
 pytestmark = pytest.mark.slow
-TRAIN = [
-    "tiny:TinyNet",
-    "--data",
-    "data",
-    "--batch",
-    "24",
-    "--lr",
-    "0.05",
-    "--reproducible",
-    "--set",
-    "microbatch=3",
-    "--set",
-    "log_every=1ba",
-]
+LINE = "tiny:TinyNet --data data --batch 24 --lr 0.05 --reproducible --set microbatch=3 --set log_every=1ba"
+TRAIN = LINE.split()
 SHORT, LONG = (*TRAIN, "--epochs", "60ba"), (*TRAIN, "--epochs", "400ba")
 ON_HOSTS = ENVIRONMENT | {"PATH": f"{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}"}
 
@@ -77,27 +61,48 @@ def start(hosts: list[TestHost], lines: list[str], folder: Path) -> tuple[list[s
     return processes, logs
 
 
-@pytest.mark.parametrize("rendezvous", ["convoy", pytest.param("static", marks=pytest.mark.matrix)])
-def test_two_hosts_listen_on_one_address_each(
-    folder: Path, serial: Callable[..., str], rendezvous: str, capsys: pytest.CaptureFixture[str]
+def pod_lines(folder: Path) -> list[str]:
+    """What the containers of an indexed Job's two pods start, with no other variables than those of the manifest."""
+    training = manifests.training(SHORT, name="pods", devices_per_node=1, accelerator=None, data_claim=None)
+    (container,) = manifests.pod_of(manifests.read(training, "job"))["containers"]
+    lines = []
+    for index in "01":
+        variables = {name: ON_HOSTS[name] for name in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS")}
+        variables |= {
+            one["name"]: one.get("value", index) for one in container["env"]
+        }  # what is no value is the number
+        variables["PET_MASTER_ADDR"] = "node0"
+        words = [manifests.expanded(word, variables) for word in (*container["command"], *container["args"])]
+        line = shlex.join(["env", "-i", *(f"{name}={value}" for name, value in variables.items()), *words])
+        lines.append(line.replace("/runs/", f"{folder}/"))
+    return lines
+
+
+@pytest.mark.parametrize("way", ["convoy", pytest.param("static", marks=pytest.mark.matrix), "pods"])
+def test_two_hosts_or_pods_listen_on_one_address_each(
+    folder: Path, serial: Callable[..., str], way: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = ["launch", "hosts", "--rendezvous", rendezvous, "node0:1,node1:1", "--", *SHORT, "--out", rendezvous]
-    assert main(line) == 0
-    lines, places, until = capsys.readouterr().out.splitlines(), set[tuple[str, int]](), time.monotonic() + 120
+    if way == "pods":
+        lines, port = pod_lines(folder), 29_500
+    else:
+        line = ["launch", "hosts", "--rendezvous", way, "node0:1,node1:1", "--", *SHORT, "--out", way]
+        assert main(line) == 0
+        lines, port = capsys.readouterr().out.splitlines()[1::2], 29_400
+    places, until = set[tuple[str, int]](), time.monotonic() + 120
     with emulated_hosts(2, "1gbit") as hosts:
-        processes, logs = start(hosts, lines[1::2], folder)
+        processes, logs = start(hosts, lines, folder)
         while any(process.poll() is None for process in processes):
             assert time.monotonic() < until
             places |= listening([pid for host in hosts for pid in host.pids()])
-            time.sleep(0.05)
+            time.sleep(0.5)
         assert [process.wait() for process in processes] == [0, 0], [log.read_text() for log in logs]
         addresses = {host.address for host in hosts}
     assert "on 2 devices (cpu), plan sample=2" in logs[0].read_text()
-    assert digest(folder / rendezvous) == serial(SHORT)
-    if rendezvous == "static":  # torch's own, so that it is seen that the test would see it
+    assert digest(folder / way) == serial(SHORT)
+    if way == "static":  # torch's own, so that it is seen that the test would see it
         assert {address for address, _ in places} - addresses
     else:
-        assert {address for address, _ in places} == addresses and (hosts[0].address, 29_400) in places
+        assert {address for address, _ in places} == addresses and (hosts[0].address, port) in places
 
 
 def cut(host: TestHost, off: bool) -> None:
@@ -162,73 +167,3 @@ def test_a_job_that_slurm_queues_again_in_its_middle(folder: Path, serial: Calla
     assert "SIGUSR2: stopped and saved after" in text and "on 2 devices (cpu), plan sample=2" in text
     assert 5 <= int(text.partition("going on after ")[2].partition(" of 60 updates")[0]) < 60
     assert digest(run) == weights
-
-
-class Pods:
-    """The pods of an indexed Job: processes that see no other variables than those of the manifest."""
-
-    def __init__(self, folder: Path, train: tuple[str, ...], name: str) -> None:
-        training = manifests.training(train, name=name, devices_per_node=1, accelerator=None, data_claim=None)
-        (self.container,) = manifests.pod_of(manifests.read(training, "job"))["containers"]
-        self.folder, self.logs = folder, list[Path]()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-
-    @contextmanager
-    def start(self, index: int) -> Iterator[subprocess.Popen]:
-        """One pod; all of it ends with this context."""
-        variables = {name: ENVIRONMENT[name] for name in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS")}
-        for one in self.container["env"]:
-            variables[one["name"]] = one.get("value", str(index))  # what is no value is the number of the pod
-        variables |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(self.port), "HOME": str(self.folder)}
-        program, *words = (
-            manifests.expanded(word, variables).replace("/runs/", f"{self.folder}/")
-            for word in [*self.container["command"], *self.container["args"]]
-        )
-        line = [str(Path(sys.executable).with_name(program)), *words]
-        self.logs.append(self.folder / f"pod-{index}-{time.monotonic_ns()}.log")
-        streams = {"stdout": self.logs[-1].open("w"), "stderr": subprocess.STDOUT}
-        with (
-            streams["stdout"],
-            subprocess.Popen(line, env=variables, cwd=self.folder, start_new_session=True, **streams) as process,
-        ):
-            try:
-                yield process
-            finally:
-                kill(process)
-
-    def are_met(self) -> bool:
-        """Whether the rendezvous is there: on one machine the second pod could take its place."""
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
-
-
-def kill(process: subprocess.Popen) -> None:
-    """A pod's end takes all of its processes: torch's launcher starts the ranks in sessions of their own."""
-    for group in {process.pid, *children(process.pid)}:
-        try:
-            os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    process.wait()
-
-
-@pytest.mark.parametrize(
-    "is_lost",
-    [False, pytest.param(True, marks=[pytest.mark.matrix, pytest.mark.timeout(400)])],
-    ids=["undisturbed", "made anew"],
-)
-def test_two_pods_of_which_one_may_be_made_anew(folder: Path, serial: Callable[..., str], is_lost: bool) -> None:
-    """A minute and a half: the launcher misses a lost pod by its heartbeats, and tells the new one where all meet."""
-    train = (*LONG, "--set", "checkpoint.every=5ba") if is_lost else SHORT
-    pods, name = Pods(folder, train, f"pods-{len(train)}"), f"pods-{len(train)}"
-    with ExitStack() as stack:
-        first = stack.enter_context(pods.start(0))
-        wait_for(pods.are_met, 90)
-        second = stack.enter_context(pods.start(1))
-        if is_lost:
-            wait_for(lambda: any((folder / name / "checkpoints").glob("step-*")), 90)
-            kill(second)
-            second = stack.enter_context(pods.start(1))
-        assert [first.wait(150), second.wait(150)] == [0, 0], [log.read_text() for log in pods.logs]
-    assert digest(folder / name) == serial(LONG if is_lost else SHORT)

@@ -15,7 +15,7 @@ from convoy.ops import convolution
 from convoy.ops.convolution import weighted
 from convoy.ops.onednn import packed
 from convoy.ops.postponed import Weighted
-from convoy.processor import has_amx
+from convoy.resources import has_amx
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from tensorboardX.record_writer import masked_crc32c
 from torch import Tensor, nn
 
 import convoy
-from convoy import processor
+from convoy import resources
 from convoy.cli.on_devices import device_of
 from convoy.comm import backend
 from convoy.comm.ranks import Ranks
@@ -77,7 +77,7 @@ def test_what_is_open_follows_the_device_that_can_least(monkeypatch: pytest.Monk
 
 def test_processors_and_gpus_say_what_they_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "cpuinfo"
-    monkeypatch.setattr(processor, "CPU_INFO", file)
+    monkeypatch.setattr(resources, "CPU_INFO", file)
     texts = {"flags\t: fma avx512_bf16 clzero": True, "Features : asimd bf16": True, "flags : avx512f": False}
     for text, able in texts.items():
         file.write_text(text)

@@ -35,7 +35,10 @@ def test_a_run_learns_and_leaves_its_folder_complete(data: Path, tmp_path: Path)
     evaluation = json.loads((out / "evaluation.json").read_text())
     assert evaluation["images"] == NUM_TEST == sum(map(sum, evaluation["confusion"]))
     assert (summary(out)["status"], summary(out)["steps"], store_of(out).steps()[-1]) == ("finished", 48, 48)
-    settled = recipe_of(data, settings | {"precision": "fp32", "channels_last": "false", "parallel.devices": "1"})
+    settled = recipe_of(
+        data,
+        settings | {"precision": "fp32", "channels_last": "false", "parallel.devices": "1", "optimizer.fused": "true"},
+    )
     assert load_recipe(str(out / "config.yaml")) == settled
 
 

@@ -1,6 +1,5 @@
 """Finds the verb, runs it, and turns what goes wrong into one sentence and an exit status."""
 
-import contextlib
 import errno
 import os
 import sys
@@ -27,8 +26,8 @@ VERBS = {
     "eval": ("convoy.cli.evaluate", "Evaluate a finished run, on its own data or other."),
     "export": ("convoy.cli.export", "Write a trained network as ONNX or torch.export program."),
     "report": ("convoy.cli.report", "Write the report of a run again."),
-    "models": ("convoy.cli.models", "List the networks with parameters and FLOPs."),
-    "recipes": ("convoy.cli.recipes", "List the built-in recipes, print one, or list every key."),
+    "models": ("convoy.cli.lists:models", "List the networks with parameters and FLOPs."),
+    "recipes": ("convoy.cli.lists:recipes", "List the built-in recipes, print one, or list every key."),
     "data": ("convoy.cli.data", "Say what is in a data set, check its pictures, or pack it."),
 }
 
@@ -96,9 +95,8 @@ def _fail(sentence: str, status: int, arguments: Sequence[str]) -> int:
         trace = traceback.format_exc() if verbose else ""
         kind: Kind = "mistake" if status == 2 else "error"
         failure = Failure(int(os.environ.get("RANK", 0)), kind, sentence, trace, time.time())
-        with contextlib.suppress(OSError):
-            if leave_word(failure, verbose):
-                return status
+        if leave_word(failure, verbose):
+            return status
     if verbose:
         traceback.print_exc()
     click.echo(f"convoy: {sentence}", err=True)

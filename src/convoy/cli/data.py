@@ -196,27 +196,23 @@ def pack(
         for note in opened.notes if kind != "pack" else ():
             tell(note)
         statistics = write(kind, opened, dest, stored, reporter.prepare, cores, tell)
-    rows = [
-        {"split": split, "images": one.images}
-        | ({"original_bytes": one.original_bytes} if one.original_bytes else {})
-        | {"stored_bytes": one.stored_bytes, "mean": list(one.mean), "std": list(one.std)}
-        for split, one in statistics.items()
-    ]
+    rows: list[dict[str, Any]] = []
+    for split, one in statistics.items():
+        row: dict[str, Any] = {"split": split, "images": one.images}
+        sizes = ({"original": one.original_bytes} if one.original_bytes else {}) | {"stored": one.stored_bytes}
+        for name, number in sizes.items():
+            row[f"{name}_bytes" if as_json else name] = number
+        rows.append(row | {"mean": list(one.mean), "std": list(one.std)})
     if as_json:
         options.show([{"pack": str(dest)} | row for row in rows], as_json)
-    else:
-        options.show([_in_words(row) for row in rows], right=("images", "original", "stored"))
-        on_disk = sum(file.stat().st_size for file in dest.iterdir())
-        if on_disk > _PADDED * sum(one.stored_bytes for one in statistics.values()):
-            click.echo(f"{dest} takes {size(on_disk)} on disk: tars add some 2 kB to every picture")
+        return 0
+    words = {"original": size, "stored": size}
+    numbers = dict.fromkeys(("mean", "std"), lambda numbers: " ".join(f"{number:.3f}" for number in numbers))
+    options.show(rows, right=("images", *words), formats={**words, **numbers})
+    on_disk = sum(file.stat().st_size for file in dest.iterdir())
+    if on_disk > _PADDED * sum(one.stored_bytes for one in statistics.values()):
+        click.echo(f"{dest} takes {size(on_disk)} on disk: tars add some 2 kB to every picture")
     return 0
-
-
-def _in_words(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of `convoy data pack` for a terminal of 80 columns: sizes with their units, numbers of channels as text."""
-    sizes = {key: size(row[f"{key}_bytes"]) for key in ("original", "stored") if f"{key}_bytes" in row}
-    numbers = {key: " ".join(f"{value:.3f}" for value in row[key]) for key in ("mean", "std")}
-    return {key: row[key] for key in ("split", "images")} | sizes | numbers
 
 
 @click.command("verify", epilog="\b\nExample:\n  convoy data verify packed/\n")

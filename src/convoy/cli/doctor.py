@@ -118,7 +118,7 @@ def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
     for option in ("resume", "extend", "out"):
         if values.get(option):
             raise ConvoyError(f"--{option} is for a run, but the doctor leaves none: leave it out")
-    return TrainRequest.of(arguments, values)
+    return TrainRequest(arguments, values)
 
 
 def with_command(what: Sequence[str], diagnosis: Diagnosis) -> Diagnosis:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from convoy.data import DataSet
     from convoy.training.evaluate import Evaluation
 
+FORMATS = {**dict.fromkeys(("top1", "top5", "precision", "recall"), "{:.2%}".format), "loss": "{:.4f}".format}
+
 
 @click.command(
     "eval",
@@ -111,20 +113,10 @@ def _show(name: str, result: "Evaluation", classes: list[str], form: str) -> Non
         table = rows or [row]
         click.echo("".join(map(options.as_csv, [table[0], *(line.values() for line in table)])), nl=False)
     else:
-        row = {key: _readable(key, value) for key, value in row.items()}
-        options.show([row], right=("images", "top1", "top5", "loss", "not readable"))
+        options.show([row], right=list(row)[1:], formats=FORMATS)
         if rows:
             click.echo()
-            rows = [{key: _readable(key, value) for key, value in row.items()} for row in rows]
-            options.show(rows, right=("samples", "precision", "recall"))
-
-
-def _readable(key: str, value: Any) -> Any:
-    if value is None:
-        return "-"
-    if key in ("top1", "top5", "precision", "recall"):
-        return f"{value:.2%}"
-    return f"{value:.4f}" if key == "loss" else value
+            options.show(rows, right=("samples", "precision", "recall"), formats=FORMATS)
 
 
 def _keep(run: Path, data: "DataSet", result: "Evaluation") -> None:

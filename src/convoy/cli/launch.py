@@ -5,9 +5,9 @@ What is to be given to `convoy train` there is read as that will read it, so tha
 
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -22,9 +22,10 @@ from convoy.cli.requests import TrainRequest
 from convoy.cli.train import command as train
 from convoy.errors import ConvoyError
 from convoy.launch import slurm
-from convoy.launch.hosts import Host, commands
-from convoy.launch.kubernetes import KINDS, RUNTIME, SecretVariable, Training, complete, name_for, to_yaml
+from convoy.launch.kubernetes import KINDS, RUNTIME, Training, complete, name_for, to_yaml
+from convoy.launch.torchrun import Host, commands
 from convoy.models.registry import check_name
+from convoy.units import plural
 
 
 class Count(click.types.IntParamType):
@@ -126,8 +127,7 @@ def on_hosts(
     group = Host.parse(hosts, devices_per_host)
     starting = commands(group, arguments, f"convoy-{token_hex(4)}", secret=variables, **values)
     elastic = values["least"] not in (None, len(group))
-    requested(arguments, sum(host.devices for host in group), elastic)
-    check_recipe(arguments)
+    check_recipe(requested(arguments, sum(host.devices for host in group), elastic))
     if secret is not None and not secret.exists():
         try:
             # a new file, through no link: others who may write into the folder would read there what is kept from them
@@ -137,20 +137,10 @@ def on_hosts(
             raise ConvoyError(f"--secret {secret} cannot be written ({error.strerror}): choose another place") from None
     interfaces.secret(variables)  # a file of before may be open to others
     if as_json:
-        records = [
-            {
-                "host": one.host.name,
-                "devices": one.host.devices,
-                "environment": one.environment,
-                "arguments": one.arguments,
-                "command": str(one),
-            }
-            for one in starting
-        ]
-        click.echo(json.dumps(records, indent=2))
+        click.echo(json.dumps([{**asdict(one), "command": str(one)} for one in starting], indent=2))
         return 0
     for one in starting:
-        click.echo(f"# {one.host.name}, {one.host.devices} device{'s' if one.host.devices > 1 else ''}")
+        click.echo(f"# {one.host}, {plural(one.devices, 'device')}")
         click.echo(str(one))
     click.echo(
         "start each on its host: the data are to be under one path, and the run directory on a file system of all; "
@@ -205,16 +195,16 @@ def on_slurm(
     What comes after -- is what convoy train would be given. Before the time of the job is over the run is saved and
     the job queued again, until the run is done.
     """
-    opts = requested(arguments, values["nodes"] * values["devices_per_node"])
-    opts |= check_recipe(arguments)
-    name = name or re.sub(r"[^\w.-]+", "-", opts["model"] or Path(opts["recipe"] or opts["out"]).stem)
-    added = [] if opts["resume"] else ["--resume"]
+    request = requested(arguments, values["nodes"] * values["devices_per_node"])
+    check_recipe(request)
+    name = name or slurm.word(request.model or Path(request.recipe or request.out or "").stem)
+    added = [] if request.resume else ["--resume"]
     added += [] if interface is None else ["--interface", interface]
     text = slurm.script(
         (*arguments, *added),
-        None if opts["out"] is None else str(opts["out"]),
+        None if request.out is None else str(request.out),
         name,
-        gpus=opts["device"] != "cpu",
+        gpus=request.device != "cpu",
         options=dict(_option(option) for option in others),
         **values,
     )
@@ -236,7 +226,10 @@ def _option(text: str) -> tuple[str, str | None]:
 
 
 # Of each device: with an accelerator, and where a device is CPUs.
-CPUS, MEMORY_GI, SHARED_GI = (4, 1), (16, 4), (2, 1)
+AMOUNTS = (
+    {"cpu": (4, ""), "memory": (16, "Gi"), "shared_memory": (2, "Gi")},
+    {"cpu": (1, ""), "memory": (4, "Gi"), "shared_memory": (1, "Gi")},
+)
 
 
 @click.command(
@@ -294,24 +287,23 @@ def on_kubernetes(
     started again goes on from the newest checkpoint.
     """
     on_cpus, devices = accelerator == "none", values["devices_per_node"]
-    opts = requested(arguments, values["num_nodes"] * devices, elastic=values["least_nodes"] is not None)
-    name = name_for(opts["model"], opts["recipe"]) if name is None else name
-    completed = complete(arguments, opts, name, values["data_claim"] is not None)
-    values["cpu"] = values["cpu"] or str(CPUS[on_cpus] * devices)
-    values["memory"] = values["memory"] or f"{MEMORY_GI[on_cpus] * devices}Gi"
-    values["shared_memory"] = values["shared_memory"] or f"{SHARED_GI[on_cpus] * devices}Gi"
+    request = requested(arguments, values["num_nodes"] * devices, elastic=values["least_nodes"] is not None)
+    name = name_for(request.model, request.recipe) if name is None else name
+    completed = complete(arguments, vars(request), name, values["data_claim"] is not None)
+    for option, (amount, unit) in AMOUNTS[on_cpus].items():
+        values[option] = values[option] or f"{amount * devices}{unit}"
     training = Training(
         name=name,
         arguments=completed,
         accelerator=None if on_cpus else accelerator,
         environment=dict(_pair("--env", text, "NAME=VALUE") for text in environment),
-        secrets=tuple(_secret(text) for text in secrets),
+        secrets=dict(_secret(text) for text in secrets),
         **values,
     )
-    check_recipe(completed)  # after secrets in it were refused: sentences may repeat it
+    check_recipe(request)  # after secrets in it were refused: sentences may repeat it
     text = to_yaml(KINDS[kind](training))
-    module, colon, _ = (opts["model"] or "").partition(":")
-    if colon and module not in _LIBRARIES:
+    module, colon, _ = (request.model or "").partition(":")
+    if colon and module not in ("timm", "torchvision"):
         click.echo(
             f"the module {module} must be in the image {training.image}: see 'Your own network' in docs/kubernetes.md",
             err=True,
@@ -324,9 +316,6 @@ def on_kubernetes(
     return 0
 
 
-_LIBRARIES = ("timm", "torchvision")  # libraries that may stand before the colon in the name of a network
-
-
 def _pair(option: str, text: str, form: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
@@ -334,21 +323,18 @@ def _pair(option: str, text: str, form: str) -> tuple[str, str]:
     return name, value
 
 
-def _secret(text: str) -> SecretVariable:
+def _secret(text: str) -> tuple[str, tuple[str, str]]:
     form = "NAME=SECRET/KEY"
     name, place = _pair("--env-from-secret", text, form)
     secret, slash, key = place.partition("/")
     if not slash:
         raise ConvoyError(f"--env-from-secret {name} must be {form}")
-    return SecretVariable(name, secret, key)
+    return name, (secret, key)
 
 
-def requested(arguments: Sequence[str], devices: int, elastic: bool = False) -> dict[str, Any]:
-    """The values of `convoy train`'s options in some arguments, by the options' names; `model` is MODEL.
-
-    So many ranks will be started, or fewer where that is `elastic`.
-    """
-    values = parsed(arguments)
+def requested(arguments: Sequence[str], devices: int, elastic: bool = False) -> TrainRequest:
+    """What `convoy train` is asked for by the arguments after --, on so many ranks or, if `elastic`, fewer."""
+    values = train.make_context("convoy train", list(arguments), **options.HELP).params
     if values["model"] is None and values["recipe"] is None and not values["resume"]:
         raise ConvoyError("nothing to train: give after -- what convoy train is to be given, e.g. -- lenet --data DIR")
     asked = values["devices"]
@@ -358,20 +344,10 @@ def requested(arguments: Sequence[str], devices: int, elastic: bool = False) -> 
         raise ConvoyError("--max-restarts after -- is for the ranks of one host: put it before the --")
     if values["interface"] is not None:
         interfaces.check_name(values["interface"])
-    return values
+    return TrainRequest(arguments, values | {"extend": None})  # the run that is made longer may be on the hosts alone
 
 
-def check_recipe(arguments: Sequence[str]) -> dict[str, Any]:
-    """Read the recipe as `convoy train` will, without the data; not a file `/…` that only the other hosts have.
-
-    What it gives is the network's name, and the run that is gone on with, or that is to be: `model` and `out`.
-    """
-    request = TrainRequest.of(arguments, parsed(arguments) | {"extend": None})
+def check_recipe(request: TrainRequest) -> None:
+    """Read the recipe as `convoy train` will, without the data; not a file `/…` that only the other hosts have."""
     if request.recipe is None or not Path(request.recipe).is_absolute() or Path(request.recipe).exists():
         check_name(request.recipe_of().model.name, here=False)
-    return {"model": request.model, "out": request.out}
-
-
-def parsed(arguments: Sequence[str]) -> dict[str, Any]:
-    """The values of `convoy train`'s options in some arguments, by the options' names; `model` is MODEL."""
-    return train.make_context("convoy train", list(arguments), **options.HELP).params

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich.markup import escape
@@ -85,18 +85,32 @@ def as_csv(row: Iterable[Any]) -> str:
     return line.getvalue()
 
 
-def show(rows: Sequence[dict[str, Any]], as_json: bool = False, right: Sequence[str] = ()) -> None:
-    """Print rows with equal keys, the keys as headings; columns named in `right` are aligned to the right."""
+def show(
+    rows: Sequence[dict[str, Any]],
+    as_json: bool = False,
+    right: Sequence[str] = (),
+    formats: Mapping[str, Callable[[Any], str]] = {},
+) -> None:
+    """Print rows with equal keys as JSON, or as a table with the keys as headings: columns in `right` are flush right,
+    those in `formats` have their values in words, and None is `-`."""
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in rows[0] if rows else ():
-        first = not table.columns
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=first)
+        justify: Literal["left", "right"] = "right" if name in right else "left"
+        table.add_column(name.replace("_", " "), justify=justify, overflow="fold", no_wrap=not table.columns)
     for row in rows:
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else escape(str(value)) for value in row.values()))
+        table.add_row(*(escape(_in_words(value, formats.get(name))) for name, value in row.items()))
     Console(highlight=False).print(table)
+
+
+def _in_words(value: Any, format_: Callable[[Any], str] | None) -> str:
+    if value is None:
+        return "-"
+    if format_ is not None:
+        return format_(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def check_writable(option: str, path: Path) -> None:

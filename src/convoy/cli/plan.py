@@ -78,7 +78,7 @@ def command(arguments: Sequence[str], /, **values: Any) -> int:
     cores or GPUs as there are to be devices; otherwise layers are measured on one, and links are those of --link. With
     --on nothing is measured: times are predicted for devices of a catalog. No data is needed.
     """
-    request = PlanRequest.of(arguments, values)
+    request = PlanRequest(arguments, values)
     recipe = request.check()
     with waiting_for("loading PyTorch"):  # for which no mistake is to wait
         if request.on is not None:

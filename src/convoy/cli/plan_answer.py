@@ -21,7 +21,6 @@ from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.interface import race
-from convoy.planner.search.layers import Layers
 from convoy.planner.text import document, explanation_text, trace
 from convoy.planner.verdict import Explained
 from convoy.plans.fit import check_patterns
@@ -53,13 +52,6 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
     else:
         fits = len(resources.own_cores()) >= number * (per_device or 1)
     if number > 1 and request.link is None and fits:
-        if request.fix or request.plans:  # before ranks are started, which takes longer than to look at the network
-            cpu = torch.device("cpu")
-            model, shape, _ = network(request, recipe, cpu)
-            recipe = settle(recipe, cpu).recipe
-            workload = workload_of_recipe(recipe, model, shape, number, cpu)
-            Layers(workload.graph, request.fix, ())
-            _check_plans(request, recipe, model, workload)
         return launch.start(request.arguments, number, verbose=is_verbose(request.arguments))
     return run_alone(request.device, partial(_answer, request, recipe, number), per_device)
 

@@ -100,46 +100,38 @@ def _show_devices(store: "ProfileStore", as_json: bool) -> None:
     rows: list[dict[str, Any]] = []
     for number, device in enumerate(store.devices(), 1):
         measured = store.rows(device)
-        newest = max((row.measured for row in measured), default=None)
-        runs = sum(row.source == "run" for row in measured)
-        row: dict[str, Any] = {"no": number, "device": device.describe(), "pieces": len(measured), "from runs": runs}
-        if as_json:
-            row |= {"from_runs": row.pop("from runs"), "key": device.key, "measured": newest}
-        else:
-            row |= {"measured": _ago(newest), "key": device.key}
-        rows.append(row)
+        row: dict[str, Any] = {"no": number, "device": device.describe(), "pieces": len(measured)}
+        row["from_runs"] = sum(piece.source == "run" for piece in measured)
+        row["measured"] = max((piece.measured for piece in measured), default=None)
+        rows.append(row | {"key": device.key})
     if not rows and not as_json:
         click.echo(f"nothing is kept in {store.path}: convoy plan and --plan auto fill it")
         return
-    options.show(rows, as_json, right=("no", "pieces", "from runs"))
+    options.show(rows, as_json, right=("no", "pieces", "from_runs"), formats={"measured": _ago})
     if not as_json:
         click.echo(f"in {store.path}")
 
 
 def _show_pieces(store: "ProfileStore", device: "Device", as_json: bool) -> None:
-    measured = sorted(store.rows(device), key=lambda row: -row.times.total)
+    rows: list[dict[str, Any]] = []
+    for row in sorted(store.rows(device), key=lambda row: -row.times.total):
+        piece, times, source = row.local_op, row.times, row.source
+        record: dict[str, Any] = {"piece": piece.describe(), "key": piece.key, "op": piece.op}
+        record |= {"forward_s": times.forward, "backward_s": times.backward, "source": source, "measured": row.measured}
+        cells: dict[str, Any] = {"piece": piece.describe(), "forward": times.forward, "backward": times.backward}
+        cells |= {"by": "a run" if source == "run" else "profiling", "measured": row.measured}
+        rows.append(record if as_json else cells)
     if not as_json:
         click.echo(device.describe())
-        if not measured:
+        if not rows:
             click.echo("no pieces were measured")
             return
-    rows: list[dict[str, Any]] = []
-    for row in measured:
-        piece, times = row.local_op, row.times
-        if as_json:
-            cells = {"key": piece.key, "op": piece.op, "forward_s": times.forward, "backward_s": times.backward}
-            cells |= {"source": row.source, "measured": row.measured}
-        else:
-            cells = {"forward": seconds(times.forward), "backward": seconds(times.backward)}
-            cells |= {"by": "a run" if row.source == "run" else "profiling", "measured": _ago(row.measured)}
-        rows.append({"piece": piece.describe(), **cells})
-    options.show(rows, as_json, right=("forward", "backward"))
+    formats = {"forward": seconds, "backward": seconds, "measured": _ago}
+    options.show(rows, as_json, right=("forward", "backward"), formats=formats)
 
 
-def _ago(moment: float | None) -> str:
+def _ago(moment: float) -> str:
     """How long since: `3 minutes ago`."""
-    if moment is None:
-        return "-"
     passed = time.time() - moment
     for size, word in ((86_400, "day"), (3_600, "hour"), (60, "minute")):
         if passed >= size:

@@ -3,11 +3,11 @@
 import difflib
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,26 +29,18 @@ if TYPE_CHECKING:
     from convoy.comm.ranks import Ranks
 
 
-@dataclass
-class TrainRequest:
+class TrainRequest(SimpleNamespace):
     """A command line of `convoy train`: keys of the recipe are in `overrides`, other options under their names."""
 
-    arguments: Sequence[str]
     overrides: list[str]
-    model: str | None = None
-    recipe: str | None = None
-    out: Path | None = None
-    resume: bool = False
-    accept_code_change: bool = False
-    trust_code: bool = False
-    extend: str | None = None
-    device: str | None = None
-    devices: int | None = None
-    max_restarts: int | None = None
-    timeout: str | None = None
-    interface: str | None = None
+    resume: bool
+    model: str | None
+    recipe: str | None
+    out: Path | None
 
-    def __post_init__(self) -> None:
+    def __init__(self, arguments: Sequence[str], values: Mapping[str, Any]) -> None:
+        overrides = [*values.get("overrides", ()), *values["settings"]]
+        super().__init__(**{**values, "arguments": arguments, "overrides": overrides})
         self.notes: list[str] = []  # on options that were put out of force
         self._file = self.recipe
         self.again = False  # the ranks were started again, and go on with a run that they have told of already
@@ -64,12 +56,6 @@ class TrainRequest:
             self.out, self.model = Path(self.model), None
         if self.resume and self.out is None:
             raise self._no_run("--resume")
-
-    @classmethod
-    def of(cls, arguments: Sequence[str], values: Mapping[str, Any]) -> "TrainRequest":
-        """The request of a command line with these values of options, by their names."""
-        options = {field.name: values[field.name] for field in fields(cls)[2:] if field.name in values}
-        return cls(arguments, [*values.get("overrides", ()), *values["settings"]], **options)
 
     def check(self) -> None:
         """Refuse what needs neither torch nor data to be found wrong."""
@@ -210,38 +196,11 @@ _NOT_PREDICTED = {
 }
 
 
-@dataclass(frozen=True)
-class PlanRequest:
+class PlanRequest(SimpleNamespace):
     """A command line of `convoy plan`: keys of the recipe are in `overrides`, other options under their names."""
 
-    arguments: Sequence[str]
-    overrides: Sequence[str]
-    model: str | None
-    recipe: str | None
-    devices: int | None
-    classes: int | None
-    fix: tuple[str, ...]
-    score: tuple[str, ...]
-    link: str | None
-    on: str | None
-    between: str | None
-    compare: tuple[str, ...]
-    price: str | None
-    images: int | None
-    catalog: Path | None
-    images_per_second: float | None
-    device: str | None
-    out: Path | None
-    html: Path | None
-    trace: Path | None
-    no_store: bool
-    trust_code: bool
-    as_json: bool
-
-    @classmethod
-    def of(cls, arguments: Sequence[str], values: Mapping[str, Any]) -> "PlanRequest":
-        options = {field.name: values[field.name] for field in fields(cls)[2:]}
-        return cls(arguments, values.get("overrides", ()), **options)
+    def __init__(self, arguments: Sequence[str], values: Mapping[str, Any]) -> None:
+        super().__init__(**{"overrides": (), **values, "arguments": arguments})
 
     @cached_property
     def plans(self) -> list[Plan]:
@@ -276,7 +235,7 @@ class PlanRequest:
         """The number that is asked for, or that the plans are for."""
         if self.machines:
             return len(self.machines[0].devices)
-        return self.devices or (self.plans[0].mesh.num_devices if self.plans else 1)
+        return int(self.devices or (self.plans[0].mesh.num_devices if self.plans else 1))
 
     def check(self) -> Recipe:
         """The recipe; what needs neither the network nor the machine to be found wrong is refused."""
@@ -284,63 +243,55 @@ class PlanRequest:
             raise ConvoyError("nothing to plan: give a MODEL (convoy models) or a --recipe (convoy recipes)")
         named = [f"model.name={self.model}"] if self.model is not None else []
         recipe = loaded(self.recipe, [*named, "data.path=mnist-mini", *self.overrides], self.arguments)
-        keys, number = {override.partition("=")[0] for override in self.overrides}, self.num_devices
-        for name, value in (("--classes", self.classes), ("--images", self.images)):
-            if value is not None and value < 1:
-                raise ConvoyError(f"{name} is {value}: give a whole number of at least 1")
-        if self.images_per_second is not None and not 0 < self.images_per_second < math.inf:
-            raise ConvoyError(
-                f"--images-per-second is {self.images_per_second:g}: say how many one device's input gives, e.g. 400"
-            )
-        if self.score and self.fix:
-            raise ConvoyError("--fix is for a search, but --score only predicts the plans that it is given: drop one")
-        if "parallel.schedule" in keys and self.plans and all(plan.num_stages == 1 for plan in self.plans):
-            raise ConvoyError("--schedule is for plans with stages, and --score names none: leave it out")
+        number, keys = self.num_devices, {override.partition("=")[0] for override in self.overrides}
+        for sentence in self._contradictions(keys, recipe.batch, number):
+            raise ConvoyError(sentence)
         for fix in self.fix:
             parse_fix(fix)
-        for plan in self.plans:
-            if plan.mesh.num_devices != number:
-                first = f"--score {self.plans[0]} for {number}" if self.on is None else f"{self.on} has {number}"
-                raise ConvoyError(
-                    f"--score {plan} is for {plural(plan.mesh.num_devices, 'device')}, but "
-                    f"{f'--devices is {number}' if self.devices is not None else first}: change one of them"
-                )
-        self._check_machines(keys)
+        for one in self.machines:
+            if one.between:
+                link_named(one.between)
         if self.link is not None:
             links_named(self.link, on_cpu=True)
-        for option, path in (("--out", self.out), ("--html", self.html), ("--trace", self.trace)):
-            if path is not None:
-                check_writable(option, path)
-        if recipe.batch < number:
-            raise ConvoyError(
-                f"a batch of {recipe.batch} is too small for {number} devices: raise --batch, or plan for fewer"
-            )
+        for name in ("out", "html", "trace"):
+            if getattr(self, name) is not None:
+                check_writable(f"--{name}", getattr(self, name))
+        _ = self.prices
         check_shares(recipe.parallel.shares if isinstance(recipe.parallel.shares, tuple) else None, number)
         check_names(recipe)
         if not self.trust_code and self.model is None:
             check_own(recipe, self.recipe, keys)
         return recipe
 
-    def _check_machines(self, keys: Collection[str]) -> None:
-        """Refuse what needs --on and has none, and what is not for it."""
+    def _contradictions(self, keys: Collection[str], batch: int, number: int) -> Iterator[str]:
+        """What is wrong with the options, each by itself and beside the others, in sentences."""
         why = "machines that are not at hand: name one with --on"
         if self.on is not None:
             why = "devices at hand, but --on names others: drop one of the two"
         for name in _ONLY_WITH_ON if self.on is None else _NOT_WITH_ON:
             if getattr(self, name) not in (None, ()):
-                raise ConvoyError(f"--{name} is for {why}")
-        if self.on is None:
-            return
-        for key in _NOT_PREDICTED.keys() & set(keys):
-            raise ConvoyError("{} is not for --on: {}; leave it out".format(*_NOT_PREDICTED[key]))
+                yield f"--{name} is for {why}"
+        for key in _NOT_PREDICTED.keys() & set(keys) if self.on is not None else ():
+            yield "{} is not for --on: {}; leave it out".format(*_NOT_PREDICTED[key])
+        for name in ("classes", "images"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                yield f"--{name} is {value}: give a whole number of at least 1"
+        if self.images_per_second is not None and not 0 < self.images_per_second < math.inf:
+            yield f"--images-per-second is {self.images_per_second:g}: say how many one device's input gives, e.g. 400"
+        if self.score and self.fix:
+            yield "--fix is for a search, but --score only predicts the plans that it is given: drop one"
         if self.compare and self.score:
-            raise ConvoyError("--score is for one machine, but --compare names more: drop one of the two")
-        for one in self.machines:
-            if one.between:
-                link_named(one.between)
+            yield "--score is for one machine, but --compare names more: drop one of the two"
+        if "parallel.schedule" in keys and self.plans and all(plan.num_stages == 1 for plan in self.plans):
+            yield "--schedule is for plans with stages, and --score names none: leave it out"
         if self.between is not None and all(one.hosts == 1 for one in self.machines):
-            raise ConvoyError(
-                f"--between {self.between} is a network between hosts, but {self.on} is one host: write several as "
-                f"4x({self.on})"
-            )
-        _ = self.prices
+            mend = f"write several as 4x({self.on})"
+            yield f"--between {self.between} is a network between hosts, but {self.on} is one host: {mend}"
+        for plan in self.plans:
+            if plan.mesh.num_devices != number:
+                first = f"--score {self.plans[0]} for {number}" if self.on is None else f"{self.on} has {number}"
+                first = f"--devices is {number}" if self.devices is not None else first
+                devices = plural(plan.mesh.num_devices, "device")
+                yield f"--score {plan} is for {devices}, but {first}: change one of them"
+        if batch < number:
+            yield f"a batch of {batch} is too small for {number} devices: raise --batch, or plan for fewer"

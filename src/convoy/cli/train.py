@@ -84,7 +84,7 @@ def command(arguments: Sequence[str], /, **values: Any) -> int:
     constant or falls at certain epochs it goes on, and a cosine, which has ended, rises to where it would stand.
     Schedule, loss and augmentation may change. To begin anew with the weights alone, use --weights.
     """
-    request = TrainRequest.of(arguments, values)
+    request = TrainRequest(arguments, values)
     if find_place() is None:  # ranks find mistakes together
         request.check()
     with waiting_for("loading PyTorch"):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -42,14 +42,6 @@ _SECRET_VALUE = re.compile(
 )
 
 
-class SecretVariable(NamedTuple):
-    """An environment variable whose value stays in a Secret."""
-
-    name: str
-    secret: str
-    key: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """One training: what to run, on what, with which volumes. Making it refuses what no cluster would: the ConvoyError
@@ -70,14 +62,14 @@ class Training:
     namespace: str | None = None  # None leaves it to `kubectl`
     runtime: str = RUNTIME  # the ClusterTrainingRuntime of a TrainJob
     environment: Mapping[str, str] = field(default_factory=dict)
-    secrets: Sequence[SecretVariable] = ()
+    secrets: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # variables whose values are keys of Secrets
     max_restarts: int = 3  # of the ranks of a pod before the pod fails, and of pods
     user: int = 1000  # user and group of the processes; not 0, which is root
 
     def __post_init__(self) -> None:
         if self.least_nodes is not None and not 1 <= self.least_nodes <= self.num_nodes:
             raise ConvoyError(f"--min-nodes {self.least_nodes} must be between 1 and --nodes {self.num_nodes}")
-        for name in (*self.environment, *(secret.name for secret in self.secrets)):
+        for name in (*self.environment, *self.secrets):
             if _RESERVED.fullmatch(name):
                 raise ConvoyError(f"--env {name} is set by the launcher: leave it away")
         for name, value in self.environment.items():
@@ -202,7 +194,8 @@ def _environment(training: Training, master: str | None) -> list[dict[str, Any]]
         }
     values |= {"HOME": "/tmp", _SHUTDOWN: str(GRACE_S - 10)}
     values |= {name: _escaped(value) for name, value in training.environment.items()}
-    values |= {one.name: {"secretKeyRef": {"name": one.secret, "key": one.key}} for one in training.secrets}
+    secrets = training.secrets.items()
+    values |= {name: {"secretKeyRef": {"name": secret, "key": key}} for name, (secret, key) in secrets}
     return [{"name": name, "value" if isinstance(x, str) else "valueFrom": x} for name, x in values.items()]
 
 

@@ -253,11 +253,7 @@ def _stop_early(number: int, frame: Any) -> None:
 def _fail(failure: Failure, folder: Path | None) -> None:
     """Report a failure and end, whatever becomes of the report."""
     verbose = "-v" in sys.argv or "--verbose" in sys.argv
-    try:
-        is_said = leave_word(failure, verbose)
-    except OSError:  # no room for it
-        is_said = False
-    if not is_said:
+    if not leave_word(failure, verbose):
         with contextlib.suppress(OSError, ValueError):
             print(failure.text(verbose), file=sys.stderr, flush=True)
     if failure.kind == "lost" and folder is None:  # the rank that was lost is the cause, and is to be noticed first

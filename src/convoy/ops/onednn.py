@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.ops.postponed import Weighted
-from convoy.processor import has_amx
+from convoy.resources import has_amx
 
 POINT, DILATED = (1, 1), (2, 2)
 _FEW_SAMPLES = 16

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from convoy import processor
+from convoy import resources
 from convoy.comm.ranks import Ranks
 from convoy.training.recipe import Recipe
 from convoy.training.records import Derived
@@ -40,7 +40,7 @@ def has_bf16(device: torch.device) -> bool:
     """Whether a device multiplies in bf16 by hardware: GPUs since Ampere, CPUs that say so."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return not BF16_FLAGS.isdisjoint(processor.flags())
+    return not BF16_FLAGS.isdisjoint(resources.processor_flags())
 
 
 def settle(

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import torch
 
-from convoy import processor
+from convoy import resources
 from convoy.comm.backend import gpus
 from convoy.comm.joining import join
 from convoy.comm.ranks import Ranks
@@ -92,4 +92,4 @@ def machine(device: torch.device) -> dict[str, str | int]:
     """The facts that decide which kernels torch takes, and so how a run rounds."""
     if device.type == "cuda":
         return {"machine": torch.cuda.get_device_name(device)}
-    return {"machine": processor.name(), "kernels": processor.kernels()}
+    return {"machine": resources.processor_name(), "kernels": resources.kernels()}

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from convoy import processor
+from convoy import resources
 from convoy.files import expanded, write_text
 from convoy.planner.cost.costs import Times
 from convoy.planner.cost.local_op import LocalOp
@@ -95,7 +95,7 @@ def this_device(
 ) -> Device:
     """The device that this process computes on, with the threads that torch uses now."""
     is_cpu = device.type == "cpu"
-    name = processor.name() if is_cpu else torch.cuda.get_device_name(device)
+    name = resources.processor_name() if is_cpu else torch.cuda.get_device_name(device)
     threads = torch.get_num_threads() if is_cpu else 0
     return Device(
         name,

@@ -1,4 +1,4 @@
-"""`convoy recipes`: the recipes that come with Convoy."""
+"""`convoy models` and `convoy recipes`: the networks and the recipes that come with Convoy."""
 
 import shutil
 import sys
@@ -9,9 +9,50 @@ from typing import TYPE_CHECKING
 import click
 
 from convoy.cli import options
+from convoy.errors import ConvoyError
+from convoy.terminal import did_you_mean
 
 if TYPE_CHECKING:
     from convoy.training.schema import Key
+
+USUAL_SHAPE = (3, 224, 224)
+
+
+@click.command(
+    "models",
+    epilog="""\b
+Examples:
+  convoy models
+  convoy models resnet
+  convoy models timm:resnet26d --json
+""",
+)
+@click.argument("pattern", required=False, default="")
+@options.as_json
+@options.verbose
+def models(pattern: str, as_json: bool) -> None:
+    """List the networks, or those whose name contains PATTERN, with parameters and FLOPs.
+
+    FLOPs are those of one image's forward pass; a multiply-add counts as two.
+    """
+    from convoy import models as networks  # with torch, for which no help is to wait
+
+    if ":" in pattern:
+        infos = [networks.describe(pattern)]
+    else:
+        all_infos = networks.list_models()
+        infos = [info for info in all_infos if pattern.lower() in info.name.lower()]
+        if not infos:
+            hint = did_you_mean(pattern, [info.name for info in all_infos], otherwise="convoy models lists all")
+            raise ConvoyError(f"no model's name contains {pattern!r}{hint}")
+    rows = []
+    for info in infos:
+        shape = info.input_shape or USUAL_SHAPE
+        counts = networks.count(info.name, shape)
+        row = {"name": info.name, "parameters": counts.parameters, "flops": counts.flops}
+        rows.append(row | {"input": "×".join(map(str, shape)), "network": info.title})
+    formats = {"flops": lambda flops: f"{flops / 1e9:.3g} G"}
+    options.show(rows, as_json, right=("parameters", "flops", "input"), formats=formats)
 
 
 @click.command(
@@ -28,7 +69,7 @@ Examples:
 @click.option("--keys", is_flag=True, help="List every key of a recipe: type, default, description.")
 @options.as_json
 @options.verbose
-def command(name: str | None, keys: bool, as_json: bool) -> None:
+def recipes(name: str | None, keys: bool, as_json: bool) -> None:
     """List the built-in recipes, or print the recipe NAME as YAML to start from.
 
     What a recipe does not say has its default: --keys lists them.
