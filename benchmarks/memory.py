@@ -89,15 +89,8 @@ def ranks(report: harness.Report, options: argparse.Namespace) -> None:
         for plan in PLANS[case.name]:
             for rank, use in enumerate(run_ranks(held, 1 if plan == "serial" else 2, case, plan)):
                 mib = [f"{value / MIB:.1f}" for value in use.values()]
-                report.row(
-                    f"{case.model}, {case.batch}",
-                    plan if isinstance(plan, str) else PAIR,
-                    rank,
-                    *mib,
-                    plan=plan,
-                    rank=rank,
-                    **use,
-                )
+                name = plan if isinstance(plan, str) else PAIR
+                report.row(f"{case.model}, {case.batch}", name, rank, *mib, plan=plan, rank=rank, **use)
     report.print(
         "\nMiB. Activations: what autograd keeps for the backward pass. Process: its most in two updates, above"
     )
@@ -318,14 +311,8 @@ def recompute(report: harness.Report, options: argparse.Namespace) -> None:
             ratio = statistics.median(a / b for a, b in zip(slowest[name], slowest["none"], strict=True))
             mib = [f"{measured / MIB:.1f}", f"{predicted / MIB:.1f}", f"{predicted / measured - 1:+.1%}"]
             plan = f"{row.plan}, {row.schedule}" if row.schedule else row.plan
-            cells = [
-                f"{row.network}, {row.size}, {row.batch}",
-                plan,
-                name,
-                *mib,
-                f"{process / MIB:.0f}",
-                f"{ratio:.2f}",
-            ]
+            of = f"{row.network}, {row.size}, {row.batch}"
+            cells = [of, plan, name, *mib, f"{process / MIB:.0f}", f"{ratio:.2f}"]
             figures = {"measured": measured, "predicted": predicted, "process": process, "seconds": slowest[name]}
             report.row(*cells, **asdict(row), recomputed=name, **figures)
     report.print("\nMiB, of the rank that needs most; time of an update, median of the turns, over that without.")

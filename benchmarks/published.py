@@ -30,9 +30,8 @@ from measuring.published_fit import (
     single,
     speedup,
 )
-from measuring.published_rows import KEYS, OURS, Row, family, read, work
-
-from convoy.hardware.exchange import several
+from measuring.published_rows import KEYS, OURS, Row, family, read
+from measuring.published_schemes import several
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "benchmarks" / "published"
@@ -129,8 +128,7 @@ def predict(row: Row, given: Given, seen: Mapping[tuple[str, str], set[str]]) ->
     one = single(row, given["one device"])
     if row.count == 1 and row.scheme.kind == "none":
         return Predicted(row, row.images / one.total, 1.0, distance)
-    asked = (work(row.network), row.images, row.device, row.precision, row.software)
-    seconds = several(one, *asked, row.count, row.site, row.scheme, given).seconds
+    seconds = several(one, row, given).seconds
     pipeline = row.scheme.kind == "pipeline"
     faster = 1.0 if row.count == 1 and not pipeline else speedup(row, one, given)
     return Predicted(row, row.images * (1 if pipeline else row.count) / seconds, faster, distance)

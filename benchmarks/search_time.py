@@ -3,17 +3,12 @@
     python benchmarks/search_time.py
     python benchmarks/search_time.py --networks resnet152 --mesh 2x2 --batch 64
     python benchmarks/search_time.py --networks resnet152 --stages
-    python benchmarks/search_time.py --machines
 
 Each network is searched in a process of its own. The time is that of `convoy.planner.search.search` on one mesh, with
 all sets of sample axes; capture and what imports take come before it. The costs are those of a GPU of 50 TFLOP/s and
 1 TB/s with links of 20 GB/s, a third of that between nodes of eight. With `--stages` the search over cuts on as many
 devices comes on top, at all numbers of stages and passes, with the capture at a second size from which the network at
 the sizes of these passes follows.
-
-With `--machines`, how long plans take for machines that are not at hand, and what they say: seven networks on six
-machines. For each pair the network is captured anew at a batch of 32 images for each device, predicted and searched
-for, as `convoy plan NETWORK --on MACHINE --batch BATCH` does; the command takes some seconds more for loading PyTorch.
 """
 
 import resource
@@ -25,7 +20,6 @@ from measuring import harness
 from measuring.ranks import run_ranks
 
 from convoy import models
-from convoy.errors import TooLargeError
 from convoy.hardware.catalog import machine
 from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.gradients import Update
@@ -35,7 +29,6 @@ from convoy.planner.search.search import search
 from convoy.planner.search.stages import search_stages
 from convoy.planner.workload import Workload, workload_of
 from convoy.plans.mesh import Mesh
-from convoy.plans.plan import Plan
 
 NETWORKS = ("resnet152", "googlenet", "densenet121")
 COSTS = Costs(
@@ -100,29 +93,6 @@ def planned(network: str, on: str, precision: str) -> Prediction:
     return predict(workload, devices, precision)
 
 
-def machines(report: harness.Report) -> None:
-    """All pairs; the program stops where a plan is slower than data parallelism that fits by its own prediction."""
-    longest = 0.0
-    report.header("network", "machine", "images/s", "speed-up", "fastest plan", "seconds")
-    for network in FOR_MACHINES:
-        for on, precision in MACHINES.items():
-            start = time.perf_counter()
-            try:
-                found = planned(network, on, precision)
-            except TooLargeError as error:
-                report.row(network, f"{on}, {precision}", error, "", "", "")
-                continue
-            seconds = time.perf_counter() - start
-            longest = max(longest, seconds)
-            plain = found.plan == Plan.by_samples(len(found.machine.devices))
-            plan = "data parallelism" if plain else f"{found.plan}, {found.gain:.2f} ×"
-            rate = f"{found.best:,.0f} ({found.best / found.within:,.0f} to {found.best * found.within:,.0f})"
-            report.row(network, f"{on}, {precision}", rate, f"{found.speedup:.2f}", plan, f"{seconds:.1f}")
-            plain_fits = not any("data parallelism does not fit" in note for note in found.notes)
-            assert found.gain >= 1 or not plain_fits, "slower than data parallelism by its own prediction"
-    report.print(f"\nlongest: {longest:.1f} s")
-
-
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--networks", nargs="+", default=NETWORKS)
@@ -130,13 +100,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--memory-limit", type=float, help="bytes on each rank")
     parser.add_argument("--stages", action="store_true", help="search plans with stages too")
-    parser.add_argument("--machines", action="store_true", help="plans for machines that are not at hand")
     options = parser.parse_args()
     sizes = tuple(map(int, options.mesh.split("x")))
     with harness.report(options.out) as report:
-        if options.machines:
-            machines(report)
-            return
         more = ("cuts", "fastest") if options.stages else ()
         report.header(options.mesh, "clock", "peak memory (of it before)", "result", "predicted", *more)
         for network in options.networks:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from convoy.bench.emulated import network
-from convoy.bench.emulated.network import prefix
+from convoy.bench import namespaces
+from convoy.bench.namespaces import prefix
 from convoy.errors import ConvoyError
 
 # $1 is the host's name and $2 a file with the names of all; both are seen in there only.
@@ -62,7 +62,7 @@ def emulated_hosts(num_hosts: int, rate: str = "") -> Iterator[list[TestHost]]:
         pytest.skip(f"emulated hosts need {', '.join(missing)}: install iproute2 and util-linux")
     with tempfile.TemporaryDirectory(prefix="convoy-hosts-") as folder:
         names = Path(folder) / "hosts"
-        made = network.made_hosts(prefix(), {f"node{number}": rate for number in range(num_hosts)})
+        made = namespaces.made_hosts(prefix(), {f"node{number}": rate for number in range(num_hosts)})
         try:
             spaces = made.__enter__()
         except ConvoyError as error:

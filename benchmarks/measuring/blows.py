@@ -27,7 +27,7 @@ import yaml
 from PIL import Image
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from convoy.bench.emulated import network
+from convoy.bench import namespaces
 from convoy.checkpoint.files import write_record
 from measuring.faults import GROUPS, LINE, RESUME, Case, Fault, state_of
 
@@ -331,7 +331,7 @@ def packed_alike(case: Case, _: str) -> None:
 
 def two_networks(case: Case, _: str) -> None:
     """Each host in a network namespace, with a link to a switch."""
-    made = network.made_hosts(network.prefix(), {"node0": "", "node1": ""})
+    made = namespaces.made_hosts(namespaces.prefix(), {"node0": "", "node1": ""})
     case.hosts = list(case.stack.enter_context(made).values())
 
 

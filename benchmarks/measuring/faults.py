@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from convoy.bench.emulated.network import EmulatedHost
+from convoy.bench.namespaces import EmulatedHost
 from convoy.cli import main as convoy
 from convoy.training import run, set_up, step  # noqa: F401  loaded once, for all that are forked
 from measuring import gate

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from convoy.hardware.catalog import Device, device_named
-from convoy.hardware.exchange import Site, ring, several
-from convoy.hardware.speed import Software, Times, arithmetic, times, units_of
-from convoy.hardware.work import Array, Item, Work
+from convoy.hardware.exchange import Site, ring
+from convoy.hardware.speed import Array, Item, Software, Times, Work, arithmetic, times, units_of
 from measuring.published_rows import Row, family, lines, work
+from measuring.published_schemes import several
 
 PRIORS_ONE = {"device ": 0.12, "framework ": 0.35, "bandwidth ": 0.3, "peak ": 0.5, "cudnn": 0.2}
 PRIORS_SEVERAL = {"link ": 0.3, "slower ": 0.4, "feed by": 0.8, "host memory": 0.1, "feed ": 0.3}
@@ -285,15 +285,14 @@ def _copy(row: Row) -> tuple[object, ...]:
 
 def speedup(row: Row, one: Times, given: dict[str, dict[str, float]]) -> float:
     """Predicted: over one device with the same input and the same images."""
-    arguments = (one, work(row.network), row.images, row.device, row.precision, row.software)
-    many = several(*arguments, row.count, row.site, row.scheme, given)
+    many = several(one, row, given)
     if row.scheme.relative or row.scheme.kind == "pipeline":
         return many.alone / many.seconds
-    if row.images_alone == row.images:
-        alone = several(*arguments, 1, row.site, row.scheme, given)
+    if row.images_alone != row.images:
+        row_alone = replace(row, images=row.images_alone)
+        alone = several(single(row_alone, given["one device"]), row_alone, given, 1)
     else:
-        own = single(replace(row, images=row.images_alone), given["one device"])
-        alone = several(own, arguments[1], row.images_alone, *arguments[3:], 1, row.site, row.scheme, given)
+        alone = several(one, row, given, 1)
     return row.count * row.images / many.seconds * alone.seconds / row.images_alone
 
 

@@ -19,9 +19,8 @@ import yaml
 
 from convoy import models
 from convoy.hardware.catalog import Device, device_named
-from convoy.hardware.exchange import Scheme, Site
-from convoy.hardware.speed import Software, memory_of
-from convoy.hardware.work import Work
+from convoy.hardware.exchange import Site
+from convoy.hardware.speed import Software, Work
 from convoy.ops import capture
 from convoy.planner.machines import work_of
 from measuring.networks import BUILT
@@ -37,6 +36,26 @@ _TOTAL = re.compile(r"batch-size (\d+) total in command")
 Columns = dict[str, str]
 Batches = Mapping[tuple[str, str, str], set[float]]
 """Images with which one device was timed, by source, network and device."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How gradients are added."""
+
+    # `ring`, `tree`; `replicated` as TensorFlow's towers; `host` in the memory of the host, `host-ring` the same with a
+    # ring of the hosts' processors; `server-gpu` on one GPU; `servers` on the hosts, one on each; `servers-gpu` on a
+    # GPU of each; `keras` one device after the other; `pipeline` through stages; `one-weird-trick`, `model`, `hybrid`
+    # of Krizhevsky and Yadan; `none` not at all
+    kind: str = "ring"
+    overlap: bool = True  # messages travel beside the backward pass
+    # small gradients share a message; with servers, the devices of a host share one copy of what they send
+    fused: bool = True
+    itemsize: int = 4  # bytes of a number in a message
+    cycle: float = 0.0  # seconds between two looks for gradients that all devices have
+    # `synthetic` from nowhere, `fake` from the host's memory, `real` decoded by the host, `gpu` by devices
+    feed: str = "synthetic"
+    parts: int = 1  # microbatches of a pipeline
+    relative: bool = False  # the speed-up is over two stages and one microbatch
 
 
 @dataclass(frozen=True)
@@ -186,7 +205,9 @@ def _usual_batch(row: Columns, network: str, device: Device, precision: str) -> 
     images = 512.0 if network.startswith("alexnet") else 256.0
     if "deeplearning-benchmark" in row["source"]:  # as large as fits, in the rows that say
         images = 2048.0
-    while images > 8 and memory_of(work(network), images, precision) > 0.8 * device.memory_gb * 1e9:
+    # weights, gradients, momentum, and what the backward pass wants of the activations
+    asked, itemsize = work(network), 2 if precision == "fp16" else 4
+    while images > 8 and 12 * asked.parameters + 0.75 * asked.kept * images * itemsize > 0.8 * device.memory_gb * 1e9:
         images /= 2
     return images
 

@@ -16,6 +16,7 @@ from convoy.bench.records import (
     Measurement,
     PlanPrediction,
     RankTimes,
+    Session,
     Store,
     StudyFacts,
     TableOptions,
@@ -41,7 +42,7 @@ def new_store(folder: Path, epochs: float | None = 2, **changes: Any) -> Store:
     folder.mkdir(parents=True, exist_ok=True)
     store = Store.open(folder, study(**changes), MACHINE)
     store.table = TableOptions(epochs=epochs, dataset_size=6400)
-    store.begin("convoy bench lenet", "2026-11-22T09:00:00+00:00")
+    store.sessions.append(Session(command="convoy bench lenet", started="2026-11-22T09:00:00+00:00"))
     store.sessions[-1].wall_s, store.sessions[-1].planning_s = 100.0, 20.0
     return store
 
@@ -82,9 +83,8 @@ def write_study(
         texts = {row.plan for row in rows if row.kind == "convoy" and row.devices == number}
         prediction = PlanPrediction(seconds=0.095 / number, parts={"compute": 0.09 / number}, memory=10**8)
         predictions = dict.fromkeys((AUTO if text == "auto" else str(text) for text in texts), prediction)
-        store.put_forecast(
-            number, Forecast(auto=AUTO if number > 1 else None, predictions=predictions, notes=["a note"])
-        )
+        chosen = AUTO if number > 1 else None
+        store.forecasts[number] = Forecast(auto=chosen, predictions=predictions, notes=["a note"])
     for row in rows:
         row.failed = "a layer cannot be divided: use fewer devices" if row.key in failed else None
         for number in range(1, rounds + 1) if row.key not in failed else ():

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from convoy.bench.emulated import Cluster, ClusterDevice, emulate, network
-from convoy.bench.emulated.network import Hierarchy
+from convoy.bench import namespaces
+from convoy.bench.emulated import Cluster, ClusterDevice, emulate
+from convoy.bench.namespaces import Hierarchy
 from convoy.bench.processes import RankSlot, Say, run_ranks
 from convoy.comm.joining import join
 from convoy.errors import ConvoyError
@@ -93,7 +94,7 @@ def test_what_an_interrupted_or_killed_process_has_made_is_removed() -> None:
         assert left_of(interrupted.pid) == []
         with emulate(Cluster.alike(1)):
             assert len(left_of(killed.pid)) == 5  # its maker lives
-        assert network.is_left(f"convoy-{os.getpid()}-1-0-host1")  # of a process of this number that ended long ago
+        assert namespaces.is_left(f"convoy-{os.getpid()}-1-0-host1")  # of a process of this number that ended long ago
         pulses = children(killed.pid)
         killed.kill()
         killed.wait()

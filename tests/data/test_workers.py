@@ -60,7 +60,7 @@ def test_batches_in_pieces_are_the_same_for_any_number_of_workers(
     assert same(trained(section(photos, 2), num=2, batch=40), plain[:2])
     assert left() == before
 
-    def careless(self: Buffers, slot: int, copied: bool) -> tuple[np.ndarray, ...]:
+    def careless(self: Buffers, slot: int, copied: bool) -> np.ndarray:
         self.free.append(slot)
         return self[slot]
 

@@ -30,6 +30,7 @@ from convoy.bench.records import (
     Forecast,
     Measurement,
     RankTimes,
+    Session,
     Store,
     TableOptions,
     Training,
@@ -149,7 +150,7 @@ class Course:
             new = Forecast(notes=[f"nothing is predicted for {devices}: {reason_of(error)}"])
         for note in new.notes:
             self.tell(f"{plural(devices, 'device')}: {note}")
-        self.store.put_forecast(devices, new)
+        self.store.forecasts[devices] = earlier | new
 
     def _measure(self, row: Configuration, round_: int) -> None:
         began, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
@@ -192,7 +193,11 @@ class Course:
         """Train what is not finished yet, stopped and gone on with as any run; a ConvoyError where no configuration at
         all can be trained. `command` repeats the study."""
         rows = [row for row in self.rows if row.kind == CONVOY and not row.place]
-        trainings = [self.store.add_training(row) for row in rows]
+        trainings: list[Training] = []
+        for row in rows:  # one that has failed is tried again
+            row.training = row.training or Training()
+            row.training.failed = None
+            trainings.append(row.training)
         began, session = time.perf_counter(), self.store.sessions[-1]
         measuring = session.wall_s
         updates = resolve(self.recipe, len(open_data(self.recipe.data).train)).total_updates
@@ -362,7 +367,8 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
             store.table = TableOptions(epochs=ask.epochs, dataset_size=size, rounds=ask.rounds)
             if ask.train_epochs is not None:
                 store.begin_training(ask.train_epochs)
-            store.begin(ask.command, datetime.now(UTC).isoformat(timespec="seconds"))
+            started = datetime.now(UTC).isoformat(timespec="seconds")
+            store.sessions.append(Session(command=ask.command, started=started))
             for sentence in _coarse(prepared):
                 tell(sentence)
             slots = RankSlots(study.cores_per_device, places)

@@ -38,11 +38,9 @@ Drawing = tuple[str, Figure] | None  # what it shows in words, and the picture; 
 
 def panels(results: Results) -> list[Panel]:
     """All pictures of a table, in the order of the report."""
-    nothing = "Nothing has been measured yet."
+    nothing, several = "Nothing has been measured yet.", "Nothing has been measured on several devices yet."
     return [
-        _panel(
-            results, "speed-up", "Speed-up over devices", _speedups, nothing.replace("yet", "on several devices yet")
-        ),
+        _panel(results, "speed-up", "Speed-up over devices", _speedups, several),
         _panel(results, "parts", "Where an update's time goes", _parts, nothing),
         _panel(results, "predictions", "Predicted and measured", _predictions, "Nothing was predicted."),
     ]

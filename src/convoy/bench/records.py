@@ -133,8 +133,8 @@ class Session(Record):
 
     command: str
     started: str
-    wall_s: float
-    planning_s: float
+    wall_s: float = 0.0
+    planning_s: float = 0.0
     training_s: float = 0.0
 
 
@@ -257,9 +257,6 @@ class Store(Record):
         except OSError as error:
             raise ConvoyError(f"{self.path} cannot be written ({error.strerror}): choose another --out") from error
 
-    def begin(self, command: str, started: str) -> None:
-        self.sessions.append(Session(command=command, started=started, wall_s=0.0, planning_s=0.0))
-
     def add(self, rows: Sequence[Configuration]) -> list[Configuration]:
         """The rows as they are kept: those that are there already stay, and may be tried again."""
         there = {row.key: row for row in self.configurations}
@@ -277,15 +274,6 @@ class Store(Record):
                 f"{self.path} has trainings of {self.training.epochs:g} epochs, which --train-epochs {epochs:g} would "
                 "not go on with: give another --out, or remove it"
             )
-
-    def add_training(self, row: Configuration) -> Training:
-        """The training of a row; one that has failed may be tried again."""
-        row.training = row.training or Training()
-        row.training.failed = None
-        return row.training
-
-    def put_forecast(self, devices: int, new: Forecast) -> None:
-        self.forecasts[devices] = self.forecasts.get(devices, Forecast()) | new
 
     def plan_of(self, row: Configuration) -> str | None:
         """The plan that a row runs, None for peers. For `auto` it is the planner's for the row's shares, or else plain

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -51,7 +51,7 @@ _IN_USE, _ON_THEIR_WAY = 2, 2
 
 class Buffers:
     """Memory for batches that are made ahead, in one block that worker processes share and a GPU reads: a row for each
-    sample, and labels. A buffer is free when nobody has its batch."""
+    sample. A buffer is free when nobody has its batch."""
 
     def __init__(
         self,
@@ -65,9 +65,7 @@ class Buffers:
         num = ahead + _IN_USE + (_ON_THEIR_WAY if pin_memory else 0)
         self._options = ahead, largest, shape
         self._shape = (largest, *shape)
-        self._rows = int(np.prod(self._shape))
-        self._labels = -(-self._rows // 8) * 8
-        self._begin, self._size = 8 * num * largest, self._labels + 8 * largest
+        self._begin, self._size = 8 * num * largest, int(np.prod(self._shape))
         self._memory = memory or SharedArray(np.uint8, (self._begin + num * self._size,))
         # [buffers, samples]: the samples that a buffer is to get, then those that it got
         self.samples = np.frombuffer(self._memory.bytes, np.int64, num * largest).reshape(num, largest)
@@ -79,25 +77,20 @@ class Buffers:
     def __reduce__(self) -> Any:
         return partial(Buffers, pin_memory=self._pin_memory, memory=self._memory), self._options
 
-    def _bytes(self, slot: int) -> NDArray[np.uint8]:
-        return np.frombuffer(memoryview(self._memory.bytes), np.uint8, self._size, self._begin + slot * self._size)
+    def __getitem__(self, slot: int) -> NDArray[np.uint8]:
+        """Rows [samples, ...] of a buffer."""
+        block = memoryview(self._memory.bytes)
+        return np.frombuffer(block, np.uint8, self._size, self._begin + slot * self._size).reshape(self._shape)
 
-    def _parts(self, content: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        return content[: self._rows].reshape(self._shape), content[self._labels :].view(np.int64)
-
-    def __getitem__(self, slot: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Rows [samples, ...] and labels [samples] of a buffer."""
-        return self._parts(self._bytes(slot))
-
-    def hand_out(self, slot: int, copied: bool) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """The same, free again once nothing refers to either, or at once where a copy is handed out."""
-        content, free = self._bytes(slot), self.free
+    def hand_out(self, slot: int, copied: bool) -> NDArray[np.uint8]:
+        """The same, free again once nothing refers to them, or at once where a copy is handed out."""
+        rows, free = self[slot], self.free
         if copied:
-            content = content.copy()
             free.append(slot)
-        else:
-            self._out[slot] = weakref.ref(content, lambda _: free.append(slot))
-        return self._parts(content)
+            return rows.copy()
+        block: Any = rows.base  # which views of the rows refer to
+        self._out[slot] = weakref.ref(block, lambda _: free.append(slot))
+        return rows
 
     def _pin(self) -> bool:
         """Pin the memory where that is possible, so that copies to a GPU need not wait."""
@@ -163,7 +156,7 @@ class Workers:
         self._piece = min(max(-(-ahead // (4 * most)), _LEAST_PIECE), _LARGEST_PIECE)
         self._ahead = -(-(ahead + most * self._piece) // largest)
         self._buffers = Buffers(self._ahead, largest, maker.shape, pin_memory=pin_memory)
-        self._copies_pinned = pin_memory and not self._buffers.pinned
+        self._pin_memory = pin_memory
         self._pending: deque[_Pending] = deque()
         self._unsent: deque[tuple[int, int]] = deque()  # number of a batch, start of the piece
         self._first = self._last = self._sent = 0
@@ -287,12 +280,15 @@ class Workers:
             bad += answer[1]
         request, slot = pending.request, pending.slot
         samples = self._buffers.samples[slot, : len(request.samples)].copy()
-        images, labels = self._buffers.hand_out(slot, copied=not self._buffers.free)
+        images = self._buffers.hand_out(slot, copied=not self._buffers.free)
         if len(places) < len(samples):  # an evaluation, some of whose pictures cannot be read
             images, samples = images[places], samples[places]
         filled = Filled(samples, bad)
-        batch = self._maker.batch(torch.from_numpy(images), filled, request.epoch, labels)
-        return batch.pin_memory() if self._copies_pinned else batch
+        batch = self._maker.batch(torch.from_numpy(images), filled, request.epoch)
+        if self._pin_memory:
+            pinned = batch.images if self._buffers.pinned else batch.images.pin_memory()
+            return replace(batch, images=pinned, labels=batch.labels.pin_memory())
+        return batch
 
     def _adapt(self, waited: float) -> None:
         """Start other processes where batches are waited for."""
@@ -351,7 +347,7 @@ def _work(
             answer: _Answer
             try:
                 samples = buffers.samples[slot, start:end]
-                filled = maker.fill(buffers[slot][0][start:end], samples.copy(), None if epoch < 0 else epoch)
+                filled = maker.fill(buffers[slot][start:end], samples.copy(), None if epoch < 0 else epoch)
                 samples[: len(filled.samples)] = filled.samples
                 answer = len(filled.samples), filled.bad
             except Exception as error:

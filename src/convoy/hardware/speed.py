@@ -1,5 +1,5 @@
-"""How long a network takes on one device that is not at hand: a roofline for every call, with fitted efficiencies; and
-what the catalog would say of the one at hand, measured.
+"""What a network asks of a device; how long it takes on one that is not at hand: a roofline for every call, with fitted
+efficiencies; and what the catalog would say of the one at hand, measured.
 
 A call takes the time of its arithmetic and of its bytes, the longer of them and a part of the shorter, and its launch
 (Williams, Waterman and Patterson, "Roofline", 2009). The arithmetic reaches a part of the peak that depends on the
@@ -11,17 +11,89 @@ to published measurements.
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from convoy.hardware.catalog import Device
-from convoy.hardware.work import KINDS, Array, Work
+
+Array = npt.NDArray[np.float64]
+
+# What calls are told apart by; views cost nothing and are none of them
+KINDS = ("conv", "linear", "norm", "pool", "pointwise")
+
+KIND_OF = {"conv": "conv", "linear": "linear", "batch_norm": "norm", "group_norm": "norm", "layer_norm": "norm"}
+KIND_OF |= {"lrn": "norm", "rms_norm": "norm", "pool": "pool", "pooling": "pool", "adaptive_pool": "pool"}
+
+
+@dataclass(frozen=True)
+class Item:
+    """A call on one device."""
+
+    kind: str  # one of `KINDS`
+    macs: float  # multiply-adds of the forward pass
+    read: float  # elements of the inputs that are activations, and of the outputs
+    written: float
+    weights: float  # elements of the parameters
+    window: float = 1.0  # elements of a filter's window, 1 for 1x1 and what is not a convolution
+    depth: float = 1.0  # input channels of a group, over which each output is a sum
+    width: float = 1.0  # output channels of a group
+    groups: float = 1.0
+    strided: bool = False  # windows are more than one pixel apart
+    first: bool = False  # its input has no gradient
+
+
+@dataclass(frozen=True)
+class Work:
+    """All calls of a network for one image, equal ones together: columns of numbers."""
+
+    kind: npt.NDArray[np.int64]  # of each row, by its place in `KINDS`
+    count: Array  # calls that a row stands for
+    macs: Array  # for one image and one call, like `read` and `written`
+    read: Array
+    written: Array
+    weights: Array  # this and the columns below as in `Item`
+    window: Array
+    depth: Array
+    width: Array
+    groups: Array
+    strided: Array
+    first: Array
+    parameters: float  # elements that are trained
+    tensors: int  # number of parameters
+    kept: float  # elements that the backward pass of one image needs
+    image: float  # elements of an image
+
+    @staticmethod
+    def of(items: Iterable[Item], parameters: float, tensors: int, kept: float, image: float, images: float) -> "Work":
+        """The work of calls over so many images."""
+        counted: dict[Item, int] = {}
+        for item in items:
+            counted[item] = counted.get(item, 0) + 1
+        rows = list(counted)
+
+        def column(name: str, divisor: float = 1.0) -> Array:
+            return np.array([float(getattr(row, name)) / divisor for row in rows])
+
+        return Work(
+            kind=np.array([KINDS.index(row.kind) for row in rows], dtype=np.int64),
+            count=np.array([float(counted[row]) for row in rows]),
+            macs=column("macs", images),
+            read=column("read", images),
+            written=column("written", images),
+            **{name: column(name) for name in ("weights", "window", "depth", "width", "groups", "strided", "first")},
+            parameters=parameters,
+            tensors=tensors,
+            kept=kept,
+            image=image,
+        )
+
 
 # By name; all are logarithms of factors, so that 0 changes nothing. What is not there is 0.
 Coefficients = Mapping[str, float]
@@ -43,8 +115,6 @@ class Software:
 
 
 OURS = Software(generation="2026")  # Convoy runs on PyTorch of today
-
-PRECISIONS = ("fp32", "tf32", "fp16")
 
 _CONV, _LINEAR, _NORM, _POOL, _POINT = range(len(KINDS))
 # How often each kind goes over what it reads and writes, forward and backward
@@ -206,12 +276,6 @@ def coefficients_of(part: str) -> dict[str, float]:
     text = resources.files("convoy.hardware").joinpath("coefficients.json").read_text(encoding="utf-8")
     parts: dict[str, dict[str, float]] = json.loads(text)
     return parts.get(part, {})
-
-
-def memory_of(work: Work, images: float, precision: str) -> float:
-    """Bytes that training needs: weights, gradients, momentum, and what the backward pass wants of the activations."""
-    itemsize = 2 if precision == "fp16" else 4
-    return 12 * work.parameters + 0.75 * work.kept * images * itemsize
 
 
 _ROUNDS = 7

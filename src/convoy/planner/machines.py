@@ -20,19 +20,8 @@ from torch import nn
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.graph.graph import Graph
 from convoy.hardware.catalog import Device, Machine, machine, read_devices
-from convoy.hardware.exchange import (
-    Scheme,
-    Site,
-    Step,
-    fitted,
-    inside_link,
-    is_through_host,
-    network_link,
-    several,
-    site_of,
-)
-from convoy.hardware.speed import OURS, Software, coefficients_of, times
-from convoy.hardware.work import KIND_OF, Item, Work
+from convoy.hardware.exchange import Site, Step, fitted, inside_link, is_through_host, network_link, several, site_of
+from convoy.hardware.speed import KIND_OF, OURS, Item, Software, Work, coefficients_of, times
 from convoy.ops import place
 from convoy.planner.cost.costs import Costs, LayerTimes, Times
 from convoy.planner.cost.gradients import Update
@@ -410,8 +399,9 @@ class _DataParallel:
         return tuple(end - before for before, end in zip((0, *ends), ends, strict=False))
 
     def _of(self, device: Device, images: float, count: int, site: Site) -> Step:
-        how = images, device, units(device, self.precision), self.software
-        return several(times(self.work, *how), self.work, *how, count, site, Scheme())
+        precision = units(device, self.precision)
+        one = times(self.work, images, device, precision, self.software)
+        return several(one, self.work, precision, self.software.framework, count, site)
 
 
 def _costs(workload: Workload, parallel: _DataParallel, done: Step) -> Costs:

@@ -157,14 +157,9 @@ def _layers(answer: Explained) -> list[str]:
         for layer in with_row
     ]
     if small_layers := [layer for layer in answer.layers if layer not in with_row]:
-        computes_s, waits_s = (
-            sum(layer.computes_s for layer in small_layers),
-            sum(layer.exposed_s for layer in small_layers),
-        )
-        name, sent = (
-            f"{len(small_layers)} other{'s' * (len(small_layers) > 1)}",
-            sum(layer.sent_bytes for layer in small_layers),
-        )
+        computes_s = sum(layer.computes_s for layer in small_layers)
+        waits_s, sent = (sum(getattr(layer, key) for layer in small_layers) for key in ("exposed_s", "sent_bytes"))
+        name = f"{len(small_layers)} other{'s' * (len(small_layers) > 1)}"
         rows.append((*([""] * staged), name, "", "", "", seconds(computes_s), seconds(waits_s), size(sent), "", ""))
     return table(headers, rows, ("computes", "waits", "sends", "would cost"))
 

@@ -132,7 +132,7 @@ def _free(near: int, occupied: set[int]) -> int:
 
 
 _WIDTH, _TALL, _LOW, _GAP, _ROW = 216, 50, 28, 22, 26
-_SKIP, _MARGIN, _CHIP, _BAR = 26, 10, 20, 4
+_SKIP, _MARGIN, _CHIP = 26, 10, 20
 # Heights of a drawing that is shown whole and of what is shown of others, and the space around it.
 _WHOLE, _SHOWN, _PADDING = 1300, 760, 12
 _BOLD, _LIGHT, _COST = 8.0, 7.2, 62  # width of a letter of a name, and of the seconds beside it
