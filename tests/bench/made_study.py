@@ -47,7 +47,7 @@ def new_store(folder: Path, epochs: float | None = 2, **changes: Any) -> Store:
     return store
 
 
-def measure(row: Configuration, number: int, seconds: float, counts: Sequence[int] = (), wait: float = 0.1) -> None:
+def measure(row: Configuration, number: int, seconds: float, wait: float = 0.1) -> None:
     """A round in which the first rank waits least for others, as long as a peer takes longer with exchanges."""
     num = row.devices
     row.visits.append(Measurement(round=number, wall_s=1.5, loss=2.3, ranks=[]))
@@ -60,7 +60,6 @@ def measure(row: Configuration, number: int, seconds: float, counts: Sequence[in
             memory=10**8 + rank,
             overhead=1e-6,
             without=[seconds * (1 - wait)] * 4 if row.kind in ("ddp", "fabric") else [],
-            microbatches=counts[rank] if counts else 0,
         )
         row.visits[-1].ranks.append(times)
 
@@ -75,11 +74,9 @@ def write_study(
     plans: Sequence[str] = ("sample", "filter", "auto"),
     peers: Sequence[str] = ("ddp", "fabric"),
     rounds: int = 5,
-    waiting: Sequence[str] = (),
     failed: Sequence[str] = (),
-    spread: float = 0.02,
 ) -> Path:
-    """The folder of a study in which nothing but bench.json is; times differ by `spread`, a part of them."""
+    """The folder of a study in which nothing but bench.json is; times differ by 2 %."""
     store, noise = new_store(folder), np.random.default_rng(0)
     rows = store.add(configurations(devices, plans, peers))
     for number in devices:
@@ -90,22 +87,20 @@ def write_study(
         store.forecasts[number] = Forecast(auto=chosen, predictions=predictions, notes=["a note"])
     for row in rows:
         row.failed = "a layer cannot be divided: use fewer devices" if row.key in failed else None
-        for number in range(1, rounds + 1) if row.key not in (*failed, *waiting) else ():
+        for number in range(1, rounds + 1) if row.key not in failed else ():
             seconds = 0.1 / (1 + (row.devices - 1) * LOSSES.get(row.series, 0.85))
-            measure(row, number, seconds * max(0.1, 1 + spread * noise.standard_normal()))
+            measure(row, number, seconds * max(0.1, 1 + 0.02 * noise.standard_normal()))
     store.save()
     return folder
 
 
-def write_trainings(
-    folder: Path, *, apart: float = 1e-3, same: Sequence[str] = (), finished: bool = True, failed: Sequence[str] = ()
-) -> Path:
-    """Trainings in the folder of a study: falling errors, in the middle `apart` higher with each row after the first;
+def write_trainings(folder: Path, *, same: Sequence[str] = ()) -> Path:
+    """Trainings in the folder of a study: falling errors, in the middle 0.1 % higher with each row after the first;
     the rows of `same` end with the very curve and weights of the first."""
     store = Store.open(folder, study(), {})
     store.begin_training(5.0)
     for number, row in enumerate(row for row in store.configurations if row.kind == "convoy"):
-        off = 0.0 if number == 0 or row.key in same else apart * number
+        off = 0.0 if number == 0 or row.key in same else 1e-3 * number
         evaluations = [
             Evaluation(
                 step=100 * place,
@@ -116,10 +111,8 @@ def write_trainings(
             )
             for place in range(1, 11)
         ]
-        weights = f"{0 if not off else number:064x}" if finished else ""
-        row.training = Training(run="run", finished=finished, images=10_000, sha256=weights, evaluations=evaluations)
-        if row.key in failed:
-            row.training = Training(failed="a layer is odd: use another")
+        weights = f"{0 if not off else number:064x}"
+        row.training = Training(run="run", finished=True, images=10_000, sha256=weights, evaluations=evaluations)
     store.save()
     return folder
 

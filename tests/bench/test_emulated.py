@@ -1,7 +1,6 @@
 """Emulated clusters: how they are described, what a device and a link let through, and that nothing is left of them."""
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -29,9 +28,6 @@ def read(folder: Path, text: str) -> Cluster:
 
 
 def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
-    alike = read(tmp_path, "devices: {count: 4, speed: 0.5}\nlinks: {rate: 3gbit}\n")
-    assert alike == Cluster.alike(4, 0.5, "3gbit")
-    assert str(alike) == "4 devices with 0.5 of a core each in 4 hosts, links of 3gbit"
     two_each = read(tmp_path, "devices: {count: 4, hosts: 2}\nlinks: {rate: 1gbit}\n")
     assert two_each.devices == tuple(ClusterDevice(1.0, f"host{number // 2}") for number in range(4))
     entries = "[{speed: 0.5, host: a}, {speed: 0.25, host: b, count: 2}, {speed: 0.4}]"
@@ -42,17 +38,9 @@ def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "- 1": "is not a cluster",
-    "devices: {speed: 0.5}": "a cluster needs devices and their count: write e.g.",
     "devices: {count: 2, sped: 1}": "devices.sped is unknown: did you mean devices.speed?",
-    "devices: {count: true}": "devices.count is true, but must be a whole number",
-    "devices: {count: 251}": "must be at most 250",
-    "devices: {count: 2, hosts: 3}": "2 devices cannot be in 3 hosts",
-    "devices: {count: 2, speed: .nan}": "devices.speed is nan, but must be a finite number",
-    "devices: [{host: 'a b'}]": "host 'a b': use letters",
     "devices: {count: 2}": "link of host host0 has no rate",
     "devices: {count: 2}\nlinks: {rate: 0gbit}": "rate of a link is '0gbit'",
-    "devices: {count: 2}\nlinks: {rate: 1gbit, latency: 0.1ms}": "links.latency is unknown",
     "devices: {count: 2}\nlinks: {rate: 1gbit, hosts: {c: 1gbit}}": "given for 'c', but the hosts are host0",
 }
 
@@ -63,34 +51,6 @@ def test_a_mistake_is_one_sentence_that_has_the_file(tmp_path: Path) -> None:
             read(tmp_path, text)
         sentence = str(caught.value)
         assert sentence.startswith(str(tmp_path / "cluster.yaml")) and words in sentence and "\n" not in sentence
-
-
-def test_control_groups_of_both_versions_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def mounts(*lines: str) -> None:
-        (tmp_path / "mountinfo").write_text("".join(f"32 31 0:29 / {line}\n" for line in lines))
-
-    monkeypatch.setattr(namespaces, "_MOUNTS", tmp_path / "mountinfo")
-    monkeypatch.setattr(namespaces, "_OWN", tmp_path / "own")
-    root = tmp_path / "cpu"
-    (root / "mine").mkdir(parents=True)
-    mounts(f"{tmp_path} rw - cgroup cgroup rw,memory", f"{root} rw - cgroup cgroup rw,cpu,cpuacct")
-    (tmp_path / "own").write_text("4:memory:/other\n1:cpu,cpuacct:/mine\n0::/\n")
-    assert Hierarchy.find() == Hierarchy(root / "mine", 1)
-    group = Hierarchy.find().make("half", 0.5)
-    assert (group / "cpu.cfs_quota_us").read_text() == "2000"
-    assert (group / "cpu.cfs_period_us").read_text() == "4000"
-    (tmp_path / "own").unlink()
-    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io\n")
-    (tmp_path / "cgroup.subtree_control").write_text("io\n")
-    mounts(f"{tmp_path} rw - cgroup2 cgroup2 rw,nsdelegate")
-    assert Hierarchy.find() == Hierarchy(tmp_path, 2)
-    assert (Hierarchy.find().make("small", 0.1) / "cpu.max").read_text() == "1000 10000"
-    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
-    (tmp_path / "cgroup.controllers").write_text("memory\n")
-    with pytest.raises(ConvoyError, match="give every device the speed 1"):
-        Hierarchy.find()
-    with pytest.raises(ConvoyError, match="cannot have a share of a core here"):
-        Hierarchy(tmp_path / "none", 1).make("half", 0.5)
 
 
 # Clusters as they are.
@@ -110,40 +70,6 @@ def left_of(pid: int) -> list[str]:
     """What there is that a process has made."""
     folders = (Path("/run/netns"), Hierarchy.find().folder)
     return [path.name for folder in folders for path in folder.glob(f"convoy-{pid}-*")]
-
-
-@pytest.mark.usefixtures("able")
-def test_what_a_cluster_is_made_of_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with emulate(Cluster.alike(2, 0.5, "1gbit")) as places:
-        made = left_of(os.getpid())
-        assert len(made) == 2 + 1 + 2  # hosts, their switch, groups
-        assert pickle.loads(pickle.dumps(places)) == places
-        with emulate(Cluster.alike(1)) as (whole,):
-            assert len(left_of(os.getpid())) == len(made) + 2
-            assert whole.group is None  # a whole core is not limited
-        assert left_of(os.getpid()) == made
-        stays = subprocess.Popen(("sleep", "60"))
-        assert places[0].group is not None
-        (places[0].group / "cgroup.procs").write_text(str(stays.pid))
-    try:
-        assert left_of(os.getpid()) == []
-        assert stays.poll() is None  # it goes back to the group around
-    finally:
-        stays.kill()
-        stays.wait()
-    with pytest.raises(ConvoyError, match="before its cluster is removed"):
-        places[0].enter()
-    with pytest.raises(ZeroDivisionError), emulate(Cluster.alike(2, 0.5, "1gbit")):
-        _ = 1 / 0
-    assert left_of(os.getpid()) == []
-
-    def refuse(self: Hierarchy, name: str, share: float) -> Path:
-        raise ConvoyError("no groups")
-
-    monkeypatch.setattr(Hierarchy, "make", refuse)
-    with pytest.raises(ConvoyError, match="no groups"), emulate(Cluster.alike(2, 0.5, "1gbit")):
-        pass
-    assert left_of(os.getpid()) == []
 
 
 MAKER = """

@@ -7,77 +7,19 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from convoy.bench import command, measurement
 from convoy.bench.ask import missing
 from convoy.bench.measure import wrap
-from convoy.bench.measurement import Stopwatch
 from convoy.bench.processes import RankFailed, RankSlot, Say, run_ranks
-from convoy.bench.records import COMMUNICATION, INPUT, OPTIMIZER
-from convoy.comm.collectives import waits
-from convoy.comm.position import current
 from convoy.errors import ConvoyError
 from emulated_hosts import listening
 from processes import alive
 from started import wait_for
 from tiny import write_mnist
-
-
-def test_what_lies_inside_counts_once_and_collectives_and_optimizers_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-
-    def take(seconds: float) -> None:
-        now[0] += seconds
-
-    with monkeypatch.context() as patched:
-        patched.setattr(measurement, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-        watch = Stopwatch(torch.device("cpu"))
-        watch.lap()
-        watch.lap()
-        watch.clear()
-        watch.lap()
-        with watch.section(INPUT):
-            take(1)
-        take(10)
-        with watch.section(OPTIMIZER):
-            take(2)
-            with watch.section(COMMUNICATION), watch.section(COMMUNICATION):
-                take(4)
-            take(6)
-        watch.lap()
-        take(7)
-        watch.lap()
-        assert watch.times() == {"seconds": [23, 7], INPUT: [1, 0], OPTIMIZER: [8, 0], COMMUNICATION: [4, 0]}
-    assert 0 < watch.overhead < 1
-    layer = nn.Linear(1, 1)
-    layer(torch.ones(1)).sum().backward()
-    watch.clear()
-    with watch.watch():
-        watch.lap()
-        waits(lambda: time.sleep(0.01))()
-        torch.optim.SGD(layer.parameters(), lr=0.1).step()
-        watch.lap()
-    assert watch.times()[COMMUNICATION][0] >= 0.01 and watch.times()[OPTIMIZER][0] > 0
-
-
-def test_a_training_that_moves_is_heard_of_while_it_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_BEAT_S", 0.01)
-    told: list[tuple[str, int, int]] = []
-    latest = command.Latest()
-    latest.begin(0, 50)
-    latest.advance(7, "loss 2.3")
-    with command.heard(latest, lambda *what: told.append(what)):
-        wait_for(lambda: len(told) == 1, 10)
-        time.sleep(0.1)
-        assert told == [("loss 2.3", 7, 50)]  # nothing has moved
-        current.to("evaluation")
-        wait_for(lambda: len(told) == 2, 10)
-    assert told == [("loss 2.3", 7, 50)] * 2
 
 
 def backward(kind: str, say: Say) -> tuple[list[int], int, set[str], list[float]]:

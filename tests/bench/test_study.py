@@ -10,11 +10,9 @@ from bench.made_study import MACHINE, MADE, RECIPE, document, new_store, rewrite
 from convoy.bench import command
 from convoy.bench.ask import configurations
 from convoy.bench.processes import RankFailed, RankSlots
-from convoy.bench.records import Forecast, RankTimes, Store
-from convoy.bench.results import Results
-from convoy.bench.study import plain_recipe, recipe_for, too_coarse
+from convoy.bench.records import RankTimes, Store
+from convoy.bench.study import plain_recipe
 from convoy.errors import ConvoyError
-from convoy.units import SPACE
 
 ROWS: dict[str, tuple[tuple[Any, ...], str]] = {
     "a plan without a size is on all devices, one with a size where it fits": (
@@ -30,14 +28,6 @@ ROWS: dict[str, tuple[tuple[Any, ...], str]] = {
         "sample=2/2; sample=2, shares auto/2; filter=2/2; "
         "sample=3/3; sample=3, shares auto/3; sample=3, shares 3,2,1/3; filter=3/3",
     ),
-    "the planner can be bound to numbers that some plan has": (
-        ([4], ["auto"], [], ["3,1", "3,3,2,2", "3,2,1", "1"]),
-        "auto, shares 3,1/4; auto, shares 3,3,2,2/4",
-    ),
-    "devices of unequal speed are measured alone": (
-        ([1, 3], ["sample"], [], ["", "auto"], 3),
-        "one device/1; device 2 alone/1; device 3 alone/1; sample=3/3; sample=3, shares auto/3",
-    ),
 }
 
 
@@ -46,14 +36,6 @@ def test_the_rows_of_a_study(arguments: tuple[Any, ...], labels: str) -> None:
     rows = configurations(*arguments)
     assert "; ".join(f"{row.label}/{row.devices}" for row in rows) == labels
     assert len({row.key for row in rows}) == len(rows)
-
-
-def test_too_coarse_parts_are_said() -> None:
-    sentence = too_coarse(128, 4, (0.6, 0.6, 0.3)).replace(SPACE, " ")
-    assert "128 in 4 microbatches lets devices of speed 1.0 : 1.0 : 0.50 reach 80 %" in sentence
-    assert "--set microbatches=5 allows 100 %" in sentence
-    assert too_coarse(128, 5, (0.6, 0.6, 0.3)) == ""
-    assert too_coarse(4, 4, (1.0, 0.9, 0.45)).endswith("raise --batch.")
 
 
 def test_a_study_goes_on_where_it_was_and_another_is_refused(tmp_path: Path) -> None:
@@ -81,16 +63,9 @@ def test_a_study_goes_on_where_it_was_and_another_is_refused(tmp_path: Path) -> 
 def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConvoyError, match="give the folder of a study"):
         Store.read(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").touch()
-    with pytest.raises(ConvoyError, match="holds a training run"):
-        Store.open(tmp_path / "run", study(), MACHINE)
     whole = document(write_study(tmp_path, devices=(1, 2), plans=["sample"], rounds=1))
     for change, words in (
-        ([], "no study of convoy bench"),
         (whole | {"schema": 99}, "schema 99"),
-        ({key: value for key, value in whole.items() if key != "study"}, "it has no study"),
-        (whole | {"study": whole["study"] | {"recipe": {}}}, r"it has no study\.recipe\.batch"),
         (whole | {"sessions": [{"command": ""}]}, r"it has no sessions\[0\]\.started"),
     ):
         with pytest.raises(ConvoyError, match=words):
@@ -100,20 +75,6 @@ def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
         Store.read(tmp_path)
 
 
-def test_the_planners_shares_are_those_of_its_own_row_alone(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
-    rows = store.add(configurations([4], ["sample", "auto"], [], ["", "auto", "3,1"]))
-    even = [("sample=4", ""), ("sample=4", "auto")]
-    nothing = Forecast(notes=["another call, which chose nothing"])
-    bound = Forecast(auto="sample=4", auto_shares=[3, 2, 2, 1], bound={"3,1": "sample=2,filter=2"})
-    chosen = [("sample=4", "3,2,2,1"), ("sample=4", "auto"), ("sample=2,filter=2", "3,1")]
-    for forecast, runs in ((nothing, [*even, ("sample=4", "3,1")]), (bound, chosen), (nothing, chosen)):
-        store.forecasts[4] = store.forecasts.get(4, Forecast()) | forecast
-        assert [(store.plan_of(row), store.shares_of(row)) for row in rows] == [*even, *runs]
-    recipes = [recipe_for(RECIPE, study(), row, *run) for row, run in zip(rows, [*even, *chosen], strict=True)]
-    assert [recipe.parallel.shares for recipe in recipes] == [None, "auto", (3, 2, 2, 1), "auto", (3, 1)]
-
-
 WRONG = {"sample=2": ConvoyError("too few microbatches: give more"), "serial": RankFailed("rank 0 failed: full\nmore")}
 TIMES = RankTimes(seconds=[0.1], communication=[0.0], input=[0.0], optimizer=[0.0], memory=1, overhead=0.0, loss=1.0)
 
@@ -121,63 +82,23 @@ TIMES = RankTimes(seconds=[0.1], communication=[0.0], input=[0.0], optimizer=[0.
 def test_rows_that_do_not_run_are_named_and_others_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeps: list[bool] = []
-
-    def run_ranks(function: Any, slots: Any, task: Any, *rest: Any, **_: Any) -> Any:
-        if function is command.forecast:
-            keeps.append(rest[-1])
-            return [Forecast(auto=f"filter={len(slots)}")]
+    def run_ranks(function: Any, slots: Any, task: Any, *_: Any, **__: Any) -> Any:
         plan = str(task.recipe.parallel.plan or f"sample={len(slots)}")
         if plan in WRONG:
             raise WRONG[plan]
         return [TIMES] * len(slots)
 
-    def outcomes(devices: list[int], plans: list[str], updates: int | None, cluster: str = "") -> Any:
+    def outcomes(devices: list[int], plans: list[str], updates: int | None) -> Any:
         """Updates of the study, and of each row how often it was measured, or why it was not, which is told."""
-        folder, lines = tmp_path / f"{devices} {plans} {updates} {cluster}", list[str]()
-        store = new_store(folder, updates=updates, cluster=cluster)
+        store, lines = new_store(tmp_path / f"{devices} {plans} {updates}", updates=updates), list[str]()
         rows = store.add(configurations(devices, plans, []))
         command.Course(RECIPE, rows, store, RankSlots(1, []), tell=lines.append).measure(predict=False)
         assert lines == [f"{row.where}: {row.failed}" for row in rows if row.failed]
-        assert store.plan_of(rows[-1]) == "filter=2"
         return store.study.updates, [(row.key, len(row.visits), row.failed) for row in rows]
 
     monkeypatch.setattr(command, "run_ranks", run_ranks)
-    sample = ("sample=2 on 2", 0, "too few microbatches: give more")
+    rows = [("serial on 1", 0, "rank 0 failed: full"), ("sample=2 on 2", 0, "too few microbatches: give more")]
     for updates, number in ((None, 20), (7, 7)):
-        rows = [("serial on 1", 0, "rank 0 failed: full"), sample, ("filter=2 on 2", 1, None)]
-        assert outcomes([1, 2], ["sample", "filter"], updates) == (number, rows)
-    for cluster in ("", "emulated"):  # whose times are not kept
-        assert outcomes([2], ["sample", "auto"], 7, cluster) == (7, [sample, ("auto on 2", 1, None)])
-    assert keeps == [True, False]
+        assert outcomes([1, 2], ["sample", "filter"], updates) == (number, [*rows, ("filter=2 on 2", 1, None)])
     with pytest.raises(ConvoyError, match="give more"):
         outcomes([2], ["sample"], None)
-
-
-def test_a_training_that_a_signal_stopped_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, lines = new_store(tmp_path), list[str]()
-    rows = store.add(configurations([1, 2], ["sample", "filter"], []))
-    ends: list[Any] = [[None], ["SIGTERM"] * 2, RankFailed("rank 1 failed: a fault\nTraceback"), [None] * 2, [None] * 2]
-    trained: list[str] = []
-
-    def run_ranks(function: Any, slots: Any, task: Any, out: Path, line: str, keep: bool, **_: Any) -> Any:
-        trained.append(str(task.recipe.parallel.plan))
-        if isinstance(end := ends.pop(0), RankFailed):
-            raise end
-        return end
-
-    def train() -> list[tuple[bool, str | None]]:
-        command.Course(RECIPE, rows, store, RankSlots(1, []), tell=lines.append).train()
-        return [(row.training.finished, row.training.failed) for row in rows if row.training is not None]
-
-    monkeypatch.setattr(command, "run_ranks", run_ranks)
-    assert train() == [(True, None), (False, None), (False, "rank 1 failed: a fault")]
-    assert lines == [
-        "the training of sample=2 on 2 devices was stopped by SIGTERM; the same command goes on",
-        "filter=2 on 2 devices was not trained: rank 1 failed: a fault",
-    ]
-    assert train() == [(True, None)] * 3
-    assert trained == ["serial", "sample=2", "filter=2", "sample=2", "filter=2"]
-    (session,) = store.sessions
-    assert session.training_s > 0 and session.planning_s == 20.0
-    assert Results(store).wall == pytest.approx(session.wall_s - session.training_s, abs=2e-3)

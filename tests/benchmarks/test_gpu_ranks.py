@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_ranks import MODELS, PLAIN, Work, cells, measure
+from gpu_ranks import MODELS, PLAIN, Work, measure
 from measuring.dispatch import Counts, FakeGpu, fake_ranks
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ from convoy.comm import collectives
 from convoy.data import AugmentConfig, DataConfig, DataSet, Order, training_batches
 from convoy.data.sources import PixelSource
 from convoy.engine import agreement
+from convoy.models import resnet
 from convoy.ops.constants import Constants
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
@@ -39,17 +40,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of Fa
 # By name: a call on a tensor of the fake GPU, for how many reads the host waits then, and how many lists it sends.
 CALLS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
     "item": (lambda x: x.sum().item(), 1, 0), "bool": (lambda x: bool((x > 0).any()), 1, 0),
-    "float": (lambda x: float(x[0]), 1, 0), "tolist": (lambda x: x.tolist(), 1, 0),
-    "to the CPU": (lambda x: x.cpu(), 1, 0), "equal": (lambda x: torch.equal(x, x + 1), 1, 0),
-    "into the CPU": (lambda x: torch.ones(4).copy_(x), 1, 0), "wait": (lambda x: torch.cuda.synchronize(), 1, 0),
-    "list": (lambda x: torch.tensor([1.0], device=x.device), 1, 1), "new": (lambda x: x.new_tensor([1.0]), 1, 1),
-    "index": (lambda x: x[[0, 2]], 1, 1), "index of the CPU": (lambda x: x[torch.tensor([0, 2])], 1, 1),
-    "from a tensor of the CPU": (lambda x: x.copy_(torch.ones(4)), 1, 1),
+    "to the CPU": (lambda x: x.cpu(), 1, 0), "wait": (lambda x: torch.cuda.synchronize(), 1, 0),
+    "list": (lambda x: torch.tensor([1.0], device=x.device), 1, 1), "index": (lambda x: x[[0, 2]], 1, 1),
     "a copy that nobody waits for": (lambda x: torch.ones(3).to(x.device, non_blocking=True), 0, 1),
-    "slice": (lambda x: x[1:3] * 2.0, 0, 0), "is it there": (lambda x: x.is_cuda or x.item(), 0, 0),
-    "same device": (lambda x: x.to("cuda:0"), 0, 0), "number": (lambda x: x.fill_(2.0), 0, 0),
-    "fill": (lambda x: torch.full((4,), 2.0, device=x.device) + x, 0, 0),
-    "lists of the CPU": (lambda x: torch.tensor([1, 2]).tolist(), 0, 0),
+    "slice": (lambda x: x[1:3] * 2.0, 0, 0), "number": (lambda x: x.fill_(2.0), 0, 0),
 }  # fmt: skip
 
 
@@ -65,36 +59,28 @@ def test_waits_and_lists_are_seen_where_they_are() -> None:
         torch.ones(1, device="cuda")  # no device is left behind
 
 
-BARS = {"resnet18": {"sync": 1.07, "microbatch": 1.0, "local": 1.0}, "resnet50": {"sync": 1.2, "microbatch": 0.95}}
-BARS |= {"alexnet": {"local": 1.2}}
+BARS = {"sync": 1.14, "local": 1.0}
 """Operations beside the plain network's. Batch norm over all ranks takes two and a message each way; that ReLUs and
 additions behind a layer are in it makes up for most of that."""
-QUICK = ("resnet18", "alexnet")
 WORK = Work(batch=8, microbatch=2, size=64)
 FAKE = argparse.Namespace(device="fake", precision="fp32", updates=0)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in BARS])
-def test_an_update_of_rank_0_does_no_more_on_many_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODELS, "resnet18", partial(models.create, "resnet18"))
-    plain, _ = measure(name, PLAIN, 1, WORK, FAKE)
-    messages = {}
-    for norm, bar in BARS[name].items():
-        few, _ = measure(name, norm, 8, WORK, FAKE)
-        many, seen = measure(name, norm, 64, WORK, FAKE)
-        assert not seen.synchronizations, seen.synchronizations
-        assert few.operations <= bar * plain.operations
-        assert few.passes == many.passes == 1 and few.waits == many.waits == 0
-        assert few.uploads == many.uploads <= 1, "the keys of the samples"
-        for what in ("operations", "views", "host", "collectives"):
-            assert getattr(few, what) == getattr(many, what), what
-        assert f"{few.operations / plain.operations:.2f}" in cells(few, plain)
-        messages[norm] = many.collectives
-        if (name, norm) == ("resnet18", "sync"):
-            ways = ("moments", "normalize", "gradient_sums", "input_gradient")
-            assert [seen.operations[way] for way in ways] == [20] * 4, "one each way of every layer"
-    if name == "resnet18":  # one message each way of every layer
-        assert messages["sync"] - messages["local"] == 2 * 20 - 1
+def test_an_update_of_rank_0_does_no_more_on_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(resnet.DEPTHS, 10, (resnet.BasicBlock, (1, 1, 1, 1)))
+    monkeypatch.setitem(MODELS, "resnet10", partial(resnet.ResNet, depth=10))
+    plain, _ = measure("resnet10", PLAIN, 1, WORK, FAKE)
+    few = {norm: measure("resnet10", norm, 8, WORK, FAKE)[0] for norm in BARS}
+    for norm, bar in BARS.items():
+        assert few[norm].operations <= bar * plain.operations
+        assert few[norm].passes == 1 and few[norm].waits == 0
+    # one message each way of every layer
+    assert few["sync"].collectives - few["local"].collectives == 2 * 12 - 1
+    many, seen = measure("resnet10", "sync", 64, WORK, FAKE)
+    assert not seen.synchronizations, seen.synchronizations
+    assert few["sync"].uploads == many.uploads <= 1, "the keys of the samples"
+    for what in ("operations", "views", "host", "collectives", "passes", "waits"):
+        assert getattr(few["sync"], what) == getattr(many, what), what
 
 
 def test_an_update_of_the_trainer_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +126,7 @@ class Resized(nn.Module):
         return self.last(F.interpolate(y, size=x.shape[2:], mode="bilinear"))
 
 
-PLANS = ("sample=4", "filter=4", "height=4", "owt=4", "sample=2,filter=2", "height=2,width=2")
+PLANS = ("owt=4", "sample=2,filter=2", "height=2,width=2")
 CASES: list[tuple[Callable[[], nn.Module], tuple[str, ...]]] = [(Resized, PLANS), (small_nets.Shuffle, ("filter=4",))]
 
 

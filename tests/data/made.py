@@ -101,17 +101,16 @@ def write_parquet(
     names: Sequence[str] | None = None,
     *,
     image: str = "image",
-    label: str = "label",
-    struct: bool = True,
     rows: int = 3,
 ) -> Path:
     """As on the Hugging Face hub; `names` are the classes in its metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())]) if struct else pa.binary()
-    column = pa.array([{"bytes": data, "path": None} for data in images] if struct else list(images), kind)
-    table = pa.table({image: column, label: pa.array(labels)})
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    table = pa.table(
+        {image: pa.array([{"bytes": data, "path": None} for data in images], kind), "label": pa.array(labels)}
+    )
     if names is not None:
-        features = {image: {"_type": "Image"}, label: {"_type": "ClassLabel", "names": list(names)}}
+        features = {image: {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": list(names)}}
         table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     pq.write_table(table, path, row_group_size=rows)
     return path

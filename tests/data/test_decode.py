@@ -2,7 +2,6 @@
 
 import io
 import struct
-import tracemalloc
 import zlib
 from typing import Any
 
@@ -28,15 +27,13 @@ def reason(data: bytes) -> str:
 def clear() -> Image.Image:
     """Transparent on its left half."""
     image = picture(mode="RGBA")
-    alpha = Image.new("L", image.size, 255)
-    alpha.paste(0, (0, 0, 40, 70))
-    image.putalpha(alpha)
+    image.paste((*image.getpixel((0, 0))[:3], 0), (0, 0, 40, 70))
     return image
 
 
-def on_white(image: Image.Image, where: Any) -> np.ndarray:
-    pixels = np.array(image)
-    pixels[where] = 255
+def on_white() -> np.ndarray:
+    pixels = np.array(picture())
+    pixels[:, :40] = 255
     return pixels
 
 
@@ -44,9 +41,7 @@ PALETTE, RAMP = picture().quantize(8), np.linspace(0, 65535, 256).astype(np.uint
 LOOKS: dict[str, tuple[bytes, Any]] = {
     "grey": (encoded(picture(mode="L")), picture(mode="L")),
     "palette": (encoded(PALETTE), PALETTE.convert("RGB")),
-    "clear": (encoded(clear()), on_white(clear().convert("RGB"), np.s_[:, :40])),
-    "clear grey": (encoded(clear().convert("LA")), on_white(clear().convert("L"), np.s_[:, :40])),
-    "clear index": (encoded(PALETTE, transparency=3), on_white(PALETTE.convert("RGB"), np.asarray(PALETTE) == 3)),
+    "clear": (encoded(clear()), on_white()),
     **{f"16 {kind}": (encoded(Image.fromarray(RAMP), kind), RAMP // 257) for kind in ("PNG", "TIFF", "PPM")},
 }
 
@@ -60,19 +55,6 @@ def test_whatever_a_file_keeps_becomes_grey_or_rgb_on_white() -> None:
     assert cmyk.mode == "RGB" and np.abs(np.asarray(cmyk).astype(int) - np.asarray(picture())).mean() < 3
     for array in (np.ones((4, 4), np.int32), np.ones((4, 4), np.float32)):
         assert "32 bits" in reason(encoded(Image.fromarray(array), "TIFF"))
-
-
-def test_a_large_picture_is_converted_as_its_parts_would_be_and_in_little_memory() -> None:
-    width, height = 700, 1600
-    image = Image.frombytes("I;16", (width, height), np.random.default_rng(0).bytes(2 * width * height))
-    data = encoded(image, compress_level=1)
-    tracemalloc.start()
-    whole = np.asarray(decode(data))
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert most < 30 * width * height  # else 2 GiB for 89 megapixels
-    part = decode(encoded(image.crop((0, 400, width, 800))))
-    np.testing.assert_array_equal(whole[400:800], np.asarray(part))
 
 
 def test_pictures_are_upright_and_large_jpegs_decoded_smaller_but_never_below_what_is_needed() -> None:

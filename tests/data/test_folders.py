@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from convoy.data import DataSet
-from convoy.data.decode import suffixes
 from convoy.data.files import split_of
 from convoy.errors import ConvoyError
 from data.made import encoded, names, opened, picture, write_folder
@@ -43,24 +42,6 @@ def test_splits_have_their_usual_names_and_what_is_not_clear_is_asked(tmp_path: 
             opened(root)
 
 
-def test_folders_that_are_neither_splits_nor_classes(tmp_path: Path) -> None:
-    root = make(make(tmp_path / "more", "train", "val", "test"), "drawings", classes=("a", "b"))
-    data = opened(root)  # of val and test the first
-    assert data.test.name(0).startswith("val/") and data.notes == ("left out: drawings/, test/",)
-    data = opened(make(tmp_path / "class", ".", classes=("bus", "car", "test"), num=10))
-    assert numbers(data) == (27, 3, ["bus", "car", "test"])
-    assert "test/ is a class here, not a split" in data.notes[0]
-    make(tmp_path / "same", "cat", "dog", classes=("images",), num=10)
-    assert numbers(opened(tmp_path / "same")) == (18, 2, ["cat", "dog"])  # what each class has is no split
-    root = make(tmp_path / "empty", "train", "val")
-    for folder in ("train/annotations", "train/ant", "val/ant"):
-        (root / folder).mkdir()
-    (root / "train" / "annotations" / "all.xml").write_text("<a/>")
-    data = opened(root)
-    assert data.classes == ["cat", "dog"]
-    assert data.notes == ("left out: annotations/, ant/ without pictures", "left out: 1 .xml")
-
-
 def test_a_tree_is_split_by_a_seed_and_its_links_lead_nowhere_twice(tmp_path: Path) -> None:
     root = make(tmp_path / "set", ".", classes=("a", "b"), num=9)
     (root / "a" / "more").mkdir()
@@ -74,29 +55,3 @@ def test_a_tree_is_split_by_a_seed_and_its_links_lead_nowhere_twice(tmp_path: Pa
     assert sorted(names(one.train, one.test)) == sorted(wanted)
     assert "2 of its 20 samples are held out" in one.notes[0]
     assert len(opened(root, validation_fraction=0.5).test) == 10
-
-
-ENDS = ".jfif JPEG, .JPG JPEG, .gif GIF, .tga TGA, .avif AVIF, .mpo JPEG, .png JPEG, .jpg PNG, .bmp WEBP"
-
-
-def test_what_pillow_reads_is_a_picture_whatever_it_is_called_and_the_rest_is_counted(tmp_path: Path) -> None:
-    for end, form in map(str.split, ENDS.split(",")):
-        try:
-            content = encoded(picture(16, 16), form)
-        except (KeyError, OSError):  # this Pillow writes none
-            continue
-        for path in (tmp_path / end / name / f"{i}{end}" for name in ("cat", "dog") for i in range(3)):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        assert numbers(opened(tmp_path / end)) == (5, 1, ["cat", "dog"]), end
-    root = make(tmp_path / "set", ".", num=5)
-    for name in ("cat/a.txt", "cat/b.TXT", "cat/README", "cat/d.HEIC", "cat/._hidden.jpg", "loose.jpg"):
-        (root / name).write_bytes(b"x")
-    needs = "" if ".heic" in suffixes() else " (read after pip install pillow-heif)"
-    counts = "2 .txt, 1 without an ending, 1 .heic, 1 .jpg beside the class folders"
-    note = opened(root, bad_images="skip").notes[0]
-    assert sorted(note.removesuffix(needs).removeprefix("left out: ").split(", ")) == sorted(counts.split(", "))
-    (root / "ant").mkdir()
-    (root / "ant" / "a.jxl").write_bytes(b"x")
-    with pytest.raises(ConvoyError, match=r"ant is a class without pictures that can be read .*pillow-jxl-plugin"):
-        opened(root)

@@ -1,12 +1,9 @@
 """Packs: the same samples in the same order, whole or not there; damage is named, and nothing of strangers leads
 anywhere."""
 
-import errno
-import fcntl
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -14,29 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 from safetensors import safe_open
 
-from convoy.data import DataConfig, open_data, pack
+from convoy.data import DataConfig, pack
 from convoy.data.dataset import open_files
-from convoy.data.files import Opened
 from convoy.data.pack import index_file
-from convoy.data.packed import INDEX, UNFINISHED, Pack, PackOptions, damaged, unpack
-from convoy.errors import ConvoyError, MachineError
+from convoy.data.packed import INDEX, Pack, PackOptions, damaged, unpack
+from convoy.errors import ConvoyError
 from data.made import (
-    Listed,
     encoded,
     opened,
     packed,
-    picture,
     same,
     trained,
-    turned,
     write_folder,
     write_mnist,
-    write_parquet,
     write_tar,
 )
 
@@ -73,34 +64,9 @@ def write_split(folder: Path) -> None:
     write_folder(folder / "val", ("a", "b"), num=2)
 
 
-def write_rows(folder: Path) -> None:
-    images = [encoded(picture(seed=i), "JPEG") for i in range(20)]
-    write_parquet(folder / "x.parquet", images, [i % 3 for i in range(20)])
-
-
-def write_odd(folder: Path) -> None:
-    """Files that are not just RGB in eight bits, which a pack keeps under names that say what they are."""
-    deep = Image.fromarray(np.linspace(0, 65535, 60 * 50).astype(np.uint16).reshape(50, 60))
-    clear = picture().convert("RGBA")
-    clear.putalpha(100)
-    files = {
-        "turned.jpg": encoded(picture(), "JPEG", exif=turned(6)),
-        "several.jpg": encoded(picture(seed=1), "MPO", save_all=True, append_images=[picture(seed=2)]),
-        "deep.png": encoded(deep),
-        "clear.png": encoded(clear),
-        "palette.gif": encoded(picture().convert("P"), "GIF"),
-    }
-    for name, content in files.items():
-        for kind in ("a", "b", "c"):
-            (folder / kind).mkdir(parents=True, exist_ok=True)
-            (folder / kind / name).write_bytes(content)
-
-
-BOX, IN_MEMORY = {"augment": {"crop": "random-resized", "flip": True}}, {"augment": {"crop": "pad"}, "image_size": None}
+IN_MEMORY = {"augment": {"crop": "pad"}, "image_size": None}
 SOURCES: dict[str, tuple[Callable[[Path], Any], bool, dict[str, Any]]] = {  # raw: parts of JPEGs may be decoded smaller
     "split folder": (write_split, True, {"workers": 2}),
-    "odd pictures": (write_odd, True, {}),
-    "parquet": (write_rows, False, BOX),
     "mnist": (write_mnist, False, IN_MEMORY),
 }
 
@@ -132,48 +98,6 @@ def test_a_run_on_a_pack_sees_every_pixel_of_the_original_in_its_order(
         assert is_same(tmp_path / "backwards", tmp_path / "source")
 
 
-@pytest.mark.parametrize("raw", [False, True])
-def test_a_smaller_pack_says_what_it_is_and_knows_its_pixels(tmp_path: Path, photos: Path, raw: bool) -> None:
-    statistics = packed(photos, tmp_path / "packed", PackOptions(short_side=35, raw=raw))["train"]
-    data = opened(tmp_path / "packed", image_size=38)
-    images = [data.train.load(i) for i in range(len(data.train))]
-    assert {min(image.size) for image in images} == {35} and {max(image.size) for image in images} == {40}
-    pixels = np.concatenate([np.asarray(image).reshape(-1, 3) for image in images]) / 255
-    tolerance = 1e-4 if raw else 6e-3  # of JPEG the pixels before they were encoded
-    assert np.allclose([statistics.mean, statistics.std], [pixels.mean(0), pixels.std(0)], atol=tolerance)
-    assert (statistics.images, Pack.open(tmp_path / "packed").options) == (15, PackOptions(35, raw))
-    assert data.notes[1].startswith("pictures are enlarged to 38 pixels, as the")
-
-
-def test_after_a_broken_picture_or_damaged_notes_it_goes_on_with_what_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pack, "PER_SHARD", 2)
-    source, target = write_folder(tmp_path / "source", ("a", "b"), num=5), tmp_path / "packed"
-    broken = source / "b" / "004.jpg"
-    good = broken.read_bytes()
-    broken.write_bytes(good[:500])
-    with pytest.raises(ConvoyError, match=r"^b/004.jpg cannot be decoded .*: mend it, and pack again to go on; or rem"):
-        packed(source, target)
-    broken.write_bytes(good)
-    with pytest.raises(ConvoyError, match="is a pack that was interrupted: finish it by the same convoy data pack"):
-        open_data(DataConfig(path=str(target)))
-    with pytest.raises(ConvoyError, match=r"something else \(other options: it was begun with files and size as in th"):
-        packed(source, target, PackOptions(raw=True))
-    first, second, *rest = sorted((target / UNFINISHED).glob("data-*.json"))
-    first.write_bytes(first.read_bytes()[:20])
-    second.write_bytes(second.read_bytes().replace(b"1", b"2"))
-    times = {notes.stem: (target / notes.stem).stat().st_mtime_ns for notes in rest}
-    packed(source, target)
-    packed(source, tmp_path / "whole")
-    assert times.items() <= {file.name: file.stat().st_mtime_ns for file in target.glob("*.tar")}.items()
-    assert contents(target) == contents(tmp_path / "whole") and not (target / UNFINISHED).exists()
-    for words, path in (("a finished pack", target), ("is a file", broken), ("is not empty", tmp_path)):
-        with pytest.raises(ConvoyError, match=words):
-            packed(source, path, PackOptions(short_side=20))
-    assert contents(target) == contents(tmp_path / "whole")
-
-
 KILLED = """
 import sys, time
 from pathlib import Path
@@ -193,14 +117,6 @@ if __name__ == "__main__":
 """
 
 
-class Deadly(Listed):
-    """Ends whoever reads it."""
-
-    def read(self, sample: int) -> bytes:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return b""
-
-
 def test_a_pack_that_was_killed_goes_on_and_is_what_it_would_have_been(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,43 +133,6 @@ def test_a_pack_that_was_killed_goes_on_and_is_what_it_would_have_been(
     for name in ("killed", "whole"):
         packed(source, tmp_path / name)
     assert contents(killed) == contents(tmp_path / "whole") and len(contents(killed)) == 4 + 2
-    with pytest.raises(MachineError, match=r"a process that packs died, .*run the same again to go on"):
-        pack.pack("folder", Opened("x", ["a", "b"], Deadly([b""] * 4)), tmp_path / "x", PackOptions(), None, 1)
-
-
-def test_full_disks_are_named_and_two_cannot_pack_into_one_folder(
-    tmp_path: Path, whole: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def error(number: int) -> Callable[..., None]:
-        def fail(*_: object) -> None:
-            raise OSError(number, os.strerror(number))
-
-        return fail
-
-    for module, name, work in (
-        (pack, "write_json", lambda: packed(photos, tmp_path / "full")),
-        (pack, "index_file", lambda: packed(photos, tmp_path / "full")),
-        (Path, "write_bytes", lambda: unpack(Pack.open(whole), tmp_path / "full", None)),
-    ):
-        with monkeypatch.context() as patch, pytest.raises(ConvoyError, match=r"full cannot be written \(No space le"):
-            patch.setattr(module, name, error(errno.ENOSPC))
-            work()
-        if name == "index_file":
-            assert not (tmp_path / "full" / INDEX).exists() and packed(photos, tmp_path / "full")["train"].images == 15
-            shutil.rmtree(tmp_path / "full")
-    assert not (tmp_path / "full").exists()
-    refused = []
-
-    def second(*_: object) -> None:
-        with pytest.raises(ConvoyError, match="another process packs into"):
-            packed(photos, tmp_path / "packed")
-        refused.append(True)
-
-    kind, files = open_files(DataConfig(path=str(photos)))
-    pack.pack(kind, files, tmp_path / "packed", PackOptions(), second, 1)
-    assert refused
-    monkeypatch.setattr(fcntl, "flock", error(errno.ENOLCK))  # file systems without locks are written to as well
-    assert packed(photos, tmp_path / "unlocked")["test"].images == 6
 
 
 def test_damage_is_named(copy: Path, tmp_path: Path) -> None:
@@ -324,16 +203,6 @@ def test_unpacking_gives_the_folder_back_under_the_originals_names(tmp_path: Pat
             assert file.read_bytes() == (photos / name / file.relative_to(back / split)).read_bytes()
     with pytest.raises(ConvoyError, match="is not an empty folder"):
         unpack(Pack.open(whole), back, None)
-    (tmp_path / "source" / "a").mkdir(parents=True)
-    jpeg = encoded(picture(), "JPEG")
-    for name in ("x.JPEG", "x.jpg", "wrong.png"):
-        (tmp_path / "source" / "a" / name).write_bytes(jpeg)
-    raw = {"wrong.ppm", "x.ppm", "x-000000002.ppm"}
-    for options, ends in ((PackOptions(), {"x.JPEG", "x.jpg", "wrong.jpg"}), (PackOptions(raw=True), raw)):
-        target = tmp_path / str(options.raw)
-        packed(tmp_path / "source", target, options)
-        unpack(Pack.open(target), target / "back", None)
-        assert {file.name for file in (target / "back" / "a").iterdir()} == ends
 
 
 def test_names_of_strangers_lead_nowhere_and_no_picture_takes_the_place_of_another(tmp_path: Path) -> None:

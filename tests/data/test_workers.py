@@ -2,27 +2,18 @@
 
 import multiprocessing
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, suppress
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from convoy.comm.memory import memory_explained
-from convoy.comm.position import current
 from convoy.data import Batch, DataConfig, Order, open_data, training_batches, workers
-from convoy.data.batch import Filled
-from convoy.data.workers import Buffers, Request, Workers
+from convoy.data.workers import Buffers
 from convoy.errors import MachineError
 from data.made import same, trained
 
@@ -77,37 +68,6 @@ def test_batches_in_pieces_are_the_same_for_any_number_of_workers(
     assert not same(trained(section(photos, 2), num=7, batch=40), plain)
 
 
-@dataclass
-class Slow:
-    """Takes its time for every sample; its worker may lack memory."""
-
-    seconds: float = 0
-    error: Exception | None = None
-    shape = (1, 2, 2)
-
-    def fill(self, images: np.ndarray, samples: np.ndarray, epoch: int | None) -> Filled:
-        if self.error is not None:
-            raise self.error
-        time.sleep(self.seconds * len(samples))
-        images[: len(samples)] = (samples % 256)[:, None, None, None]
-        return Filled(samples)
-
-    def batch(self, images: torch.Tensor, filled: Filled, epoch: int) -> Batch:
-        samples = torch.from_numpy(filled.samples)
-        return Batch(images, samples, samples, epoch)
-
-
-def test_more_start_where_batches_are_waited_for() -> None:
-    told: list[int] = []
-    requests = (Request(np.arange(k, k + 8), 0) for k in range(40))
-    crew = Workers(Slow(0.002), requests, 8, most=2, first=1, told=told.append)
-    with closing(crew.batches()) as made:
-        for k, batch in enumerate(made):
-            assert k or crew.num == 1
-            assert batch.images[:, 0, 0, 0].tolist() == list(range(k, k + 8))
-    assert told == [2]
-
-
 def kill(made: Generator[Batch], pids: list[int]) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -125,38 +85,6 @@ def fail_in_the_loop(made: Generator[Batch], pids: list[int]) -> None:
 def test_workers_end_however_a_loader_ends(photos: Path, end: Callable[[Generator[Batch], list[int]], None]) -> None:
     """What is left is looked at after every test."""
     end(*started(photos))
-
-
-def test_a_worker_that_lacks_memory_or_cannot_be_started_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
-    words = r"^a process that loads pictures ran out of memory: lower data\.workers$"
-    for error in (MemoryError(), RuntimeError(text)):  # and gets no advice for GPUs
-        with pytest.raises(MachineError, match=words), memory_explained(0, 1):
-            next(Workers(Slow(error=error), iter([Request(np.arange(2))]), 2, most=1).batches())
-
-
-def test_who_holds_a_batch_up_is_named_with_its_samples(photos: Path) -> None:
-    made, pids = started(photos, batch=40, num=40)  # more than they make ahead, so that both are asked for some
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    late: list[str] = []
-
-    def look() -> None:
-        while not late or late[-1].count("stopped") < 2:
-            time.sleep(0.05)
-            with suppress(TypeError):  # nothing is waited for yet, or any more
-                late.append(current.late())
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    assert len(list(made)) == 39
-    thread.join()
-    assert current.late is None
-    form = r"process (\d+), which is stopped, has not (?:delivered|taken) (?:train/\w/\d+\.jpg,? ){3}and \d+ more"
-    matches: list[Any] = [re.fullmatch(form, words) for words in late[-1].split("; ")]
-    assert {int(match[1]) for match in matches if match} == set(pids), late[-1]
 
 
 SCRIPT = """

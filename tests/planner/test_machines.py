@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from convoy import models
-from convoy.errors import ConvoyError, TooLargeError
+from convoy.errors import TooLargeError
 from convoy.hardware.catalog import machine
-from convoy.hardware.speed import OURS
 from convoy.planner.machines import PRECISIONS, Prediction, predict
 from convoy.planner.workload import Workload, workload_of
 from convoy.plans.plan import Plan
@@ -43,13 +42,8 @@ def test_resnet_is_by_samples_and_the_speed_up_is_beside_one_device_with_the_sam
     prediction = on("4xv100-sxm2", "resnet18", 256)
     assert prediction.plan == Plan.by_samples(4) and prediction.gain == 1 and prediction.speedup > 3
     assert prediction.best / prediction.within < prediction.best < prediction.best * prediction.within
-    slow = on("2xv100-sxm2", "resnet18", 256, images_per_second=100)  # a slow input
-    assert slow.images_per_s == pytest.approx(200) and slow.held_back_by == "input"
     one, two = (on(text, "resnet18", 64) for text in ("t4", "2xt4"))
     assert two.speedup == pytest.approx(two.best / one.best) and one.speedup == pytest.approx(1)
-    assert [count for count, _ in two.curve] == [1, 2, 4] and dict(two.curve)[2] == pytest.approx(two.images_per_s)
-    slower = on("2xk40", "resnet18", 64, plans=[Plan.parse("filter=2")])  # activations travel in place of few gradients
-    assert slower.plan == Plan.parse("filter=2") and slower.gain < 0.95
 
 
 def test_a_network_that_no_device_has_room_for_is_cut_into_stages_or_refused_by_how_much() -> None:
@@ -60,21 +54,3 @@ def test_a_network_that_no_device_has_room_for_is_cut_into_stages_or_refused_by_
     assert predict(cut, machine("2xk20"), "fp32", memory_limit=2.2e9).plan.num_stages == 2
     with pytest.raises(TooLargeError, match="more than the"):  # the control: only the whole batch at once
         predict(replace(cut, counts=()), machine("2xk20"), "fp32", memory_limit=2.2e9)
-    with pytest.raises(ConvoyError, match="too small for the 8 devices of 8x"):
-        on("8xt4", "alexnet", 4)
-    with pytest.raises(ConvoyError, match="k80 does not compute in bf16: choose fp32 or fp16"):
-        on("2xk80", "resnet18", 64, "bf16")
-
-
-@pytest.mark.parametrize(("batch", "least", "most"), [(256, 4677 / 1.15, 4677 * 1.15), (8, 300, 473)])
-def test_an_h200_does_what_was_measured_on_it(batch: int, least: float, most: float) -> None:
-    """4,677 images/s at 256; 300 in one run and 473 in another at 8."""
-    prediction = on("1xh200", "resnet50", batch, "bf16", software=replace(OURS, channels_last=True))
-    assert prediction.best / prediction.within < least < prediction.best < most < prediction.best * prediction.within
-    gains = {one.text: one.gain for one in prediction.changes}
-    if batch == 256:
-        by_default = "as convoy train by default, updates recorded as CUDA graphs with Convoy's batch norm"
-        assert gains[by_default] == pytest.approx(6263 / 4729, rel=0.15)
-    else:
-        assert 1519 / 473 < gains["updates recorded as CUDA graphs"] < 1519 / 300
-    assert prediction.held_back_by == ("launch" if batch == 8 else "memory bandwidth")

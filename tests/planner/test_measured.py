@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import PropertyMock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,12 +14,10 @@ from convoy.comm.memory import NEEDS_LESS
 from convoy.comm.ranks import Ranks
 from convoy.engine.profiling import CallTimes, Profile, Profiler
 from convoy.errors import ConvoyError, TooLargeError
-from convoy.launch.host import HostLoad
 from convoy.models import create
 from convoy.planner import Planned, Workload, make_plan, workload_of
-from convoy.planner.cost.store import Device, ProfileStore
+from convoy.planner.cost.store import ProfileStore
 from convoy.planner.measured import Job, Measurements, device_of, jobs_for
-from convoy.planner.remembered import remember_run, unlike_runs
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
@@ -43,20 +40,16 @@ def recipes(devices: int, merge: int, shares: tuple[float, ...] | None = None) -
     return workload_in_passes(recipe, create("lenet"), (1, 28, 28), (8,) * 8, merge, devices, torch.device("cpu"))
 
 
-def failing(error: Exception, what: str = "") -> tuple[str, list[str], str]:
-    """Plan while profiling runs by channels fail on rank 1, or the links do: plan, notes, refusal."""
+def failing(error: Exception) -> tuple[str, list[str], str]:
+    """Plan while profiling runs by channels fail on rank 1: plan, notes, refusal."""
     ranks, run, progress = Ranks.here(), Profiler._pass, [""]
 
     def failing_pass(profiler: Profiler) -> object:
-        if ranks.rank == 1 and progress[-1].startswith("profiling channel") and not what:
+        if ranks.rank == 1 and progress[-1].startswith("profiling channel"):
             raise error
         return run(profiler)
 
-    overhead = error if ranks.rank == 1 and what == "links" else lambda *of: 0.0
-    with (
-        patch.object(Profiler, "_pass", failing_pass),
-        patch("convoy.planner.link_probe._redistributing", side_effect=overhead),
-    ):
+    with patch.object(Profiler, "_pass", failing_pass):
         try:
             result = make_plan(lenet(), 2, ranks, progress=lambda what, *_: progress.append(what.partition(": ")[2]))
         except ConvoyError as failure:
@@ -66,18 +59,17 @@ def failing(error: Exception, what: str = "") -> tuple[str, list[str], str]:
 
 def failures() -> tuple[Any, ...]:
     memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB")
-    return failing(memory), failing(ValueError("odd shape"))[2], failing(memory, "links")[2]
+    return failing(memory), failing(ValueError("odd shape"))[2]
 
 
 def test_what_fails_on_one_rank_is_left_out_or_one_sentence_of_all() -> None:
     first, second = run_ranks(failures, 2, timeout=150)
     assert first[0][0] == second[0][0] != ""
-    for (_, notes, _), odd, links in (first, second):
+    for (_, notes, _), odd in (first, second):
         (note,) = [note for note in notes if "memory" in note]
         assert note.startswith("rank 1 ran out of memory while profiling channel")
         assert f": it asked for 1 EiB; {NEEDS_LESS}: its layers are predicted" in note
         assert odd == "rank 1 failed while profiling channel (ValueError: odd shape): -v shows where"
-        assert links == f"rank 1 ran out of memory while measuring the links: it asked for 1 EiB; {NEEDS_LESS}"
 
 
 def unequal(folder: str, slower: float) -> tuple[Any, ...]:
@@ -112,22 +104,6 @@ def test_devices_get_shares_by_their_speed(tmp_path: Path) -> None:
         ]
 
 
-def test_only_what_is_asked_for_is_profiled_and_one_device_makes_passes_of_its_own() -> None:
-    workload, mesh = lenet(), Mesh(("gpu",), (2,))
-    assert [job.name for job in jobs_for(workload, [mesh])] == ["serial, one device", "sample", "filter", "channel"]
-    jobs = jobs_for(workload, [mesh], [SAMPLES])
-    assert [(job.name, job.alone) for job in jobs] == [("serial, one device", True), ("sample=2", False)]
-    one = recipes(4, 2).alone
-    assert one is not None and (one.passes, one.samples) == (4, 16)
-    result = recipes(3, 1).by_speed([1.0, 1.0, 1.4])  # type: ignore[misc]
-    assert (result.shares, result.passes, result.samples) == ((3, 3, 2), 3, 22)
-    assert result.parts(3) == (range(8), range(8, 16), range(16, 22))
-    assert result.parts(2) == (range(16), range(16, 22))  # another number of parts is as even as can be
-    bound = recipes(3, 1, (2.0, 1.0, 1.0)).by_speed([])  # type: ignore[misc]
-    with pytest.raises(ConvoyError, match="shares are those of 3 parts of the batch, but the plan divides it into 2"):
-        bound.parts(2)
-
-
 @contextmanager
 def on_a_machine(room: float, jobs: list[Job]) -> Iterator[None]:
     """With so many bytes for a rank, where all calls take equally long; what is profiled there."""
@@ -156,17 +132,13 @@ def planned(room: float, store: ProfileStore | None = None, **options: Any) -> t
 
 
 def test_what_does_not_fit_is_profiled_in_smaller_passes_or_left_out_with_a_note() -> None:
-    whole, result = planned(PLENTY)
+    whole, _ = planned(PLENTY)
     assert {job.workload.samples for job in whole} == {64}
     room = 1.5 * min(job.memory for job in whole)
     smaller, note = planned(room)
     assert {job.name for job in whole} == {job.name for job in smaller}
     assert all(job.memory <= room / 2 and job.workload.samples < 64 for job in smaller)
     assert any(note.startswith("sample was profiled in passes of ") for note in note.notes)
-    limit = next(one.memory.total for one in result.candidates if one.plan == SAMPLES)
-    _, limited = planned(PLENTY, memory_limit=0.99 * limit)
-    assert all(one.plan != SAMPLES for one in limited.candidates)
-    assert any(note.startswith("sample=2 is left out: it needs ") for note in limited.notes)
     jobs: list[Job] = []
     with on_a_machine(PLENTY, jobs), pytest.raises(TooLargeError, match="there are"):
         make_plan(lenet(64), 2, Ranks(), link="pcie4", memory_limit=1000.0)
@@ -183,30 +155,3 @@ def test_what_was_killed_is_not_tried_again_with_as_little_memory(tmp_path: Path
     Measurements(workload, Ranks(), store, room=room)._mark(job, room)  # and no more: it was killed
     assert tried(room) == 32 and tried(2 * room) == 64
     assert store.noted(device_of(workload, 1), job.mark) is None  # it has ended by itself
-
-
-def test_times_of_a_busy_machine_are_not_kept_and_those_of_another_pace_are_forgotten(tmp_path: Path) -> None:
-    store = ProfileStore(tmp_path)
-    load = HostLoad(1.0, 1.0, 2, None, None, (), 1.5, 0.0, 0, None, None, None)
-    with (
-        patch.object(HostLoad, "is_disturbed", PropertyMock(return_value=True)),
-        patch("convoy.launch.host.HostWatch.read", lambda watch: load),
-    ):
-        _, busy = planned(PLENTY, store)
-    device = device_of(busy.workload, 1)
-    assert sum("other processes kept 1.5 of 2 cores busy" in note for note in busy.notes) == 1
-    assert store.rows(device) == []
-    planned(PLENTY, store)
-    store.put(device, {row.local_op: row.times * 3.0 for row in store.rows(device)}, "run")  # beside something else
-    again, result = planned(PLENTY, store)
-    assert [job.name for job in again][:4] == ["serial, one device", "sample", "filter", "channel"]
-    assert any("3.00 × those of now" in note and "convoy profile --clear" in note for note in result.notes)
-
-
-def test_a_prediction_that_contradicts_the_last_run_is_told(tmp_path: Path) -> None:
-    store, device = ProfileStore(tmp_path), Device("Some CPU", "2.13", "0.1", 1)
-    doubts = partial(unlike_runs, store, device, "lenet")
-    remember_run(store, device, "lenet", 64, SAMPLES, 0.735)
-    (sentence,) = doubts(64, {SAMPLES: 1.96})
-    assert sentence.startswith("sample=2 is expected to take 1.96 s an update, and took 735 ms in the last run here")
-    assert list(doubts(64, {SAMPLES: 0.8})) == list(doubts(32, {SAMPLES: 1.96})) == []

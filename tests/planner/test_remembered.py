@@ -12,14 +12,13 @@ from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import VIEWS, LocalOp
-from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import Device, ProfileStore
 from convoy.planner.profiling import local_op_of
 from convoy.planner.remembered import recalled, remember
 from convoy.plans.plan import Plan
 
 DEVICE = Device("Some CPU", "2.13", "0.1", 1, neighbours=2)
-PLAN, STAGED = Plan.parse("filter=2"), Plan.parse("stage=2")
+PLAN = Plan.parse("filter=2")
 WORKLOAD = workload_of(create("lenet"), torch.empty(1, 1, 28, 28), 8, name="lenet")
 PLACEMENT = WORKLOAD.place(PLAN)
 LINK = Link(Curve(((1, 1e-5), (1000, 1e-4))), Curve(((1, 2e-5),)), overlap=True, cpu_share=0.5)
@@ -63,8 +62,5 @@ def test_a_given_plan_is_predicted_without_its_input_where_all_of_it_is_known(tm
     )
     for kind in ("forward", "backward", "update", "around"):
         assert kinds[kind] == pytest.approx(reference[kind])
-    placement, staging = WORKLOAD.place(STAGED), Staging.of(STAGED, WORKLOAD.graph, WORKLOAD.outputs, (8, 8))
-    store.put(DEVICE, measured(STAGED))
-    assert recalled(store, DEVICE, "sgd", STAGED, placement, 2, staging=staging).bubble > 0
     store.note(DEVICE, "2 devices, sgd", {"links": "damaged"})
     assert again() is None

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.comm.ranks import Ranks
 from convoy.errors import TooLargeError
 from convoy.models import create
-from convoy.planner import Workload, make_plan, score, workload_of
+from convoy.planner import Workload, score, workload_of
 from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.link import Links, Rate
-from convoy.planner.planner import _fitting, propose
+from convoy.planner.planner import propose
 from convoy.planner.search.stages import search_stages
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
@@ -46,18 +45,6 @@ def test_unequal_devices_give_nine_tenths_of_their_speeds() -> None:
     assert one_device / even.seconds < 0.75 * speeds  # the control: stages of equal work
 
 
-def test_few_passes_where_small_ones_are_slow() -> None:
-    """Each call takes as long to start as half of the batch takes it to compute: the bubble is the lesser evil."""
-    workload = network()
-    seconds = score(workload, SERIAL, costs()).seconds / (3 * len(workload.graph.calls))
-    slow = costs(replace(SLOW_CORE, overhead_s=seconds / 2))
-    result = {passes: score(workload, STAGES, slow, passes).seconds for passes in (1, 2, 4, 8, 16)}
-    best = score(workload, STAGES, slow)
-    assert best.passes == min(result, key=lambda passes: result[passes]) < 8
-    assert best.seconds == pytest.approx(min(result.values())) and result[8] > 1.2 * best.seconds
-    assert score(workload, STAGES, costs()).passes > best.passes
-
-
 def test_the_schedule_and_the_passes_are_those_that_fit_or_a_sentence_says_what_would() -> None:
     workload = replace(network(), schedules=("gpipe", "1f1b"))
     free, least = score(workload, STAGES, costs()), score(workload, STAGES, costs(), 32).memory.total
@@ -65,17 +52,6 @@ def test_the_schedule_and_the_passes_are_those_that_fit_or_a_sentence_says_what_
     result = score(workload, STAGES, costs(), memory_limit=limit)
     assert least <= result.memory.total <= limit < free.memory.total
     assert result.staging.schedule == "1f1b" and result.passes > free.passes
-    small = score(workload, STAGES, costs(), memory_limit=1000.0)
-    with pytest.raises(TooLargeError) as refused:
-        _fitting([small], costs(), 1000.0)
-    assert str(refused.value).startswith("the plan stage=2 does not fit: it needs ")
-    assert "use more stages on more devices, smaller microbatches, smaller images" in str(refused.value)
     still = r"^no plan fits: stage=4 in 32 passes, of equal work, still needs "
     with pytest.raises(TooLargeError, match=still):  # four stages need less than any plan without stages
         propose(network(), 4, costs(), (), 1e5, [])
-
-
-def test_given_stages_are_measured_in_the_passes_in_which_they_run() -> None:
-    """In one process, eight of them, by 1F1B."""
-    best = make_plan(network(16), 2, Ranks(), link="1gbit", plans=[STAGES]).best
-    assert best.passes == len(best.staging.samples) == 8 and best.staging.schedule == "1f1b"

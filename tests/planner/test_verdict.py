@@ -12,10 +12,9 @@ from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Assumed, Rate
 from convoy.planner.cost.local_op import LocalOp
-from convoy.planner.text import document, explanation_text
+from convoy.planner.text import explanation_text
 from convoy.planner.verdict import Explained
 from convoy.plans.plan import Plan
-from convoy.plans.timeline import ENGINE
 
 BATCH = 32
 
@@ -51,14 +50,7 @@ def test_what_was_made_slow_is_what_holds_a_plan_up() -> None:
     issued = lambda local_op: by_flops(local_op) + Times(0.0, 0.0, 5e-3, 5e-3)  # noqa: E731
     for plan, device, alone, kind, layer, change in (
         ("sample=2", costs(), None, "compute", "features.3", "devices that compute"),
-        (
-            "sample=2",
-            costs(with_delay),
-            None,
-            "batch",
-            None,
-            "a batch of 64",
-        ),  # calls that take their time on any share
+        ("sample=2", costs(with_delay), None, "batch", None, "a batch of 64"),  # calls of 5 ms on any share
         ("sample=2", costs(slow(1.5)), costs(), "division", "features.3", "devices that compute"),  # parts of a layer
         ("replicate=2", costs(), None, "repeated", "features.3", ""),
         ("sample=2", costs(update=Update(per_byte=1e-6)), None, "optimizer", None, ""),
@@ -73,12 +65,9 @@ def test_what_was_made_slow_is_what_holds_a_plan_up() -> None:
         assert verdict.kind == kind and verdict.layer in (layer, verdict.layer if layer is None else layer), plan
         assert change in verdict.advice, plan
         assert sum(part.seconds for part in result.parts) == pytest.approx(result.scored.seconds), plan
-    fast, slower = explain("sample=2", costs()), explain("filter=2", costs(gbytes=1e-3))
+    fast = explain("sample=2", costs())
     assert (fast.planned.speedup, fast.efficiency, fast.changes[0].gain) == pytest.approx((2, 1, 2), rel=1e-2)
     assert not fast.notes and "one device is faster" not in explanation_text(fast)
-    first = explanation_text(slower).partition("\n")[0]
-    assert first.endswith(f"; one device is faster: {slower.planned.speedup:.2f} ×")
-    assert "One device alone" in slower.verdict.advice
     doubted = explain("sample=2", costs(), alone=costs(slow(4)))  # more than the devices can do
     assert any("busy" in note for note in doubted.notes)
 
@@ -100,32 +89,3 @@ def test_a_change_is_what_the_same_plan_is_predicted_to_take_with_it() -> None:
     other = f"mesh: {{sample: 2}}\nlayers:\n  classifier.0: {{sample: {strategy}}}\n  '*': {{sample: sample}}"
     again = explain(other, costs(gbytes=1e-2))
     assert layer.next_best.extra_s == pytest.approx(again.scored.seconds - result.scored.seconds)
-
-
-def test_what_the_engine_adds_is_not_the_optimizers() -> None:
-    update = Update(per_byte=1e-9)
-    without = explain("sample=2", costs(with_delay, update=update)).scored
-    device = costs(with_delay, update=replace(update, fixed=0.5))
-    result = explain("sample=2", device, costs(update=update))
-    parts, compared = {part.part: part.seconds for part in result.parts}, result.scored.timeline.summary().parts
-    assert result.scored.seconds == pytest.approx(without.seconds + 0.5) and parts[ENGINE] == pytest.approx(0.5)
-    assert parts["optimizer"] == pytest.approx(without.timeline.by_kind()["update"]) == compared["optimizer"]
-    assert compared["rest"] == pytest.approx(without.timeline.summary().parts["rest"] + 0.5)
-
-
-def test_text_and_document_say_the_same_and_stages_are_explained_each_by_its_own_ranks() -> None:
-    result = explain("stage=2,sample=2", costs())
-    first, second = result.stages
-    assert (first.begins, first.ranks, first.takes, first.sent_bytes > 0) == ("features.0", (0, 1), (), True)
-    assert second.ranks == (2, 3) and second.takes
-    assert second.received_bytes.forward == second.received_bytes.backward > 0
-    sent = {layer.layer: layer.sent_bytes for layer in explain("stage=2", costs()).layers}
-    passes = 8  # of 4 samples, whose 6 × 14 × 14 numbers go forward, and their gradients back from another rank
-    assert sent["features.2"] == passes * 4 * 6 * 14 * 14 * 4 and sent["features.0"] == sent["classifier.0"] == 0
-    text, record = explanation_text(result), document(result)
-    said = ("plan stage=2,sample=2", result.verdict.sentence, "speed-up", "next best", "classifier.4", "bubble")
-    for words in (*said, "strategy (sample)", "takes the output of", "\n2      features.", ", schedule "):
-        assert words in text
-    assert [stage["begins"] for stage in record["stages"]] == [first.begins, second.begins]
-    assert (record["update_s"], record["verdict"]["kind"]) == (result.scored.seconds, result.verdict.kind)
-    assert [layer["layer"] for layer in record["layers"]] == [layer.layer for layer in result.layers]

@@ -2,16 +2,13 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from convoy.comm import collectives
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
-from convoy.planner import Planned, link_probe, workload_of
+from convoy.planner import Planned, workload_of
 from convoy.planner.comparison import (
     GRADIENTS,
     Both,
@@ -24,12 +21,10 @@ from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.prediction import RankMemory, Scored
 from convoy.planner.cost.simulation import simulate
-from convoy.planner.link_probe import _Probe
 from convoy.planner.measured import Measurements
 from convoy.planner.planner import _raced
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import PARTS, LayerSeconds, Summary, Task
-from gpu_clock import FakeGpu
 from planner.test_verdict import costs, explain, with_delay
 from plans.made_graph import Does
 from small_nets import SMALL_NETS
@@ -47,13 +42,8 @@ def test_a_pass_has_its_part_of_the_batch_in_whole_microbatches_and_the_network_
     whole = workload_of(model, IMAGES, 20, microbatch=8)
     assert (whole.sizes, whole.parts(2)) == ((8, 8, 4), (range(16), range(16, 20)))
     branching = Does(lambda x: x * 2 if x.sum() > 0 else x)
-    for words, call in {
-        "4 ranks cannot share 3 microbatches": lambda: whole.parts(4),
-        "must be at least 1": lambda: workload_of(model, IMAGES, 0),
-        "needs the network as one graph, but .*, or write a plan yourself": lambda: workload_of(branching, IMAGES, 8),
-    }.items():
-        with pytest.raises(ConvoyError, match=words):
-            call()
+    with pytest.raises(ConvoyError, match=r"needs the network as one graph, but .*, or write a plan yourself"):
+        workload_of(branching, IMAGES, 8)
 
 
 PREDICTED = {"width=2": 0.7, "filter=2": 0.8, "height=2": 0.95, "sample=2": 1.0, "replicate=2": 1.5}
@@ -98,22 +88,6 @@ def test_the_fastest_that_was_measured_is_chosen_and_none_is_predicted_faster_wi
         raced({})
 
 
-def test_links_of_gpus_are_timed_by_events_and_all_ranks_send_as_many_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a simulated GPU."""
-    gpu, sent = FakeGpu(), []
-    gpu.install(monkeypatch)
-    probe = _Probe(None, None, torch.device("cpu"), gpu.clock)
-    assert probe._time(lambda x: gpu.launch(30e-6, 300e-6), 8) == pytest.approx(300e-6)
-    assert probe._issuing == [pytest.approx(30e-6)]
-    start = lambda x, group: sent.append(1) or SimpleNamespace(wait=lambda: None)  # noqa: E731
-    monkeypatch.setattr(collectives, "start_all_reduce", start)
-    monkeypatch.setattr(torch, "mm", lambda *of, out: gpu.launch(1e-6, 1e-3))
-    monkeypatch.setattr(link_probe, "_SIDE", 4)
-    monkeypatch.setattr(link_probe, "gather_ints", lambda numbers, group: [list(numbers), [99 for _ in numbers]])
-    probe._slowdown(4e-3, 64)  # one rank is slower: otherwise the others would wait for ever
-    assert len(sent) == 99
-
-
 def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     layers = {"features.0": LayerSeconds(3e-3), "classifier.4": LayerSeconds(1e-3, 2e-3)}
     after = Summary({part: 1e-3 for part in PARTS if part != "stages"}, layers, 4e-3)
@@ -129,8 +103,4 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     one = Comparison(timed=9, watched=2, update=update, parts=parts, groups=groups, notes=("as said",))
     text = comparison_text(one)
     assert text.startswith("an update took 10.0 ms, the median of 9; 12.0 ms were predicted (+20 %)")
-    for words in ("exposed communication", "classifier.4", GRADIENTS, "waits: predicted", "as said"):
-        assert words in text
-    assert "each part the median of 2 other updates; they add up to 7.00 ms" in text and one.error == pytest.approx(0.2)
-    measured = replace(one, update=Both(None, 10e-3), parts=parts_beside(None, after), groups=())
-    assert "predicted" not in comparison_text(measured)
+    assert "as said" in text and one.error == pytest.approx(0.2)

@@ -6,27 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from convoy.engine.coupling import coupling
-from convoy.ops.memory import memory_in_stages, predict_memory
+from convoy.ops.memory import memory_in_stages
 from convoy.plans.explain import explain
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
-from plans.made_graph import Does, chain, in_stages, placed, small_net
+from plans.made_graph import Does, chain, in_stages, small_net
 
-OWT = """\
-plan owt=2
-training, 8 samples (4 + 4), 2 ranks, captured as one program
-
-layer         work    strategy  gives              sent for its input  forward  backward  gradients  parameters
-features.0    conv    sample    samples over owt   -                         -         -      896 B       896 B
-features.2    conv    sample    samples over owt   -                         -         -     3.5 kB      3.5 kB
-classifier.0  linear  filter    features over owt  move over owt       12.3 kB   12.3 kB          -     30.8 kB
-classifier.2  linear  filter    features over owt  move over owt         320 B     320 B          -       420 B
--             output  -         -                  move over owt          80 B      80 B          -           -
-
-4 other calls follow the layout given, without sending anything
-a rank sends 12.7 kB in the forward pass, 12.7 kB in the backward pass, 4.4 kB for gradients of parameters
-a rank holds 35.6 kB of 66.8 kB of parameters, 35.6 kB of gradients, 82.9 kB of activations kept for the backward pass
-"""
 STAGED = """\
 plan stage=2,sample=2; stages begin at classifier
 training, 8 samples (4 + 4), 4 ranks
@@ -47,34 +32,12 @@ a rank sends 12.3 kB in the forward pass, 12.3 kB in the backward pass, 62.4 kB 
 a rank of stage 2 holds most in all: 62.4 kB of 66.8 kB of parameters, \
 62.4 kB of gradients, 12.6 kB of activations kept for the backward pass
 """
-PART = {"mesh": {"gpu": 2}, "layers": {"features.*": {"gpu": "sample"}}}
 
 
-def text_of(graph: Any, plan: Any, captured: str = "") -> str:
-    plan = Plan.parse(plan)
-    if plan.mesh.stage_axis is not None:
-        placement, staged = in_stages(graph, plan)
-        return explain(placement, memory_in_stages(placement, staged), plan, captured, staged)
-    placement = placed(graph, plan)
-    return explain(placement, predict_memory(placement), plan, captured)
-
-
-def test_a_plan_and_one_with_stages_are_explained_layer_by_layer() -> None:
-    assert text_of(small_net(), "owt=2", "as one program") == OWT
-    staged = Plan(Mesh(("stage", "sample"), (2, 2)), (("*", {"sample": "sample"}),), ("classifier",))
-    assert text_of(small_net(), staged) == STAGED
-    tied = nn.Linear(6, 6)  # whose weights are counted once
-    assert text_of(chain((8, 6), a=tied, r=nn.ReLU(), b=tied), "filter=2").count(" 84 B\n") == 1
-
-
-def test_what_is_not_divided_is_told_with_the_reason() -> None:
-    assert "a rank sends nothing\n" in text_of(small_net(), "serial")
-    unmatched = "replicated, as no pattern matches them: classifier.0, classifier.2\n"
-    assert unmatched in text_of(small_net(), PART | {"mesh": {"stage": 2, "gpu": 2}})
-    assert "pattern" not in text_of(small_net(), "stage=2")
-    strange, other = (Does(lambda x: x.cummax(1).values) for _ in range(2))
-    graph = chain((8, 4, 9, 9), a=nn.Conv2d(4, 6, 3), strange=strange, b=nn.Conv2d(6, 6, 3), other=other)
-    assert "no rule for cummax: runs whole on every rank: strange, other\n" in text_of(graph, "filter=2")
+def test_a_plan_with_stages_is_explained_layer_by_layer() -> None:
+    plan = Plan(Mesh(("stage", "sample"), (2, 2)), (("*", {"sample": "sample"}),), ("classifier",))
+    placement, staged = in_stages(small_net(), plan)
+    assert explain(placement, memory_in_stages(placement, staged), plan, "", staged) == STAGED
 
 
 COUPLED = {

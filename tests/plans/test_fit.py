@@ -6,14 +6,12 @@ import pytest
 from torch import nn
 
 from convoy.errors import ConvoyError
-from convoy.plans.fit import check_devices, check_patterns, fit, note_on_hosts
+from convoy.plans.fit import check_devices, fit
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import COMPUTE
 from convoy.plans.plan import Plan
-from plans.made_graph import chain, in_stages, placed, small_net
+from plans.made_graph import chain, placed, small_net
 
 TWO_AXES = {"mesh": {"node": 2, "gpu": 5}, "layers": {"*": {"node": "filter", "gpu": "filter"}}}
-LAYERS = [call.layer for call in small_net().calls if call.op in COMPUTE]
 
 
 def grouped(channels: int, groups: int) -> Any:
@@ -42,29 +40,11 @@ def test_what_a_layer_cannot_be_divided_into_is_refused_by_its_name_and_its_axis
         placed(small_net(), plan)  # up to that it is divided
 
 
-def test_patterns_and_stages_that_name_no_layer_are_told_the_nearest_that_there_is() -> None:
-    for pattern, words in (("feature.*", "did you mean features.*?"), ("zzz", "its layers are features, classifier")):
-        layers = {pattern: {"gpu": "filter"}, "*": {"gpu": "sample"}}
-        sentence = refusal(check_patterns, Plan.parse({"mesh": {"gpu": 2}, "layers": layers}), LAYERS)
-        assert f"pattern {pattern} matches no layer" in sentence and words in sentence
-    plan = Plan.parse({"mesh": {"stage": 2}, "stages": ["features.0", "clasifier.0"]})
-    assert "no layer clasifier.0: did you mean classifier." in refusal(check_patterns, plan, LAYERS)
-    for names, words in (
-        (["features"], "features is where the network begins, and with it the first stage: begin stage 2 at a"),
-        (["conv9"], "the network calls no layer conv9: a stage can begin at features.0, features.1, features.2, "),
-    ):
-        sentence = refusal(in_stages, small_net(), {"mesh": {"stage": len(names) + 1}, "stages": names})
-        assert sentence.startswith(f"stages: {words}")
-
-
 FITTED = {  # the plan of more or fewer devices, and how often a layer is divided but by samples, before and after
     ("sample=4", 3): ("sample=3", (1, 1)),
-    ("owt=4", 3): ("owt=3", (4, 3)),
     ("sample=2,filter=4", 6): ("sample=2,filter=3", (4, 3)),
     ("sample=2,height=2,width=2", 6): ("sample=3,height=2,width=1", (4, 2)),
-    ("height=2,width=2", 8): ("sample=2,height=2,width=2", (4, 4)),
     ("stage=4,filter=2", 4): ("stage=2,filter=2", (8, 4)),
-    ("stage=2", 1): ("stage=1", (2, 1)),
     ("stage=2", 4): ("stage=2,sample=2", (2, 2)),
     ("stage=2", 3): ("stage=3", (2, 3)),
 }
@@ -80,13 +60,3 @@ def test_samples_take_up_the_difference_where_a_plan_gets_other_devices() -> Non
         assert (again.mesh.sizes, again.to_dict().get("stages")) == (mesh, stages)
     words = "sample=2 × filter=3 needs 6 devices, but there are 4: "
     assert words in refusal(check_devices, Mesh(("sample", "filter"), (2, 3)), 4)
-
-
-def test_a_better_order_of_axes_over_hosts_is_told() -> None:
-    for plan, instead in (
-        ("filter=2,sample=2", "as sample=2,filter=2 it would lie inside them"),
-        ("sample=2,stage=2", "would lie across them as stage=2,sample=2"),
-    ):
-        (note,) = note_on_hosts(Plan.parse(plan), 2)
-        assert f"of {plan} " in note and note.endswith(instead), note
-    assert note_on_hosts(Plan.parse("sample=2,filter=2"), 2) == note_on_hosts(Plan.parse("filter=2,sample=2"), 4) == []

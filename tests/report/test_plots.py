@@ -1,12 +1,8 @@
 """The curves of a run, as drawings and inside the page; tables of confusion, and pictures."""
 
-import base64
-import io
-import re
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import matplotlib as mpl
 import numpy as np
@@ -15,12 +11,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from convoy.errors import ConvoyError
-from convoy.report.pages import LARGEST, inline_svg, read_picture
-from convoy.report.plots import data_wait_shares, draw_panels, in_pieces
+from convoy.report.pages import read_picture
+from convoy.report.plots import draw_panels
 from convoy.report.report import Confusion
 from convoy.report.run_directory import read_run
 from convoy.training.records import EvaluationFile
-from report.made_runs import CONFIG, complete_run, metrics, write_run
+from report.made_runs import CONFIG, metrics, write_run
 
 NAMES = ["loss-updates", "loss-time", "error-updates", "error-time", "learning-rate", "speed"]
 
@@ -47,64 +43,12 @@ def test_curves_hold_the_numbers_of_the_file_and_leave_global_state_alone(tmp_pa
     assert mpl.rcParams.copy() == before and "matplotlib.pyplot" not in sys.modules
 
 
-def test_few_or_odd_numbers_are_drawn_as_far_as_they_go(tmp_path: Path) -> None:
-    zero = dict.fromkeys(("step", "loss", "lr", "images_per_s", "data_wait_s", "time_s"), 0)
-    assert list(draw(tmp_path / "zero", [{"split": "train", "top1": 1.0, **zero}])) == NAMES
-    timeless = draw(tmp_path / "timeless", [{**line, "time_s": None} for line in metrics()])
-    assert list(timeless) == ["loss-updates", "error-updates", "learning-rate"]
-    lines = metrics()
-    lines[-2]["top1"], lines[-1]["top1"] = 1.0, 0.999
-    error = draw(tmp_path / "error", lines)["error-updates"].axes[0]  # an error of zero stays on the axis
-    assert (error.get_yscale(), error.get_ylim()[0], error.get_yticks()[0]) == ("symlog", 0, 0)
-    x, y = np.arange(1000.0), np.arange(1000.0)
-    y[999] = np.nan
-    middle, mean, low, high = in_pieces(x, y, pieces=300)
-    assert (len(mean), mean[0], low[0], high[0]) == (300, 1.0, 0.0, 2.0)
-    assert np.isnan(mean[-1]) and np.isfinite(middle[-1])
-
-
-def test_data_wait_is_a_share_of_the_training_time(tmp_path: Path) -> None:
-    lines = [
-        {"split": "train", "step": 10, "images_per_s": 640.0, "data_wait_s": 0.5, "time_s": 2.0},
-        {"split": "test", "step": 10, "time_s": 5.0},
-        {"split": "train", "step": 20, "images_per_s": 640.0, "data_wait_s": 0.2, "time_s": 7.0},
-    ]
-    for config, shares in ((CONFIG, [0.25, 0.1]), (CONFIG.replace("batch: 128\n", ""), [0.25, 0.04])):
-        np.testing.assert_allclose(data_wait_shares(read_run(write_run(tmp_path, lines=lines, config=config))), shares)
-
-
-def test_drawings_have_the_pages_colors_ids_of_their_own_and_names(tmp_path: Path) -> None:
-    panels = draw_panels(read_run(complete_run(tmp_path)))
-    drawings = [inline_svg(one.figure, one.name, one.title, "a <b>") for one in panels if one.figure is not None]
-    roots = [ElementTree.fromstring(drawing) for drawing in drawings]
-    ids = [[node.attrib["id"] for node in root.iter() if "id" in node.attrib] for root in roots]
-    assert sum(map(len, ids)) == len(set().union(*ids))
-    for drawing, names in zip(drawings, ids, strict=True):
-        assert "var(--train)" in drawing and "font-family" not in drawing
-        assert not re.search(r"(fill|stroke): *(#|rgb|black|white)", drawing)
-        references = set(re.findall(r'(?:href="#|url\(#)([^)"]+)', drawing))
-        assert references and references <= set(names)
-    texts = {node.attrib.get("id"): node.text for node in roots[0]}
-    assert [texts[name] for name in roots[0].attrib["aria-labelledby"].split()] == ["Loss over updates", "a <b>"]
-    assert roots[0].attrib["role"] == "img" and "width" not in roots[0].attrib
-    figure = Figure()
-    figure.text(0, 0, 'x" id="y: #123456 <!-- url(#z) -->', color="#0072b2")
-    assert 'x" id="y: #123456 &lt;!-- url(#z) --&gt;</text>' in inline_svg(figure, "x", "x", "x")  # a text stays so
-    figure.text(0, 0, "x", color="#123456")
-    with pytest.raises(KeyError, match="#123456"):
-        inline_svg(figure, "x", "x", "x")
-
-
 def confusion(table: Any) -> Confusion:
     names = [f"class {place}" for place in range(len(table))]
     return Confusion(EvaluationFile(classes=names, confusion=np.array(table).tolist()))
 
 
-def test_confusion_has_shades_recall_precision_f1_and_pairs() -> None:
-    rows = confusion([[8, 2, 0], [0, 10, 0], [0, 0, 0]]).matrix()
-    assert rows is not None
-    assert [cell["shade"] for cell in rows[0]["cells"][:2]] == pytest.approx([0.8, 1.0])
-    assert rows[0]["cells"][1]["text"] == "class 0 taken for class 1: 2"
+def test_confusion_has_recall_precision_f1_and_pairs() -> None:
     classes = confusion([[8, 2, 0, 0], [1, 9, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]]).classes()
     assert [tuple(one[key] for key in ("images", "recall", "precision", "mostly")) for one in classes] == [
         (10, 0.8, 8 / 12, "class 1"), (10, 0.9, 9 / 11, "class 0"), (0, None, None, ""), (3, 0.0, None, "class 0"),
@@ -114,25 +58,6 @@ def test_confusion_has_shades_recall_precision_f1_and_pairs() -> None:
     assert [(one["true"][-1], one["predicted"][-1], one["count"]) for one in pairs] == [
         ("2", "1", 9), ("1", "0", 5), ("1", "2", 5),
     ]  # fmt: skip
-    table = np.eye(1000, dtype=int) * 50
-    table[7, 7], table[7, 3] = 20, 30
-    (hardest,) = confusion(table).hardest(12)
-    assert (hardest["name"], hardest["recall"], hardest["mostly"]) == ("class 7", 0.4, "class 3")
-    assert confusion(table).matrix() is None
-
-
-def test_a_picture_becomes_a_png_inside_the_page(tmp_path: Path) -> None:
-    for name, mode, size, shown in (
-        ("a.png", "RGB", (28, 20), (28, 20, True)),
-        ("a.jpg", "CMYK", (600, 300), (LARGEST, LARGEST // 2, False)),
-        ("b.png", "I;16", (600, 300), (LARGEST, LARGEST // 2, False)),
-    ):
-        Image.new(mode, size).save(tmp_path / name)
-        picture = read_picture(tmp_path, name)
-        assert picture is not None and (picture.width, picture.height, picture.coarse) == shown
-        head, _, body = picture.uri.partition(",")
-        assert head == "data:image/png;base64" and Image.open(io.BytesIO(base64.b64decode(body))).size == shown[:2]
-    assert read_picture(tmp_path, "none.png") is None and read_picture(tmp_path, None) is None
 
 
 def test_a_corrupt_picture_and_one_outside_the_run_are_refused(tmp_path: Path) -> None:

@@ -1,34 +1,22 @@
 """The page of a run: what stands on it, that it is harmless, and what it says of a run's state and result."""
 
 import base64
-import contextlib
-import gzip
-import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from convoy.doctor.diagnosis import Advice, Diagnosis
 from convoy.errors import ConvoyError
-from convoy.report.pages import COMPRESS_FROM, Download
-from convoy.report.remarks import about, remarks
 from convoy.report.report import render, write_report
 from convoy.report.run_directory import read_run
 from convoy.training import RunDirectory
-from report.made_runs import CONFIG, ENVIRONMENT, complete_run, evaluation, metrics, summary, write_run
+from report.made_runs import CONFIG, ENVIRONMENT, complete_run, evaluation, summary, write_run
 from report.pages import HOSTILE, Page, harmless
 
 
 def page(run: Path) -> Page:
     return Page(render(read_run(run)))
-
-
-def words_of(folder: Path, **files: Any) -> str:
-    """All words on the page of a run that has these files: without metrics it has no plots, which take a second."""
-    return page(write_run(folder, **files)).words
 
 
 def test_a_complete_run_has_every_part_and_the_same_bytes_again(tmp_path: Path) -> None:
@@ -38,9 +26,8 @@ def test_a_complete_run_has_every_part_and_the_same_bytes_again(tmp_path: Path) 
     assert report == run / "report.html" and write_report(run).read_bytes() == content
     shown = harmless(content.decode())
     for part in (
-        "lenet on mnist-mini", "Finished", "2 min 14 s", "61,706", "Every class in numbers (10)", "Precision",
+        "lenet on mnist-mini", "Finished", "61,706", "Every class in numbers (10)",
         "lenet recognizes 93.4 % of 1,000 test images after 4 epochs in 2 min 14 s on 1 device.", "833 kFLOP",
-        "median; 1.2 % of the time waiting for data", "One epoch is 31 updates.", "Most confused pairs",
         "0.2 · 128 / 256", "linear scaling rule: Goyal et al., 2017", "32, 32, 32, 32", "The head was replaced.",
         "convoy train lenet --data mnist-mini --out runs/first", "label_smoothing: 0.0", "2026-03-01 10:00 UTC",
     ):  # fmt: skip
@@ -50,8 +37,6 @@ def test_a_complete_run_has_every_part_and_the_same_bytes_again(tmp_path: Path) 
     (link,) = shown.all("a")
     raw = (run / "metrics.jsonl").read_bytes()
     assert (link["download"], base64.b64decode((link["href"] or "").partition(",")[2])) == ("metrics.jsonl", raw)
-    packed = Download.of("metrics.jsonl", many := raw * (1 + COMPRESS_FROM // len(raw)))
-    assert packed.name == "metrics.jsonl.gz" and gzip.decompress(base64.b64decode(packed.uri.partition(",")[2])) == many
     (run / "mistakes" / "00.png").unlink()
     (run / "metrics.jsonl").unlink()
     assert "picture missing" in page(run).words and "No metrics have been recorded yet" in page(run).words
@@ -79,63 +64,20 @@ def test_names_of_strangers_are_text_and_nothing_else(tmp_path: Path) -> None:
 
 
 GOES_ON = "--resume goes on from its last checkpoint"
-STATES: list[tuple[dict[str, Any], bool | None, str, str]] = [
-    ({"status": "stopped", "steps": 28}, False, "Stopped early", "stopped after 28 of 124 updates (23 %)"),
+STATES: list[tuple[dict[str, Any], bool, str, str]] = [
     ({"status": "failed", "error": "<b>"}, False, "Failed", f"124 of 124 updates (100 %): <b>; {GOES_ON}"),
-    ({"status": "failed", "error": "killed; --resume goes on"}, False, "Failed", ": killed; --resume goes on. "),
     ({"status": "running"}, True, "Running", "The run was still going on when this page was written."),
     ({"status": "running"}, False, "Broken off", f"as one does that is killed; {GOES_ON}."),
-    ({"status": "running"}, None, "Running", f"or had been killed: then {GOES_ON}."),
 ]
 
 
 def test_a_run_that_did_not_end_well_says_how_to_go_on_once(tmp_path: Path) -> None:
     for number, (results, training, word, sentence) in enumerate(STATES):
         run = write_run(tmp_path / str(number), results=summary(**results))
-        with contextlib.ExitStack() as stack:
-            if training is not None:  # the lock tells
-                stack.enter_context(RunDirectory(run).lock())
-            if training is False:
-                stack.close()
+        with RunDirectory(run).lock():  # the lock tells
             words = page(run).words
+        words = words if training else page(run).words
         assert f"report {word}" in words and sentence in words
-
-
-def test_restarts_are_named(tmp_path: Path) -> None:
-    first = {"started": "2026-03-01T10:05:00+00:00", "after": 1200, "devices": 2, "plan": "sample=2"}
-    moved = {"started": "2026-03-01T10:09:00+00:00", "after": 1340, "devices": 3, "plan": "<b>", "data": "/mnt/<b>"}
-    words = words_of(tmp_path, environment={**ENVIRONMENT, "restarts": [first, moved]})
-    assert "DevicesPlanData2026-03-0110:05UTC1,2002sample=22026-03-0110:09UTC1,3403<b>/mnt/<b>" in words.replace(
-        " ", ""
-    )
-    assert words.count("sample=2") == 1  # not among the machine's facts as well
-
-
-def test_what_was_odd_is_remarked(tmp_path: Path) -> None:
-    config = CONFIG.replace("label_smoothing: 0.0", "label_smoothing: 0.1")
-    run = write_run(tmp_path, config=config, lines=metrics(nan_from=70), results=summary(data_wait_share=0.31))
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"split": "tr')
-    sentences = " ".join(remarks(read_run(run))).replace("\u202f", " ")
-    for words in (
-        "The training loss was not a finite number (NaN or infinite) in 14 of 31 lines", "first at update 72",
-        "The test loss was not a finite number", "waited for data in 31 % of its time", "Label smoothing of 0.1",
-        "cut off in the middle of writing",
-    ):  # fmt: skip
-        assert words in sentences
-    assert remarks(read_run(complete_run(tmp_path / "calm"))) == []
-
-
-def test_long_lists_are_cut_folded_or_replaced(tmp_path: Path) -> None:
-    bad = [{"name": f"train/{place:03d}.jpg", "reason": "truncated", "split": "train"} for place in range(250)]
-    names = [f"n{number:08d}" for number in range(1000)]
-    many = page(write_run(tmp_path, results=summary(bad_images=bad), final=evaluation(names, each=50)))
-    for words in (
-        "250 images could not be read and were skipped.", "all of them in summary.json", "train/199.jpg",
-        "A matrix of 1,000 classes does not fit on a page", "Hardest classes",
-    ):  # fmt: skip
-        assert words in many.words
-    assert "train/200.jpg" not in many.words and len(many.html) < 300_000
 
 
 def test_a_report_that_cannot_be_made_leaves_the_old_one_and_no_rest(
@@ -154,28 +96,3 @@ def test_a_report_that_cannot_be_made_leaves_the_old_one_and_no_rest(
         with pytest.raises(ConvoyError, match=r"report\.html cannot be written \(No space left on device\)"):
             write_report(run)
     assert sorted(run.iterdir()) == files and (run / "report.html").read_bytes() == before
-
-
-WAITS = "Training waits for pictures for 40 % of its time."
-WORKERS = Advice("workers", "--workers 2", ("--workers", "2"), 1.62, WAITS)
-SPLIT = {"forward": 0.02, "backward": 0.04}
-DIAGNOSIS = Diagnosis("lenet", "mnist-mini", 1, "serial", 128, 2000.0, 0.064, SPLIT, WAITS, (WORKERS,))
-
-
-def test_what_held_the_run_back_is_said_after_the_result(tmp_path: Path) -> None:
-    run = write_run(tmp_path, results=summary(data_wait_share=0.4, notes=["every 619 updates"], status="stopped"))
-    assert any("waited for data" in line for line in remarks(read_run(run)))
-    first = f"{WAITS} What would help most: --workers 2: 1.62 × as many samples a second (predicted)."
-    hostile = "<script>x</script> has the cores."
-    for diagnosis, sentence in (
-        (replace(DIAGNOSIS, updates=(406, 1500)), f"In updates 406 to 1,500: {first}"),
-        (replace(DIAGNOSIS, sentence=hostile, advice=()), hostile),
-    ):
-        (run / "diagnosis.json").write_text(json.dumps(diagnosis.to_document()), encoding="utf-8")
-        assert about(read_run(run))[1] == sentence
-        shown = harmless(page(run).html)
-        places = [
-            shown.text.index(part) for part in ("The run was stopped", sentence, "Test accuracy", "every 619 upd")
-        ]
-        assert places == sorted(places)
-        assert not any("waited for data" in line for line in remarks(read_run(run)))

@@ -2,7 +2,6 @@
 
 import copy
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import convoy
 from convoy.data import Order
-from convoy.script import ranks as script_ranks
 from convoy.script.data import BatchSampler, evaluate
 from ranks import run_ranks
 from script.saved import refused
@@ -56,9 +54,8 @@ def test_ranks_divide_the_batches_of_one_device_and_of_the_trainer() -> None:
     for case, sizes in enumerate(([3, 3], [5, 1])):
         assert [whole(a, b) for a, b in zip(first[case], second[case], strict=True)] == alone
         assert [[len(part) for part in found[case][0]] for found in (first, second)] == [[size] * 3 for size in sizes]
-    ranks = [found[0][0] for found in run_ranks(drawn, 4, "sample=2,filter=2", epochs[:1], [SHUFFLED])]
-    assert ranks[0] == ranks[1] and ranks[2] == ranks[3]  # ranks that share samples get the same ones
-    assert whole(ranks[0], ranks[2]) == alone[0]
+    for (found,) in run_ranks(drawn, 2, "filter=2", epochs, [SHUFFLED]):
+        assert found == alone  # ranks that share samples get the same ones
 
 
 def test_every_sample_comes_once_and_no_part_is_empty() -> None:
@@ -75,14 +72,6 @@ def test_every_sample_comes_once_and_no_part_is_empty() -> None:
         assert max(map(len, batches)) <= max(batch, 3)
 
 
-SAMPLERS: list[tuple[dict[str, Any], str]] = [
-    ({"num_samples": 1, "global_batch": 8}, "num_samples=1 cannot be divided over 2 ranks that each need a sample"),
-    ({"num_samples": 9, "global_batch": 4.0}, "global_batch=4.0 must be a whole number of at least 1"),
-    ({"num_samples": 9, "global_batch": 4, "shares": (1, 0)}, "must be 2 positive numbers"),
-    ({"num_samples": 9, "global_batch": 10, "shuffle": True}, "global_batch=10 is larger than the data set"),
-]
-
-
 def right(outputs: Tensor, labels: Tensor) -> Tensor:
     return outputs.argmax(1) == labels
 
@@ -90,8 +79,6 @@ def right(outputs: Tensor, labels: Tensor) -> Tensor:
 def refused_on_ranks() -> None:
     """What cannot be is refused on every rank."""
     net, rank = tiny("sample=2"), dist.get_rank()
-    for options, words in SAMPLERS:
-        assert words in refused(BatchSampler, net, **options)
     assert "another global_batch, shuffle, seed, " in refused(BatchSampler, net, 20, 4, seed=rank)
     pairs = TensorDataset(torch.zeros(9, 4), torch.zeros(9, dtype=torch.int64))
     uneven = DataLoader(pairs, batch_size=3 + 6 * rank)
@@ -105,7 +92,6 @@ def refused_on_ranks() -> None:
 def test_samplers_and_loaders_that_would_count_wrongly_are_refused() -> None:
     run_ranks(refused_on_ranks, 2)
     net, loader = tiny("serial"), [(torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64))]
-    assert "epochs count from 0, and each has 5 batches" in refused(BatchSampler(net, 20, 4).set_epoch, 0, 6)
     assert "each of the 3 samples of the batch, shape [3], but it" in refused(evaluate, net, loader, F.cross_entropy)
     assert "pairs (inputs, targets)" in refused(evaluate, net, [torch.zeros(3, 4)], F.cross_entropy)
 
@@ -140,18 +126,7 @@ def evaluated(plan: str, shares: tuple[int, ...] | None) -> tuple[dict[str, floa
     return found, max(abs(found[name] - want[name]) for name in want), modes
 
 
-@pytest.mark.parametrize(("plan", "shares", "world"), [("sample=2", (3, 1), 2), ("filter=2", None, 2)])
-def test_evaluation_is_that_of_one_device(plan: str, shares: tuple[int, ...] | None, world: int) -> None:
-    ranks = run_ranks(evaluated, world, plan, shares)
+@pytest.mark.parametrize(("plan", "shares"), [("sample=2", (3, 1)), ("filter=2", None)])
+def test_evaluation_is_that_of_one_device(plan: str, shares: tuple[int, ...] | None) -> None:
+    ranks = run_ranks(evaluated, 2, plan, shares)
     assert all(found == ranks[0][0] and error < 1e-12 and all(modes) for found, error, modes in ranks)
-
-
-def speaking(path: Path) -> tuple[int, int]:
-    with (path / f"{script_ranks.rank()}").open("w") as file:
-        script_ranks.print("loss", 0.5, sep="=", file=file)
-    return script_ranks.rank(), script_ranks.num_ranks()
-
-
-def test_one_rank_speaks_before_it_has_joined_the_others_too(tmp_path: Path) -> None:
-    assert run_ranks(speaking, 2, tmp_path, join=False) == [(0, 2), (1, 2)]
-    assert [(tmp_path / name).read_text() for name in "01"] == ["loss=0.5\n", ""]

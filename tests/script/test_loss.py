@@ -177,20 +177,3 @@ def two_passes() -> float:
 
 def test_every_mean_knows_its_pass() -> None:
     assert max(run_ranks(two_passes, 2)) < 1e-12
-
-
-def metrics() -> list[float]:
-    """Of booleans, integers, half precision, nothing; what is refused."""
-    net = convoy.parallelize(nn.Linear(4, 3), "sample=2", torch.zeros(2, 4))
-    assert "real numbers" in refused(global_mean, net, 1.0)
-    assert "their names are the plain network's: weight, bias" in refused(penalty, net, len, ("weight", "conv*"))
-    assert "it returned a tensor of shape [3, 4]" in refused(penalty, net, lambda weights: weights["weight"])
-    labels = torch.arange(3 + torch.distributed.get_rank())
-    with torch.inference_mode():
-        values = (labels == 0, labels, labels.to(torch.bfloat16), torch.zeros(0))
-        return [global_mean(net, x).item() for x in values]
-
-
-def test_metrics_are_the_same_on_every_rank() -> None:
-    for means in run_ranks(metrics, 2):
-        assert means == pytest.approx([2 / 7, 9 / 7, 9 / 7, float("nan")], nan_ok=True)

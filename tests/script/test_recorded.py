@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import convoy
 from ranks import run_ranks
 from replayed import BrokenGraph, ReplayedGraph, recording
-from script.saved import refused
 
 UPDATES = 20
 UNLIKE = (1, 3, 9)  # updates of a smaller batch: before an update is recorded, while it is, and between its replays
@@ -116,26 +115,3 @@ def test_what_cannot_be_recorded_is_named() -> None:
             step = convoy.recorded(net, stepped(net, kind))
             for _ in range(6):
                 step(torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64))
-
-
-def test_arguments_are_tensors_after_the_network_and_a_function() -> None:
-    images, net = torch.empty(4, 3, 8, 8), network()
-    assert "takes tensors alone" in refused(convoy.recorded(net, lambda *_: None), images, 1)
-    assert "the network, then a function" in refused(convoy.recorded, net, torch.zeros(()))
-    assert convoy.recorded(net, net)(torch.randn(4, 3, 8, 8)).grad_fn is None
-
-
-def test_in_evaluation_it_runs_as_ever_and_inputs_given_back_stay() -> None:
-    ends: list[list[Tensor]] = []
-    for record in (recording, nullcontext):
-        with record():
-            net = network()
-            step = convoy.recorded(net, lambda images, net=net: (net(images).sum(), images))
-            torch.manual_seed(0)
-            batches = [torch.randn(4, 3, 8, 8) for _ in range(7)]
-            results = [step(images) for images in batches[:-1]]
-            net.eval()
-            results.append(step(batches[-1]))
-            ends.append([loss for loss, _ in results])
-            assert all(torch.equal(images, back) for images, (_, back) in zip(batches, results, strict=True))
-    assert all(map(torch.equal, *ends))

@@ -17,10 +17,10 @@ from convoy.script import checkpoint
 from convoy.script.checkpoint import load, save
 from convoy.script.state import load_optimizer_state_dict, optimizer_state_dict, state_dict
 from ranks import run_ranks
-from script.saved import alike, refused
+from script.saved import alike
 
 State = dict[str, Any]
-PLANS = {"serial": 1, "sample=2": 2, "filter=2": 2, "sample=2,channel=2": 4}
+PLANS = {"serial": 1, "sample=2": 2, "filter=2": 2, "channel=2": 2}
 BATCH = 12
 
 
@@ -152,7 +152,7 @@ def uninterrupted() -> dict[str, State]:
     return run_ranks(_uninterrupted, 1)[0]
 
 
-@pytest.mark.parametrize("plan", [pytest.param(p, marks=pytest.mark.slow if "," in p else ()) for p in PLANS])
+@pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_gives_the_serial_state_and_goes_on_from_another(
     plan: str, folder: Path, uninterrupted: dict[str, State]
 ) -> None:
@@ -177,40 +177,3 @@ def _without(folder: Path) -> list[State]:
 def test_each_part_of_the_state_is_needed(folder: Path, uninterrupted: dict[str, State]) -> None:
     for end in run_ranks(_without, 2, folder)[0]:
         assert not alike(end, uninterrupted["momentum"], 1e-6)
-
-
-WRONG: dict[str, Callable[[State], Any]] = {
-    "has 1 parameter groups and the optimizer 2": lambda s: s["param_groups"].pop(),
-    "8.weight is only in the state's group 0": lambda s: s["param_groups"][0]["params"].append("8.weight"),
-    "exp_avg of 9.weight is [2, 2] in the state, but 9.weight is [4, 7]": lambda s: s["state"]["9.weight"].update(
-        exp_avg=torch.zeros(2, 2)
-    ),
-    "group 0 has momentum and no betas, so it is not of Adam": lambda s: [
-        s["param_groups"][0].pop("betas"),
-        s["param_groups"][0].update(momentum=0.9),
-    ],
-    "numbers its parameters, as optimizer.state_dict() does": lambda s: s.update(param_groups=[{"params": [0]}] * 2),
-}
-
-
-def _wrong() -> None:
-    """States that do not fit change nothing; what is said of parameters of others, and of values of odd shapes."""
-    loop = Loop("filter=2", "not all stepped")
-    net, optimizer = loop.net, loop.optimizer
-    loop.train(range(1))
-    good, weights = optimizer_state_dict(net, optimizer), state_dict(net)
-    for words, change in WRONG.items():
-        state = copy.deepcopy(good)
-        change(state)
-        assert words in refused(load_optimizer_state_dict, net, optimizer, state)
-        assert alike((good, weights), (optimizer_state_dict(net, optimizer), state_dict(net)), 0.0)
-    before = optim.SGD([p.detach().clone() for p in net.parameters()], 0.1)
-    assert "after convoy.parallelize" in refused(optimizer_state_dict, net, before)
-    sgd = optim.SGD(net.parameters(), lr=0.1)
-    for parameter in net.parameters():
-        sgd.state[parameter] = {"row": torch.full((2, 3), 0.5), "count": 3}
-    assert "SGD keeps row of another shape than 0.weight" in refused(optimizer_state_dict, net, sgd)
-
-
-def test_states_that_do_not_fit_change_nothing_and_are_named() -> None:
-    run_ranks(_wrong, 2)

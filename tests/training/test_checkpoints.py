@@ -169,10 +169,9 @@ def test_no_room_on_one_rank_stops_all_or_all_go_on_and_say_when_it_works_again(
         assert "could not be written" in error and said == []  # who was asked to stop does not claim to have saved
 
 
-def _odd(folder: Path) -> list[str]:
-    """The thread of rank 1 has a bug; its file system does not answer, and no rank asks it for anything more; a run
-    ends by a mistake while a checkpoint is on its way."""
-    bug, silent, ending = Run(folder / "bug"), Run(folder / "silent", timeout_s=0.2), Run(folder / "ends")
+def _silent(folder: Path) -> list[str]:
+    """The thread of rank 1 has a bug; its file system does not answer, and no rank asks it for anything more."""
+    bug, silent = Run(folder / "bug"), Run(folder / "silent", timeout_s=0.2)
     second, answers = bug.ranks.rank == 1, threading.Event()
 
     def fail() -> None:
@@ -190,16 +189,11 @@ def _odd(folder: Path) -> list[str]:
         answers.set()
         for thread in hung:
             thread.join()
-    with pytest.raises(ConvoyError, match="end"), ending.saver.open(ending.seen):
-        ending.save(1)
-        raise ConvoyError("end")
-    ending.ranks.barrier()
     return said
 
 
 def test_what_goes_wrong_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
-    (told, silent), (raised, other_silent) = run_ranks(_odd, 2, tmp_path)
+    (told, silent), (raised, other_silent) = run_ranks(_silent, 2, tmp_path)
     assert raised == "a bug" and "rank 1: AssertionError: a bug" in told and "there is no older one" in told
     assert silent == other_silent and not [name for name in left(tmp_path / "silent") if not name.startswith(".")]
     assert "the checkpoint of update 1 is not written after 0.2 s (--timeout), still written by " in silent
-    assert left(tmp_path / "ends") == ["step-00000001"] and is_whole(tmp_path / "ends", 1)

@@ -1,6 +1,5 @@
 """The optimizers against their papers' formulas, written down once more in float64."""
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +13,6 @@ from convoy.training.optimizers import (
     OptimizerConfig,
     SgdConfig,
     create_optimizer,
-    learning_rate,
 )
 
 RATES = [0.5, 0.5, 0.25, 0.25, 0.1, 0.05]
@@ -135,7 +133,6 @@ def adamw(beta1: float, beta2: float, eps: float, decay: float) -> Update:
 
 
 CASES = {
-    "sgd": (SgdConfig(name="sgd", lr=1, weight_decay=0.01), sgd(0.9, 0.01, False)),
     "nesterov": (SgdConfig(name="sgd", lr=1, weight_decay=0.01, nesterov=True), sgd(0.9, 0.01, True)),
     "adamw": (AdamWConfig(name="adamw", lr=1, weight_decay=0.1), adamw(0.9, 0.999, 1e-8, 0.1)),
     "lars": (LarsConfig(name="lars", lr=1, weight_decay=0.01), lars(0.9, 0.01, 0.001)),
@@ -155,10 +152,3 @@ def test_updates_are_those_of_the_paper() -> None:
         assert torch.equal(found["5.weight"], network()[5].weight), case  # it has no gradient
     broken = expected(network(), lars(0.9, 0.01, 0.0011))
     assert largest_difference(trained(network(), CASES["lars"][0]), broken) > 1e-6
-
-
-def test_the_learning_rate_of_a_batch() -> None:
-    """Goyal et al., 2017: 0.1 for 256 is 3.2 for 8,192; timm: the square root for Adam-like optimizers."""
-    assert learning_rate(SgdConfig(name="sgd", base_lr=0.1), 8192) == pytest.approx(3.2)
-    assert learning_rate(LambConfig(name="lamb", base_lr=0.1), 8192) == pytest.approx(0.1 * math.sqrt(32))
-    assert learning_rate(SgdConfig(name="sgd", lr=0.1), 8192) == 0.1

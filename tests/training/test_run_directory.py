@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -66,27 +65,6 @@ def test_it_ends_with_a_process_that_is_killed_and_is_not_kept_by_what_it_forked
         os.waitpid(child, 0)
 
 
-def test_who_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
-    said, began, ended = list[str](), threading.Event(), threading.Event()
-
-    def train() -> None:
-        with RunDirectory(tmp_path).lock():
-            began.set()
-            ended.wait(60)
-
-    def tell(sentence: str) -> None:
-        said.append(sentence)
-        ended.set()
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    began.wait(60)
-    with RunDirectory(tmp_path).lock(60, tell):
-        assert ended.is_set()
-    thread.join()
-    assert [sentence.partition(" that ")[0] for sentence in said] == ["waiting for the end of another process"]
-
-
 def _moved(run: Path) -> None:
     run.rename(run.with_name("there"))
 
@@ -119,12 +97,6 @@ def test_nothing_is_overwritten_but_what_a_process_left_that_was_killed_as_it_be
         run.summary_file.write_text(json.dumps({"status": status}))
         with pytest.raises(ConvoyError, match=f"already holds a run, {words}"):
             run.check_free()
-    (tmp_path / "file").touch()
-    for path, words in ((tmp_path, "is not empty"), (tmp_path / "file", "is a file")):
-        with pytest.raises(ConvoyError, match=words):
-            RunDirectory(path).check_free()
-    with pytest.raises(ConvoyError, match="choose another --out"):
-        RunDirectory(tmp_path / "file" / "run").create("", {})
     begun = RunDirectory(tmp_path / "begun")
     begun.make()
     for name in (LOCK, ".environment.json.4711.tmp", ".config.yaml.4711.tmp"):
@@ -135,13 +107,6 @@ def test_nothing_is_overwritten_but_what_a_process_left_that_was_killed_as_it_be
     begun.environment.write_text("{}")
     with pytest.raises(ConvoyError, match="is not empty"):
         begun.check_free()
-
-
-def test_metrics_of_updates_to_be_done_again_and_damaged_lines_are_dropped(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    run.metrics.write_bytes(b'{"step": 1}\n{"st\xff\xfe\n{"step": 2}\n{"step": 3}\n{"st')
-    run.forget_metrics_after(2)
-    assert run.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def _held(data: Path, out: Path) -> str:

@@ -90,15 +90,6 @@ def test_all_ranks_follow_one_clock() -> None:
     assert run_ranks(_with_clocks_apart, 3) == [[30, 46, 62, 78, 94]] * 3
 
 
-def test_the_interval_is_youngs_by_the_median_of_costs() -> None:
-    sentence = "checkpoint every 412 updates (59 s): sqrt(2 · 0.08 s · 6 h), Young 1974; at most 59 s of work are lost"
-    assert Timetable(None, Ranks()).measured(0.08, 0.5, 0.1427) == sentence
-    assert round(math.sqrt(2 * 0.08 * 6 * 3600) / 0.1427) == 412
-    outlier = Timetable(None, Ranks())
-    assert "sqrt(2 · 9 s" in str(outlier.measured(9.0, 0.0, 0.1427))
-    assert "every 412 updates" in str([outlier.measured(0.08, 0.5, 0.1427) for _ in range(2)][-1])
-
-
 # Averages of weights
 
 
