@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import PropertyMock, patch
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from convoy.comm.memory import NEEDS_LESS
 from convoy.comm.ranks import Ranks
 from convoy.engine.profiling import CallTimes, Profile, Profiler
 from convoy.errors import ConvoyError, TooLargeError
+from convoy.launch.host import HostLoad
 from convoy.models import create
 from convoy.planner import Planned, Workload, make_plan, workload_of
-from convoy.planner.cost.store import ProfileStore
+from convoy.planner.cost.store import Device, ProfileStore
 from convoy.planner.measured import Job, Measurements, device_of, jobs_for
+from convoy.planner.remembered import remember_run, unlike_runs
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
@@ -155,3 +158,30 @@ def test_what_was_killed_is_not_tried_again_with_as_little_memory(tmp_path: Path
     Measurements(workload, Ranks(), store, room=room)._mark(job, room)  # and no more: it was killed
     assert tried(room) == 32 and tried(2 * room) == 64
     assert store.noted(device_of(workload, 1), job.mark) is None  # it has ended by itself
+
+
+def test_times_of_a_busy_machine_are_not_kept_and_those_of_another_pace_are_forgotten(tmp_path: Path) -> None:
+    store = ProfileStore(tmp_path)
+    load = HostLoad(1.0, 1.0, 2, None, None, (), 1.5, 0.0, 0, None, None, None)
+    with (
+        patch.object(HostLoad, "is_disturbed", PropertyMock(return_value=True)),
+        patch("convoy.launch.host.HostWatch.read", lambda watch: load),
+    ):
+        _, busy = planned(PLENTY, store)
+    device = device_of(busy.workload, 1)
+    assert sum("other processes kept 1.5 of 2 cores busy" in note for note in busy.notes) == 1
+    assert store.rows(device) == []
+    planned(PLENTY, store)
+    store.put(device, {row.local_op: row.times * 3.0 for row in store.rows(device)}, "run")  # beside something else
+    again, result = planned(PLENTY, store)
+    assert [job.name for job in again][:4] == ["serial, one device", "sample", "filter", "channel"]
+    assert any("3.00 × those of now" in note and "convoy profile --clear" in note for note in result.notes)
+
+
+def test_a_prediction_that_contradicts_the_last_run_is_told(tmp_path: Path) -> None:
+    store, device = ProfileStore(tmp_path), Device("Some CPU", "2.13", "0.1", 1)
+    doubts = partial(unlike_runs, store, device, "lenet")
+    remember_run(store, device, "lenet", 64, SAMPLES, 0.735)
+    (sentence,) = doubts(64, {SAMPLES: 1.96})
+    assert sentence.startswith("sample=2 is expected to take 1.96 s an update, and took 735 ms in the last run here")
+    assert list(doubts(64, {SAMPLES: 0.8})) == list(doubts(32, {SAMPLES: 1.96})) == []
