@@ -1,9 +1,10 @@
-"""What the trainer costs beside a bare loop, its reproducible mode beside the fast one, and looks and checks of loops.
+"""What the trainer costs beside a bare loop, its reproducible mode beside the fast one, looks and checks of loops.
 
     python benchmarks/overhead.py                                          LeNet on mnist-mini
     python benchmarks/overhead.py --recipe cifar-quick --data CIFAR-10     the CIFAR net on a folder with CIFAR-10
     python benchmarks/overhead.py modes --rounds 2                         fast and reproducible, on two devices
     python benchmarks/overhead.py looks                                    a look at what forward reads, before a pass
+    python benchmarks/overhead.py kernels                                  SGD by one kernel, and by torch's default
     python benchmarks/overhead.py checks --seconds 60 --networks alexnet   what ranks compare in a loop of one's own
 
 The trainer and the bare loop train the same network with the same optimizer, batches and data in memory, in turn in one
@@ -25,6 +26,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -113,6 +115,22 @@ def modes(report: harness.Report, options: argparse.Namespace) -> None:
         report.row(mode, middle, f"{ratio:.3f}", ends, mode=mode, images_per_s=values)
 
 
+def kernels(report: harness.Report, options: argparse.Namespace) -> None:
+    """An update of all weights by torch's default kernels, one for each term of the formula, and by the fused one."""
+    report.header("", "parameters", "default", "fused", "default / fused")
+    for name in ("lenet", "resnet50", "alexnet"):
+        sides: dict[str, Callable[[], float]] = {}
+        for fused in (False, True):
+            model = models.create(name, num_classes=1000)
+            optimizer = torch.optim.SGD(model.parameters(), 1e-6, momentum=0.9, weight_decay=1e-4, fused=fused or None)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            sides[str(fused)] = partial(harness.seconds_of, optimizer.step)
+        default, single = (1e3 * statistics.median(each) for each in harness.in_turn(sides, 30).values())
+        number = sum(parameter.numel() for parameter in model.parameters())
+        report.row(name, f"{number:,}", f"{default:.3g} ms", f"{single:.3g} ms", f"{default / single:.2f}")
+
+
 CASES = {"lenet": ("sample=2", 64, (1, 28)), "resnet18": ("sample=2", 32, (3, 64)), "alexnet": ("owt=2", 32, (3, 224))}
 """Plan, global batch, channels and size of the images."""
 
@@ -184,7 +202,7 @@ def beside_a_loop(report: harness.Report, options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = harness.parser(__doc__)
-    ways = {"loop": beside_a_loop, "modes": modes, "looks": looks, "checks": checks}
+    ways = {"loop": beside_a_loop, "modes": modes, "looks": looks, "checks": checks, "kernels": kernels}
     parser.add_argument("what", nargs="?", choices=ways, default="loop")
     parser.add_argument("--recipe", default="lenet-mnist")
     parser.add_argument("--data", default="mnist-mini")

@@ -14,13 +14,11 @@ times as fast".
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 
 from measuring import harness
 from measuring.cases import SUBJECTS, Case
@@ -56,17 +54,9 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=5, help="timed of each plan in a round")
     parser.add_argument("--warm-up", type=int, default=5, help="updates of each plan before these")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for the predictions, and for each plan")
-    parser.add_argument("--collect", type=Path, nargs="+", help="JSON files of earlier runs: print them as one")
     options = parser.parse_args()
     tables: list[Table] = []
     with harness.report(options.out) as report, ExitStack() as stack:
-        if options.collect:
-            stored = [json.loads(file.read_text(encoding="utf-8")) for file in options.collect]
-            for name, heading, rows in (table for each in stored for table in each["tables"]):
-                tables.append((name, heading, [Row(**row) for row in rows]))
-                report.print(markdown(tables[-1]) + "\n")
-            report.print(summary(tables, stored[0]["machine"]["devices"]))
-            return
         cluster = Cluster.read(options.cluster) if options.cluster else None
         places = stack.enter_context(emulate(cluster)) if cluster else []
         num = report.machine["devices"] = len(places) or 2

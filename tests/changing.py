@@ -30,10 +30,3 @@ class Changing(nn.Module):
         for more in CHANGES.get("more", ()):
             y = more(y)
         return self.head(y * self.scale)
-
-
-class Unseen(Changing):
-    """Asks for a number, so that no graph shows its calls."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if float(x.detach().amax()) < 1e9 else x * 0)

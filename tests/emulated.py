@@ -1,81 +1,26 @@
 """Rules and kernels without processes: every rank of a mesh in turn, and the whole call beside them.
 
-    check(op, F.avg_pool2d, (x,), {"kernel_size": 2}, attributes, mesh, {0: given})
-
-slices the inputs as the rule asks for them, runs each rank's kernel, puts the outputs together by their layouts and
-compares them with the whole call's, and then the gradients of the inputs. What a layout says is taken at its word:
-ranks on axes that a tensor is whole on must agree, partial sums are added, and so are the gradients of what is copied
-or held twice.
+`run` slices the inputs as the rule asks for them, runs each rank's kernel, and puts the outputs and the gradients of
+the inputs together by their layouts. What a layout says is taken at its word: ranks on axes that a tensor is whole on
+must agree, partial sums are added, and so are the gradients of what is copied or held twice.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from convoy.comm.groups import Groups
-from convoy.graph.graph import Call, Graph, Ref, Value
+from convoy.graph.graph import Graph
 from convoy.ops import OPERATIONS
 from convoy.ops.context import StepContext
 from convoy.ops.kernel import Site
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Mesh
-from convoy.plans.place import Batch, Placed, Situation
+from convoy.plans.place import Placed
 
 TOLERANCE = 1e-10
-
-
-def call_of(
-    op: str,
-    function: Callable[..., Any],
-    tensors: Sequence[Tensor],
-    rest: Sequence[Any],
-    options: Mapping[str, Any],
-    attributes: Mapping[str, Any],
-) -> tuple[Graph, list[Tensor]]:
-    """A graph of one call on inputs `x`, `x1`, … and the call's whole outputs."""
-    names = tuple(f"x{place or ''}" for place in range(len(tensors)))
-    result = function(*tensors, *rest, **options)
-    results = [result] if isinstance(result, Tensor) else list(result)
-    outputs = tuple(f"y{place or ''}" for place in range(len(results)))
-    args = (*(Ref(name) for name in names), *rest)
-    call = Call("call", "layer", op, function, args, dict(options), names, outputs, None, {"input": "x", **attributes})
-    values = {name: Value(name, tuple(x.shape), x.dtype, "input") for name, x in zip(names, tensors, strict=True)}
-    values |= {name: Value(name, tuple(y.shape), y.dtype) for name, y in zip(outputs, results, strict=True)}
-    return Graph((call,), values, names, None, {}, training=True), results
-
-
-def place(graph: Graph, mesh: Mesh, given: Mapping[str, Layout], strategy: Sequence[str] = ()) -> Placed:
-    """What the call's rule says."""
-    call = graph.calls[0]
-    batch = Batch(mesh, (), (range(graph.shape(call.inputs[0])[0]),))
-    return OPERATIONS[call.op].place(Situation(graph, mesh, batch, call, tuple(strategy), given))
-
-
-def check(
-    op: str,
-    function: Callable[..., Any],
-    tensors: Sequence[Tensor],
-    rest: Sequence[Any],
-    options: Mapping[str, Any],
-    attributes: Mapping[str, Any],
-    mesh: Mesh,
-    given: Mapping[str, Layout],
-) -> Placed:
-    """Assert that the ranks together do what the whole call does, forwards and backwards."""
-    tensors = [x.detach().clone().requires_grad_() for x in tensors]
-    graph, whole = call_of(op, function, tensors, rest, options, attributes)
-    placed = place(graph, mesh, given)
-    shares = [torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(3)) for y in whole]
-    expected = torch.autograd.grad(whole, tensors, shares)
-    outputs, gradients = run(graph, placed, mesh, tensors, shares)
-    for name, y, found in zip(graph.calls[0].outputs, whole, outputs, strict=True):
-        close(found, y, f"{name} {placed}")
-    for name, gradient, found in zip(graph.calls[0].inputs, expected, gradients, strict=True):
-        close(found, gradient, f"gradient of {name} {placed}")
-    return placed
 
 
 def close(a: Tensor, b: Tensor, what: str) -> None:

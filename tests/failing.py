@@ -29,12 +29,6 @@ class Mistaken(Failing):
     error = ConvoyError("rank 1 finds the data wanting: mend it")
 
 
-class Lacking(Failing):
-    """Lacks memory there."""
-
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has")
-
-
 class _Undetermined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ LINES = {
     "src/convoy/script": 1508,
     "src/convoy/training": 7844,
     "tests": 23023,
-    "benchmarks": 5991,
+    "benchmarks": 5999,
     "docs": 3510,
 }
 """Lines by folder: of code with those below it, of `docs` the guides, of `src/convoy` what lies there itself."""

@@ -61,15 +61,6 @@ class TinyDepth(nn.Module):
         return self.head(F.dropout(F.relu(x).flatten(1), 0.2, self.training))
 
 
-class TinyAgain(TinyNet):
-    """Calls its batch norm layer twice."""
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        x = F.max_pool2d(self.norm(F.relu(self.norm(self.conv(x)))), 2)
-        logits = self.head(self.drop(x.flatten(1)))
-        return (logits, self.aux(x.mean((2, 3)))) if self.training else logits
-
-
 class TinyFrozen(TinyNet):
     """Keeps its batch norm in evaluation, as detectors do, and has no dropout."""
 
@@ -134,35 +125,12 @@ class TinyTraining(TinyDepth):
         return super().forward(x - x.mean(0) if self.training else x)
 
 
-class TinyStatless(TinyNet):
-    """Batch norm by the batch's own statistics, in evaluation too."""
-
-    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
-        super().__init__(num_classes, in_channels)
-        self.norm = nn.BatchNorm2d(8, track_running_stats=False)
-
-
 class TinyTracking(TinyNet):
     """Instance norm with running statistics."""
 
     def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
         super().__init__(num_classes, in_channels)
         self.norm = nn.InstanceNorm2d(8, track_running_stats=True)
-
-
-class TinyByHand(TinyNet):
-    """Batch norm with buffers of its own."""
-
-    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
-        super().__init__(num_classes, in_channels)
-        self.norm = nn.Identity()
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("var", torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        x = F.batch_norm(self.conv(x), self.mean, self.var, training=self.training)
-        logits = self.head(self.drop(F.max_pool2d(F.relu(x), 2).flatten(1)))
-        return (logits, self.aux(x.mean((2, 3)))) if self.training else logits
 
 
 class TinyLazy(TinyNet):
@@ -185,23 +153,6 @@ class TinyWeighed(TinyNet):
 def tiny_wrapped(num_classes: int = 10, in_channels: int = 1) -> nn.Module:
     """In DataParallel, around what torch.compile gives."""
     return nn.DataParallel(torch.compile(TinyNet(num_classes, in_channels)))
-
-
-def tiny_scripted(num_classes: int = 10, in_channels: int = 1) -> nn.Module:
-    """A script, which does not show its calls."""
-    return torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(784 * in_channels, num_classes)))
-
-
-class Unfit(nn.Module):
-    """Gives pictures, not logits."""
-
-    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(in_channels, num_classes, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.conv(x)
-        return out
 
 
 def write_mnist(folder: Path, num_train: int = NUM_TRAIN, num_test: int = NUM_TEST) -> Path:
