@@ -66,6 +66,7 @@ WORK = Work(batch=8, microbatch=2, size=64)
 FAKE = argparse.Namespace(device="fake", precision="fp32", updates=0)
 
 
+@pytest.mark.slow
 def test_an_update_of_rank_0_does_no_more_on_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(resnet.DEPTHS, 10, (resnet.BasicBlock, (1, 1, 1, 1)))
     monkeypatch.setitem(MODELS, "resnet10", partial(resnet.ResNet, depth=10))

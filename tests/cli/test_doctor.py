@@ -47,6 +47,7 @@ def test_of_a_command_line_it_is_said_in_a_few_lines_with_the_pictures_that_cann
     assert not list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_of_a_run_it_is_as_it_was_begun_or_with_other_options_and_json_is_all_that_is_printed(
     run: Path, call: Call
 ) -> None:

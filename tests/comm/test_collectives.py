@@ -97,7 +97,7 @@ def _everything():
     return sums
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_collective_gives_what_the_ranks_tensors_say(world):
     first, *others = run_ranks(_everything, world, timeout=120)
     assert all(all(map(torch.equal, first, other)) for other in others)

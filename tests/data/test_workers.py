@@ -49,6 +49,7 @@ def started(photos: Path, batch: int = 5, num: int = 400) -> tuple[Generator[Bat
     return made, [pid for pid in pids if pid is not None]
 
 
+@pytest.mark.slow
 def test_batches_in_pieces_are_the_same_for_any_number_of_workers(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def test_one_device_is_examined(data: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_two_devices_know_the_same(data: Path, tmp_path: Path) -> None:
     (facts, *_), (other, *_) = run_ranks(examined, 2, data, tmp_path, ("parallel.shares=auto", "batch=32", *EACH), True)
     assert facts == other and facts.devices == len(facts.ranks) == 2
@@ -162,6 +163,7 @@ def some(data: Path, folder: Path, fails: bool) -> tuple[tuple[Trial, ...], floa
         return tried, as_it_is, before == switches()
 
 
+@pytest.mark.slow
 def test_a_change_that_fails_is_left_out_and_nothing_is_left_of_any(data: Path, tmp_path: Path) -> None:
     for fails in (False, True):
         first, second = run_ranks(some, 2, data, tmp_path, fails)

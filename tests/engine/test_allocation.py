@@ -20,6 +20,7 @@ print(next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if l
 """
 
 
+@pytest.mark.slow
 def test_holes_between_tensors_go_back_where_memory_is_scarce_and_only_there() -> None:
     """Of 1 GiB every other block is freed."""
     scarce, enough = (

@@ -124,7 +124,13 @@ def check(plan: Any, cases: Cases, body: Any = all_distances, timeout: float = 1
         assert not {str(case): found for case, found in zip(cases, rank, strict=True) if found}
 
 
-@pytest.mark.parametrize("title", [*CASES, *GIVEN_PLANS])
+SECOND = ("sample=2", "sample=3", "filter=3", "stage=3", "stage=2,filter=2", "stage=2,sample=2")
+
+
+@pytest.mark.parametrize(
+    "title",
+    [pytest.param(title, marks=pytest.mark.slow) if title in SECOND else title for title in (*CASES, *GIVEN_PLANS)],
+)
 def test_training_under_a_plan_is_that_of_one_device(title: str) -> None:
     check(*GIVEN_PLANS[title] if title in GIVEN_PLANS else (title.partition(" ")[0], CASES[title]))
 
@@ -145,6 +151,7 @@ def through_gloo(cases: Any) -> list[dict[str, float]]:
     return all_distances(cases)
 
 
+@pytest.mark.slow
 def test_channels_in_uneven_parts_are_exact_between_hosts() -> None:
     """Layers of 5 and 6 channels over four ranks, without the memory that ranks of a host share."""
     check("filter=4", [("dense", {"batches": (64, 33), "steps": 2})], through_gloo)

@@ -214,6 +214,7 @@ def of_other_shapes(how: str, plan: str = "sample=2") -> None:
     assert how in ("closure", "asks for gradients", "two passes") or sum(map(len, guard._uses.values())) == 0
 
 
+@pytest.mark.slow
 def test_loops_of_other_shapes_are_let_alone() -> None:
     for how in ("accumulates", "asks for gradients", "looks first", "penalties"):
         run_ranks(of_other_shapes, 2, how)

@@ -146,6 +146,7 @@ def links() -> None:
     assert not found[0, 1].overlap  # shared memory: nothing runs beside
 
 
+@pytest.mark.slow
 def test_links_of_all_groups_of_a_mesh() -> None:
     run_ranks(links, 4)
 

@@ -145,7 +145,7 @@ def distances(plan: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [pytest.param(p, marks=pytest.mark.slow) if p == "stage=2" else p for p in PLANS])
 def test_changes_after_parallelize_and_modes_are_those_of_the_plain_network(plan: str) -> None:
     for found in run_ranks(distances, 2, plan, timeout=120):
         assert max(found.values()) < 1e-12, {name: off for name, off in found.items() if off > 1e-12}

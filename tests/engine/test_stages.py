@@ -81,6 +81,7 @@ def two_networks_in_turns() -> float:
     return worst
 
 
+@pytest.mark.slow
 def test_what_a_stage_waits_for_may_come_later() -> None:
     for found in run_ranks(two_networks_in_turns, 2):
         assert found < 1e-12, found

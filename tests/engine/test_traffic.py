@@ -89,6 +89,7 @@ PLANS = ["filter=2", "channel=2", "height=3", "owt=3", "sample=2,filter=2"]
 STAGED = ["stage=3", "stage=2,filter=2"]
 
 
+@pytest.mark.slow
 def test_ranks_send_the_bytes_that_the_plan_says() -> None:
     for plan in (*PLANS, *STAGED, MIXED):
         ranks = run_ranks(sent, Plan.parse(plan).mesh.num_devices, plan)

@@ -87,7 +87,9 @@ def drawn(number: int) -> OneCall:
 BY_MICROBATCH: dict[str, Any] = {"microbatches": (3, 2, 2), "mode": "microbatch", "passes": 2}
 
 
-@pytest.mark.parametrize(("way", "number"), [("cpu", 30), ("torch", 20), ("triton", 1)])
+@pytest.mark.parametrize(
+    ("way", "number"), [pytest.param("cpu", 30, marks=pytest.mark.slow), ("torch", 20), ("triton", 1)]
+)
 def test_statistics_are_those_of_the_whole_pass_or_of_each_microbatch(way: str, number: int) -> None:
     if way == "triton":
         interpreted.kernels()

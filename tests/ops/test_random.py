@@ -60,6 +60,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch, kernels: object = None) -> None:
     patch.setattr(module, "_kernels", lambda x: kernels)
 
 
+@pytest.mark.slow
 def test_triton_draws_and_drops_what_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = interpreted.kernels()["random"]
     for shape, arranged, dtype in CASES:

@@ -29,6 +29,7 @@ def planned(store: Path, **options: Any) -> Any:
     return convoy.plan(create("lenet"), IMAGES, store=store, **{"link": "pcie4", "devices": 2} | options)
 
 
+@pytest.mark.slow
 def test_plans_of_ones_own_are_scored_and_left_out_where_they_do_not_fit(store: Path) -> None:
     both = planned(store, score=["filter=2", "sample=2"])
     assert both == convoy.Plan.parse(both.to_yaml()) and hash(both) == hash(convoy.Plan.parse(both.to_yaml()))

@@ -134,6 +134,7 @@ def planned(room: float, store: ProfileStore | None = None, **options: Any) -> t
         return jobs, make_plan(lenet(64), 2, Ranks(), link="pcie4", store=store, **options)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_profiled_in_smaller_passes_or_left_out_with_a_note() -> None:
     whole, _ = planned(PLENTY)
     assert {job.workload.samples for job in whole} == {64}
@@ -148,6 +149,7 @@ def test_what_does_not_fit_is_profiled_in_smaller_passes_or_left_out_with_a_note
     assert jobs == []  # which is said before anything is measured
 
 
+@pytest.mark.slow
 def test_what_was_killed_is_not_tried_again_with_as_little_memory(tmp_path: Path) -> None:
     store, room, workload = ProfileStore(tmp_path), 1e9, lenet(64)
     job = jobs_for(workload, [Mesh(("gpu",), (2,))])[1]
@@ -160,6 +162,7 @@ def test_what_was_killed_is_not_tried_again_with_as_little_memory(tmp_path: Path
     assert store.noted(device_of(workload, 1), job.mark) is None  # it has ended by itself
 
 
+@pytest.mark.slow
 def test_times_of_a_busy_machine_are_not_kept_and_those_of_another_pace_are_forgotten(tmp_path: Path) -> None:
     store = ProfileStore(tmp_path)
     load = HostLoad(1.0, 1.0, 2, None, None, (), 1.5, 0.0, 0, None, None, None)

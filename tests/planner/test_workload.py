@@ -73,6 +73,7 @@ def raced(measured: Mapping[str, float], late: bool = False, rival: str = "") ->
     return [str(one.plan) for one in result.candidates], [*racers, *result.notes]
 
 
+@pytest.mark.slow
 def test_the_fastest_that_was_measured_is_chosen_and_none_is_predicted_faster_without_having_raced() -> None:
     order, course = raced({"width=2": 0.8, "filter=2": 0.9, "sample=2": 1.0})
     assert order[0] == "filter=2" and course == [

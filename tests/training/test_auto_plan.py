@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from convoy.comm.memory import NEEDS_LESS
@@ -81,6 +82,7 @@ def raced(data: Path, cache: Path) -> tuple[str, list[str], float]:
     return str(trained.plan), trained.notes, far(trained, data)
 
 
+@pytest.mark.slow
 def test_the_winner_of_the_race_runs_and_who_lacks_memory_on_one_rank_leaves_it(data: Path, tmp_path: Path) -> None:
     for plan, notes, distance in run_ranks(raced, 2, data, tmp_path):
         assert plan == "filter=2" and distance < 1e-5
@@ -103,6 +105,7 @@ def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int,
     return len(found.division.passes(found.merge)), found.network.schedule, far(found, data, "microbatch=4")
 
 
+@pytest.mark.slow
 def test_stages_run_in_the_passes_and_the_order_that_were_predicted(data: Path, tmp_path: Path) -> None:
     for num, order, distance in run_ranks(in_stages, 2, data, tmp_path, 2, "gpipe"):
         assert (num, order) == (2, "gpipe") and distance < 1e-5
@@ -133,6 +136,7 @@ def test_all_ranks_agree_and_what_was_measured_is_kept(data: Path, tmp_path: Pat
         assert plan == "sample=2" and "reproducible runs divide samples alone" in notes and not kept
 
 
+@pytest.mark.slow
 def test_plans_keep_to_the_memory_limit(data: Path, tmp_path: Path) -> None:
     cases = {
         "none": ("parallel.plan=auto", "parallel.memory_limit=10kB"),

@@ -47,7 +47,7 @@ def on_plan(data: Path, out: Path, plan: str, settings: Settings) -> list[Ended]
         ("sample=2", {"recompute": "true"}),
         ("sample=3", {"parallel.shares": "[1,6,1]"}),
         pytest.param("stage=2", {"parallel.schedule": "gpipe", "recompute": "true"}, marks=slow),
-        ("stage=2,sample=2", {"parallel.shares": "[3,1]"}),
+        pytest.param("stage=2,sample=2", {"parallel.shares": "[3,1]"}, marks=slow),
         ("sample=2,filter=2", {"parallel.shares": "[3,1]"}),
     ],
 )
@@ -94,7 +94,11 @@ def test_what_samples_cannot_divide_exactly_is_refused_by_name(data: Path, tmp_p
 
 @pytest.mark.parametrize(
     ("model", "plan", "more"),
-    [("TinyFrozen", "sample=2", BITS), ("TinyLazy", "stage=2", {}), ("tiny_wrapped", "stage=2", {})],
+    [
+        ("TinyFrozen", "sample=2", BITS),
+        ("TinyLazy", "stage=2", {}),
+        pytest.param("tiny_wrapped", "stage=2", {}, marks=slow),
+    ],
 )
 def test_networks_as_people_have_them_train_as_on_one_device(
     data: Path, tmp_path: Path, model: str, plan: str, more: Settings
@@ -114,6 +118,7 @@ def test_networks_as_people_have_them_train_as_on_one_device(
 CRASHES = [("stage=2,sample=2", 5), ("sample=2", 8), ("stage=3", 11), ("stage=2", None)]
 
 
+@pytest.mark.slow
 def test_devices_come_and_go_after_crashes_between_checkpoints(data: Path, tmp_path: Path) -> None:
     settings = {"epochs": "16ba", "checkpoint.every": "2ba", "evaluate_every": "5ba", "reproducible": "true"}
     (want,) = run_ranks(train_here, 1, data, tmp_path / "serial", settings)
@@ -131,6 +136,7 @@ def test_devices_come_and_go_after_crashes_between_checkpoints(data: Path, tmp_p
 OFTEN = {"checkpoint.every": "auto", "checkpoint.mtbf": "0.01s", "checkpoint.keep": "99"}
 
 
+@pytest.mark.slow
 def test_how_often_the_clock_has_a_reproducible_run_save_changes_no_bit(data: Path, tmp_path: Path) -> None:
     shared = {"epochs": "24ba", "reproducible": "true", "ema.decay": "0.9", "evaluate_every": "4ba"}
     (never,) = run_ranks(train_here, 1, data, tmp_path / "never", shared | {"checkpoint.every": "1000ba"})
@@ -192,6 +198,7 @@ def _with_a_slow_rank(data: Path, out: Path, settings: Settings, seconds: float)
         return train_here(data, out, settings)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named_in_the_log(data: Path, tmp_path: Path) -> None:
     first, *_ = run_ranks(_with_a_slow_rank, 2, data, tmp_path / "run", {"epochs": "50ba", "log_every": "10ba"}, 0.02)
     assert any(sentence.startswith("rank 1 on host ") and " is slow: " in sentence for sentence in first.said)

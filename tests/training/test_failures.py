@@ -245,6 +245,7 @@ def signalled(data: Path, out: Path, stops: list[int | None]) -> list[tuple[str 
     return found
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_a_signal_breaks_off_is_done_anew(data: Path, tmp_path: Path) -> None:
     whole, parts, each = tmp_path / "whole", tmp_path / "parts", NUM_TEST // 5 // 2
     assert run_ranks(signalled, 2, data, whole, [None]) == [[(None, 6, 3 * each)]] * 2

@@ -54,6 +54,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", CASES)
 def test_replayed_updates_have_the_bits_of_updates_that_run(data: Path, plan: str) -> None:
     """Other pictures, labels, random keys and learning rates in each; dropout, EMA, clipping, the scale of fp16."""

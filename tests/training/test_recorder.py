@@ -227,6 +227,7 @@ def diagnosed(data: Path, out: Path, settings: dict[str, str], fails: bool = Fal
         return train_here(data, out, LONG | settings, subscribe=RunDoctor)
 
 
+@pytest.mark.slow
 def test_a_diagnosis_is_said_once_and_changes_nothing(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     ended = run_ranks(diagnosed, 2, data, out, {"reproducible": "true"})[0]

@@ -113,6 +113,7 @@ def test_sums_over_variables_are_least_and_of_those_within_a_budget_fewest_count
         assert (numbers == np.unique(ids)).all() and (numbers[places] == ids).all()
 
 
+@pytest.mark.slow
 def test_the_best_of_all_meshes_comes_first_and_plain_samples_with_it() -> None:
     assert [mesh.sizes for mesh in meshes(12)] == [(12,), (2, 6), (3, 4), (4, 3), (6, 2)]
     job = workload(Residual(), 16)
