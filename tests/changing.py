@@ -19,6 +19,7 @@ class Changing(nn.Module):
         self.act = CHANGES.get("act", nn.SiLU)()
         self.drop = nn.Dropout(CHANGES.get("drop", 0.1))
         self.head = nn.Linear(8, num_classes)
+        self.conv.requires_grad_(not CHANGES.get("frozen"))
         self.scale = torch.tensor(CHANGES.get("scale", 1.0))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -271,3 +271,8 @@ def test_a_gpu(shape: tuple[int, ...]) -> None:
     for sizes in SIZES.values():
         for inner in (False, True) if len(shape) > 2 else (False,):
             compare(results(sizes, shape, inner, device="cuda"), results(sizes, shape, inner), 1e-11)
+
+
+def test_one_value_of_a_channel_is_refused_on_a_gpu_too() -> None:
+    with as_on_a_gpu("torch"), pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        normalization.normalize(torch.ones(1, 3, 1, 1), Norm(None, None, None, 1e-5, False), None)

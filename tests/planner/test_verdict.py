@@ -82,6 +82,10 @@ def test_a_change_is_what_the_same_plan_is_predicted_to_take_with_it() -> None:
     result = explain("sample=2", costs(gbytes=1e-2))
     links = next(change for change in result.changes if change.kind == "links")
     assert links.update_s == pytest.approx(explain("sample=2", costs(gbytes=2e-2)).scored.seconds)
+    of_update = explain("sample=2", costs(update=Update(per_byte=1e-6)))
+    optimizer = next(change for change in of_update.changes if change.kind == "optimizer")
+    halved = explain("sample=2", costs(update=Update(per_byte=5e-7))).scored.seconds
+    assert optimizer.update_s == pytest.approx(halved) and optimizer.gain > 1.9
     gains = [change.gain for change in result.changes]
     assert gains == sorted(gains, reverse=True) and gains[-1] > 1
     layer = next(layer for layer in result.layers if layer.layer == "classifier.0")

@@ -144,7 +144,7 @@ def test_the_first_layer_that_differs_is_named_and_what_computes_the_same_is_the
 def test_other_code_is_refused_and_an_option_goes_on(data: Path, tmp_path: Path) -> None:
     out, settings = tmp_path / "run", TWO | {"model.name": "changing:Changing"}
     trained(data, out, settings)
-    CHANGES["act"] = nn.ReLU
+    CHANGES.update(act=nn.ReLU, frozen=True)  # whose optimizer state is passed over
     before, changed = files(out), "layer act was silu and is relu"
     with pytest.raises(ConvoyError, match=rf"another than at update 2 \({changed}\): .*--accept-code-change"):
         trained(data, out, settings, resume=True)

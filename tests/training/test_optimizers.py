@@ -71,6 +71,23 @@ def test_fused_kernels_do_not_mind_how_weights_gradients_and_state_lie(optimizer
     assert torch.allclose(weights(True), weights(False), rtol=0, atol=1e-12)
 
 
+def test_a_fused_optimizer_takes_late_gradients_and_weights_with_holes() -> None:
+    def weights(fused: bool, holes: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double()
+        if holes:
+            net[0].weight = nn.Parameter(torch.randn(5, 9, dtype=torch.float64)[:, :6])
+        made = create_optimizer(net, SgdConfig(name="sgd", lr=0.1, fused=fused), 0.1)
+        for step in range(4):
+            for parameter in net.parameters() if step else net[0].parameters():
+                parameter.grad = torch.randn(parameter.shape, dtype=torch.float64)
+            made.step()
+        return [parameter.detach() for parameter in net.parameters()]
+
+    for holes in (False, True):
+        assert all(map(torch.allclose, weights(True, holes), weights(False, holes)))
+
+
 def expected(net: nn.Module, update: Update) -> dict[str, Tensor]:
     weights = {name: p.detach().clone() for name, p in net.named_parameters()}
     state: dict[str, dict[str, Tensor]] = {name: {} for name in weights}

@@ -292,6 +292,10 @@ def on_kubernetes(
     completed = complete(arguments, vars(request), name, values["data_claim"] is not None)
     for option, (amount, unit) in AMOUNTS[on_cpus].items():
         values[option] = values[option] or f"{amount * devices}{unit}"
+    given = [text.partition("=")[0] for text in (*environment, *secrets)]
+    for variable in given:
+        if given.count(variable) > 1:
+            raise ConvoyError(f"the variable {variable} is given twice: leave one away")
     training = Training(
         name=name,
         arguments=completed,

@@ -95,7 +95,7 @@ def board(store: Store, name: str, timeout: timedelta, patience_s: float) -> Fil
 def choose_interface(num_ranks: int, environment: MutableMapping[str, str] = os.environ) -> None:
     """Have gloo and NCCL talk on the network on which the ranks meet, unless an interface was chosen. By itself gloo
     takes the one that this host's name belongs to, which others may not reach."""
-    chosen, known = environment.get(interfaces.VARIABLES[0]), interfaces.names()
+    chosen, known = environment.get(interfaces.VARIABLES[0]) or None, interfaces.names()
     if chosen is not None:
         if not set(chosen.split(",")) & set(known):
             raise ConvoyError(f"{interfaces.VARIABLES[0]} names {chosen}: unset it, or name one of {', '.join(known)}")

@@ -135,15 +135,18 @@ def _by_thread(maker: BatchMaker, requests: Iterator[Request]) -> Generator[Batc
     def make(request: Request) -> Batch:
         return maker.make(request.samples, request.epoch).pin_memory()
 
-    pending = deque[Future[Batch]]()
+    pending = deque[tuple[Request, Future[Batch]]]()
     try:
         while True:
-            pending.extend(pool.submit(make, request) for request in islice(requests, _AHEAD - len(pending)))
+            pending.extend((one, pool.submit(make, one)) for one in islice(requests, _AHEAD - len(pending)))
             if not pending:
                 return
-            yield pending.popleft().result()
+            request, batch = pending.popleft()
+            with current.waiting_for_samples(partial(_reads, maker.source, request)):
+                made = batch.result()
+            yield made
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)  # a file system that does not answer holds up nobody
 
 
 def _reads(source: Source, request: Request) -> str:

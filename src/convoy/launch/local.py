@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,7 @@ from convoy.launch.rank import FOLDER, GRACE_S, HANDED_ON, has_ended, is_ready, 
 # By the signal that comes, the one for the ranks: SIGTERM to one of them alone ends it.
 FORWARDED = {signal.Signals[name]: number for number, name in HANDED_ON.items()}
 _POLL_S = 0.05
+_KILLED_S = 10.0  # in which a rank that was killed is gone
 
 Rank = subprocess.Popen[bytes]
 
@@ -95,8 +96,11 @@ def _ranks(arguments: Sequence[str], number: int, folder: Path, variables: dict[
         yield ranks
     finally:
         for process in ranks:
-            process.kill()
-            process.wait()
+            with suppress(ProcessLookupError):  # with what it started: a rank leads its session
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in ranks:
+            with suppress(subprocess.TimeoutExpired):  # one that waits for a file system for ever
+                process.wait(_KILLED_S)
 
 
 def _watched(ranks: Sequence[Rank], folder: Path, signals: Sequence[signal.Signals]) -> Failure | None:
@@ -108,9 +112,10 @@ def _watched(ranks: Sequence[Rank], folder: Path, signals: Sequence[signal.Signa
             time.sleep(_POLL_S)
             if all(is_ready(folder, rank) for rank in range(len(ranks))):
                 message.close()  # they speak for themselves
-            if signal.SIGQUIT in signals:
+            come = tuple(signals)  # more may come at any time
+            if signal.SIGQUIT in come:
                 return Failure(0, "interrupted", "SIGQUIT: stopped at once", "", time.time())
-            for number in signals[num_handed_on:]:
+            for number in come[num_handed_on:]:
                 num_handed_on += 1
                 for process in ranks:
                     process.send_signal(FORWARDED[number])

@@ -72,6 +72,8 @@ def normalize(x: Tensor, norm: Norm, running: Running | None, holders: Holders |
     """This rank's part, [samples, channels, ...], normalized by the mean and variance over all ranks, and the running
     statistics brought up to date."""
     if by_kernels(x):
+        if holders is None:
+            _refuse_single(x, len(x))
         return _fused(x, norm, (len(x),), running, holders)[0]
     if holders is not None:
         return ended(_OnCpu.apply(x, norm.weight, norm.bias, running, norm.eps, holders), norm)
@@ -87,8 +89,7 @@ def normalize_each(
     unbiased variance, [microbatches, 2, channels]. A microbatch with one value of each channel has no variance and is
     refused with torch's ValueError."""
     if at_once(x) and holders is None and (by_kernels(x) or len(sizes) > 1):
-        if min(sizes) * math.prod(x.shape[2:]) < 2:
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
+        _refuse_single(x, min(sizes))
         if by_kernels(x):
             return _fused(x, norm, tuple(sizes), None, None)
         y, _, terms = batch_norm_torch.normalize(x, batch_norm_torch.moments(x, sizes), norm, None, sizes)
@@ -99,6 +100,12 @@ def normalize_each(
         term = Running(mean, var, momentum=1.0)
         results.append(normalize(part, bare_norm, term, None if holders is None else holders.times(len(part))))
     return ended(results[0] if len(results) == 1 else torch.cat(results), norm), terms
+
+
+def _refuse_single(x: Tensor, samples: int) -> None:
+    """As torch does: one value of a channel has no variance."""
+    if samples * math.prod(x.shape[2:]) < 2:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
 
 
 def _type(x: Tensor, weight: Tensor | None) -> torch.dtype:

@@ -174,8 +174,7 @@ def _changes(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> Ite
         yield Change("strategy", f"{name or 'the network'} by {strategy}", total / update_s, update_s)
     text = "devices that compute the layers twice as fast"
     yield again("compute", text, times=lambda one: costs.times(one) * 0.5)
-    updating = min(one.timeline.by_kind().get("update", 0.0) for one in (scored, planned.serial))
-    update = replace(costs.update, fixed=costs.update.fixed - updating / 2)
+    update = replace(costs.update, per_byte=costs.update.per_byte / 2, per_tensor=costs.update.per_tensor / 2)
     yield again("optimizer", "an optimizer that is twice as fast", update=update)
     if costs.input.per_pass or costs.input.per_sample:
         half = replace(costs.input, per_pass=costs.input.per_pass / 2, per_sample=costs.input.per_sample / 2)

@@ -162,13 +162,15 @@ def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float) -> 
     if config.decay_norm_and_bias:
         groups = [{"params": parameters, "weight_decay": config.weight_decay}]
     groups = [group for group in groups if group["params"]]
+    # torch's fused kernels go through memory as it lies, and so beyond a weight that lies there with holes
+    fused = getattr(config, "fused", None) and all(torch.empty_like(p).stride() == p.stride() for p in parameters)
     match config:
         case SgdConfig():
             optimizer: Any = torch.optim.SGD(
-                groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, fused=config.fused or None
+                groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused or None
             )
         case AdamWConfig():
-            optimizer = torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=config.fused or None)
+            optimizer = torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=fused or None)
         case LarsConfig():
             from pytorch_optimizer import LARS  # the import takes most of a second
 
@@ -183,20 +185,23 @@ def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float) -> 
             # lr / (1 - beta1^t), ten times that at first.
             optimizer = Lamb(groups, lr=lr, betas=config.betas, eps=config.eps, weight_decouple=False, adam_debias=True)
             optimizer.clamp = math.inf  # the library cuts ‖w‖ at 10, less than a large convolution has from the start
-    if getattr(config, "fused", None):
-        optimizer.register_step_pre_hook(_lay_out_like_weights)
+    if fused:
+        optimizer.register_step_pre_hook(_make_ready)
     return cast("Optimizer", optimizer)
 
 
-def _lay_out_like_weights(optimizer: "Optimizer", *_: Any) -> None:
-    """Give gradients and state the strides of their weights. torch's fused kernels go through memory as it lies: on a
-    CPU other strides, as of a state that was loaded, give wrong weights without a word (torch 2.13)."""
+def _make_ready(optimizer: "Optimizer", *_: Any) -> None:
+    """Give gradients and state the strides of their weights, and momentum to weights whose first gradient comes late.
+    On a CPU, where torch's fused kernels go through memory as it lies, other strides, as of a state that was loaded,
+    give wrong weights without a word; and they take no weights with and without momentum together (torch 2.13)."""
     import torch
 
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+    for group, parameter in ((g, p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None):
         if parameter.grad.stride() != parameter.stride():
             parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
-        state = optimizer.state.get(parameter, {})
+        state = optimizer.state[parameter]
+        if group.get("momentum") and state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.ndim and value.stride() != parameter.stride():
                 state[name] = torch.empty_like(parameter).copy_(value)

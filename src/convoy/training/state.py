@@ -163,7 +163,7 @@ class RunState:
                 key, _, name = place.partition(".")
                 # Where ranks take different ones, all of them ask for all.
                 value = received(tensor) if len(kinds) > 1 else tensor
-                if kind in (_optimizer(0), _optimizer(self.network.version)):
+                if kind in (_optimizer(0), _optimizer(self.network.version)) and name in entries:  # else frozen since
                     entries[name][key] = value
         named.load(entries, values["optimizer"]["groups"])
         parts.load(sections["model"])

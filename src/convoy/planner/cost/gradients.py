@@ -83,8 +83,8 @@ class Exchange:
 
 
 def exchange(placement: Placement, order: Sequence[str], sizes: Sizes) -> Exchange:
-    """The messages of `convoy.engine.gradients.GradientReducer`. `order` names the parameters that ranks hold, as their
-    gradients become ready."""
+    """The messages of `engine.gradients.reducer`. `order` names the parameters that ranks hold, as their gradients
+    become ready."""
     graph, mesh = placement.graph, placement.mesh
     held = held_bytes(placement, order)
     names = [name for name in order if (axes := gradient_axes(placement, name)) and mesh.size(axes) > 1]

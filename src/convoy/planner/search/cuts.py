@@ -82,8 +82,8 @@ class Chain:
                 held[unit] += of_parameter.held
                 if self.passes > 1:  # a pass's own gradient, until it is added to those before
                     gradients[unit] = max(gradients[unit], local_bytes(placement, name, 0))
-        # Gradients are added to those before. Less are the seconds of weights that are laid out once for all passes
-        # under zero-bubble, and of weight gradients of all passes that are computed in one call each.
+        # Gradients are added to those before. Less, under zero-bubble, are the seconds of weight gradients of all
+        # passes that are computed in one call each.
         self.seconds, self.saved = (_between(total / self.passes) for total in (passes, saved))
         # Seconds for the exchange of gradients and the optimizer; bytes from which weight gradients are computed.
         self.once, self.postponed, sums = map(_between, (once, postponed, held))
