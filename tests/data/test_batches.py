@@ -111,7 +111,9 @@ def test_a_thread_beside_a_gpu_makes_the_same_batches(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Batch, "pin_memory", lambda batch: threads.add(threading.get_ident()) or batch)
     assert same(trained(section, pin_memory=True), plain) and same(evaluated(section, pin_memory=True), evaluation)
     assert threads and threading.get_ident() not in threads
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("convoy-pictures")]
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("convoy-pictures")]:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def write_rows(root: Path) -> None:
