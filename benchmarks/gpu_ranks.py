@@ -36,7 +36,7 @@ from convoy import models
 from convoy.engine.recorded import Recorded, graph_on, leave_default_stream
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
-from convoy.training.build import merged, probed
+from convoy.training.build import TriedNetwork
 from convoy.training.division import Division
 from convoy.training.parallel import TrainedNetwork
 
@@ -163,7 +163,7 @@ def convoy_update(
         step(number, [images, labels])
         with network.stepping(optimizer):
             optimizer.step()
-        network.updated()
+        network.updated(number)
         number += 1
 
     return update
@@ -174,8 +174,8 @@ def merge_of(name: str, batch_norm: str, work: Work) -> int:
     keys = {"model.name": "any", "data.path": "none", "batch": work.batch, "batch_norm": batch_norm}
     recipe = load_recipe("default", [f"{key}={value}" for key, value in keys.items()])
     sizes, cpu = (work.microbatch,) * (work.batch // work.microbatch), torch.device("cpu")
-    probe = probed(MODELS[name](), recipe, (3, PROBE_SIZE, PROBE_SIZE), sizes, cpu, "the size")
-    return merged(recipe, probe, sizes, cpu, sharing=2**30)[0]
+    tried = TriedNetwork.of(recipe, MODELS[name](), (3, PROBE_SIZE, PROBE_SIZE), cpu, "the size")
+    return tried.microbatches_in_pass(sizes, sharing=2**30)[0]
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.profiling import local_op_of
 from convoy.training import Session, evaluate, loop, recorder, step
-from convoy.training.build import build_model
+from convoy.training.build import TriedNetwork, build_model
 from convoy.training.evaluate import Evaluation
 from convoy.training.recorder import WARM_UP, Numbers, Recorder, compare
 from convoy.training.step import TrainingStep
@@ -86,7 +86,8 @@ def test_nothing_that_is_computed_changes(data: Path) -> None:
 
 def in_passes(trained: Session) -> Any:
     plain, _ = build_model(trained.recipe, trained.data)
-    return workload_in_passes(trained.recipe, plain, (1, 28, 28), (8, 8), trained.merge, 2, trained.device)
+    tried = TriedNetwork(trained.recipe, plain, (1, 28, 28), trained.device, trained.probe)
+    return workload_in_passes(tried, (8, 8), trained.merge, 2)
 
 
 def predicted(trained: Session) -> Scored:

@@ -66,9 +66,6 @@ def save(
     agree("convoy.save", network.groups)
     with together(network):
         things = _things(net, optimizer, scheduler, anything)
-    for thing in things.values():
-        thing.prepare()
-    with together(network):
         packed = Packed({name: thing.state() for name, thing in things.items()})
     about = {name: thing.about() for name, thing in things.items()}
     if network.groups.mesh.num_devices > 1:
@@ -153,9 +150,6 @@ class _Thing:
         """What is to be known beside its state."""
         return {"kind": self.kind}
 
-    def prepare(self) -> None:
-        """Before its state is taken; all ranks call it."""
-
     def state(self) -> Any:
         return self.thing
 
@@ -227,11 +221,8 @@ class _Optimizer(_Object):
     named: NamedOptimizer
     kind = "an optimizer"
 
-    def prepare(self) -> None:
-        self.entries = self.named.entries()
-
     def state(self) -> Any:
-        return self.named.state(self.entries)
+        return self.named.state()
 
     def check(self, saved: Any, about: Mapping[str, Any]) -> None:
         super().check(saved, about)

@@ -1,6 +1,5 @@
-"""Which microbatches of a global batch each sample rank computes, in which passes; and how fast each rank is.
-
-Speeds are measured in the first updates for `--shares auto`, and watched for a rank that keeps the others waiting.
+"""Which microbatches of a global batch each sample rank computes, in which passes; and which rank keeps the others
+waiting.
 """
 
 import socket
@@ -196,21 +195,3 @@ def _places(parts: Sequence[int]) -> list[list[int]]:
     for rank, part in enumerate(parts):
         places[parts[:rank].count(part)].append(rank)
     return list(places.values())
-
-
-WARM_UP, MEASURED = 3, 5  # updates before speeds are measured, and those in which they are
-
-
-def divide_by_speed(microbatch_s: Sequence[float], ranks: Ranks, division: Division) -> tuple[Division, list[float]]:
-    """The division by which the slowest rank ends soonest, as microbatches have taken this rank in so many updates, and
-    milliseconds that one takes each part of the batch; the same on every rank. All ranks call it.
-
-    Gradients were exchanged apart from it. What layers exchange is in it, so under plans that divide layers, or with
-    batch norm over the global batch, ranks that wait for others look slower than they are.
-    """
-    median = sorted(microbatch_s[WARM_UP:])[MEASURED // 2]
-    medians = ranks.gather((ranks.sample_rank, median))
-    times = [max(s for part, s in medians if part == rank) for rank in range(ranks.num_sample_ranks)]
-    if min(times) > 0:  # else a rank's only pass is the one that waits for the others
-        division = Division(division.sizes, soonest(len(division.sizes), times))
-    return division, [1e3 * time for time in times]

@@ -1,20 +1,16 @@
 """Losses and gradients that are not finite: which updates are skipped, and in which layer the numbers begin."""
 
-import contextlib
 import math
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from convoy.comm.ranks import Ranks
-from convoy.engine.network import Network
-from convoy.engine.uncaptured import Uncaptured
 from convoy.errors import ConvoyError
 from convoy.plans.place import Placement
 from convoy.training.parallel import TrainedNetwork
@@ -22,41 +18,23 @@ from convoy.training.parallel import TrainedNetwork
 
 @dataclass(frozen=True)
 class NonFiniteLayer:
-    """Where numbers are not finite: a layer's output; its input, where what comes before is no layer; or the gradient
-    of its output.
-    """
+    """Where numbers are not finite: a layer's output, or the gradient of that."""
 
-    of: Literal["output", "input", "gradient"]
+    of: Literal["output", "gradient"]
     layer: str
     run: int  # the pass through the network, from 0
 
-    def __str__(self) -> str:
-        return f"the {self.of} of layer {self.layer}"
-
 
 class Origin:
-    """Looks at all that the layers of a network give, and keeps the first that is not finite."""
+    """Looks at all that the calls of a network give, and keeps the first that is not finite; see
+    `convoy.engine.program.Watch`."""
 
     def __init__(self) -> None:
-        self.found: NonFiniteLayer | None = None
+        self.first: NonFiniteLayer | None = None
         self._run = -1
 
-    @contextmanager
-    def watching(self, model: nn.Module, engine: Network | None = None) -> Iterator[None]:
-        """While entered, look; `engine` is what runs the network, where that does not call its modules."""
-        with contextlib.ExitStack() as stack:
-            if engine is not None:
-                before, engine.watch = engine.watch, self.of_pass
-                stack.callback(setattr, engine, "watch", before)
-            else:
-                stack.enter_context(model.register_forward_pre_hook(self._entered))
-                for name, module in model.named_modules():
-                    if not any(True for _ in module.children()):
-                        stack.enter_context(module.register_forward_hook(partial(self._called, name)))
-            yield
-
-    def of_pass(self, placement: Placement | None = None) -> "Origin":
-        """A pass through the network begins; see `convoy.engine.program.Watch`."""
+    def of_pass(self, placement: Placement) -> "Origin":
+        """A pass through the network begins."""
         self._run += 1
         return self
 
@@ -71,18 +49,9 @@ class Origin:
                 if result.requires_grad:
                     result.register_hook(partial(self._see, "gradient", name))
 
-    def _entered(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.of_pass()
-
-    def _called(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        for value in inputs:
-            if isinstance(value, Tensor) and value.is_floating_point():
-                self._see("input", name, value)
-        self.after(name, output if isinstance(output, tuple | list) else [output])
-
-    def _see(self, of: Literal["output", "input", "gradient"], name: str, x: Tensor) -> None:
-        if self.found is None and not bool(torch.isfinite(x).all()):
-            self.found = NonFiniteLayer(of, name.partition("#")[0], self._run)
+    def _see(self, of: Literal["output", "gradient"], name: str, x: Tensor) -> None:
+        if self.first is None and not bool(torch.isfinite(x).all()):
+            self.first = NonFiniteLayer(of, name.partition("#")[0], self._run)
 
 
 ADVICE = "lower optimizer.lr, lengthen schedule.warmup or set clip_norm"
@@ -131,7 +100,8 @@ class FiniteGuard:
         """Whether the update may be made; `losses` are those of this rank's passes."""
         numbers = list(losses)
         if self._gradients:
-            gradients = [gradient for gradient in self._network.own_gradients() if gradient.numel()]
+            parameters = self._network.model.parameters()
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None and parameter.numel()]
             # not their squares, whose sum overflows where no number does
             numbers += torch._foreach_norm(gradients, math.inf) if gradients else []
         # one read of the device, whatever the number of layers
@@ -146,21 +116,19 @@ class FiniteGuard:
 
     def explain(self, update: int, losses: Sequence[Tensor], again: Callable[[], object]) -> NonFiniteUpdate:
         """Where it began; `again` does the passes of this update again, on all ranks, and leaves nothing behind."""
-        origin, network = Origin(), self._network
-        engine = network.engine
-        with origin.watching(network.model, None if isinstance(engine, Uncaptured) else engine):
+        origin, engine = Origin(), self._network.engine
+        watch, engine.watch = engine.watch, origin.of_pass  # of a network that is not captured nothing is seen
+        try:
             again()
+        finally:
+            engine.watch = watch
         loss_share = sum(float(loss) for loss in losses)
-        reports = self._ranks.gather((origin.found, loss_share, socket.gethostname()))
+        reports = self._ranks.gather((origin.first, loss_share, socket.gethostname()))
         loss = sum(self._ranks.gather_samples(loss_share))
-        return NonFiniteUpdate(update, loss, _where([(layer, host) for layer, _, host in reports]))
-
-
-def _where(reports: Sequence[tuple[NonFiniteLayer | None, str]]) -> str:
-    """The earliest layer of those that the ranks name, with their hosts, and which of them do."""
-    layers = [layer for layer, _ in reports if layer is not None]
-    if not layers:
-        return ""
-    first = min(layers, key=lambda layer: (layer.of == "gradient", layer.run))
-    ranks = [f"rank {rank} on host {host}" for rank, (layer, host) in enumerate(reports) if layer == first]
-    return f", first in {first}" + (f" on {', '.join(ranks)}" if len(reports) > 1 else "")
+        layers = [layer for layer, _, _ in reports if layer is not None]
+        if not layers:
+            return NonFiniteUpdate(update, loss, "")
+        first = min(layers, key=lambda layer: (layer.of == "gradient", layer.run))
+        ranks = [f"rank {rank} on host {host}" for rank, (layer, _, host) in enumerate(reports) if layer == first]
+        where = f", first in the {first.of} of layer {first.layer}"
+        return NonFiniteUpdate(update, loss, where + (f" on {', '.join(ranks)}" if len(reports) > 1 else ""))

@@ -73,10 +73,10 @@ class Log:
         self._progress.time_s = time.perf_counter() - self._clock
         return self._progress.time_s
 
-    def show(self, done: int) -> None:
-        """So many updates are done."""
+    def show(self, done: int, text: str | None = None) -> None:
+        """So many updates are done; `text` has the newest figures."""
         self.shown = time.perf_counter()
-        self._reporter.advance(done)
+        self._reporter.advance(done, text)
 
     def collect(self) -> None:
         """Add up what the ranks have since the last time: one after the other and in double precision, so that neither
@@ -104,7 +104,7 @@ class Log:
         sums.data_wait_s += max(part[2] for part in parts)
         sums.before_s += sum(update.seconds for update in updates) + time.perf_counter() - began
         train = self._session.data.train
-        for _, sample, reason in sorted((one for part in parts for one in part[3]), key=lambda picture: picture[0]):
+        for _, sample, reason in sorted((bad for part in parts for bad in part[3]), key=lambda picture: picture[0]):
             self._progress.add_bad(train.name(sample), reason, "train")
 
     def train(self, done: int) -> None:
@@ -119,36 +119,24 @@ class Log:
         else:
             progress.data_wait_s += sums.data_wait_s
         progress.num_images += sums.num_images
-        top1 = sums.num_correct / sums.num_images if sums.num_images else math.nan
-        values = {"loss": sums.mean_loss, "top1": top1, "images_per_s": sums.num_images / max(seconds, 1e-9)}
-        rate = session.quantities.schedule.lr(done - 1)
-        self._write("train", done, **values, data_wait_s=sums.data_wait_s, **left_out, lr=rate)
+        loss, top1 = sums.mean_loss, sums.num_correct / sums.num_images if sums.num_images else math.nan
+        speed, rate = sums.num_images / max(seconds, 1e-9), session.quantities.schedule.lr(done - 1)
+        numbers = {"loss": loss, "top1": top1, "images_per_s": speed, "data_wait_s": sums.data_wait_s}
+        self._write("train", done, **numbers, **left_out, lr=rate)
         if session.device.type == "cpu":
             slow = self._slow.look(ranks_s, sums.num_updates, seconds, session.division)
             if slow is not None:
                 self._tell(slow)
-        self.shown = time.perf_counter()
-        if done == 1:  # which takes longer than all that follow: its speed says nothing
-            self._reporter.advance(done)
-            return
         wait = sums.data_wait_s / max(seconds, 1e-9)
-        self._reporter.advance(
-            done,
-            f"{self._place(done, '.2f')}  loss {values['loss']:.3f}  top-1 {values['top1']:.1%}  "
-            f"{values['images_per_s']:,.0f} images/s  data wait {wait:.0%}",
-        )
+        line = f"loss {loss:.3f}  top-1 {top1:.1%}  {speed:,.0f} images/s  data wait {wait:.0%}"
+        # The first update takes longer than all that follow: its speed says nothing.
+        self.show(done, None if done == 1 else f"{self._place(done, '.2f')}  {line}")
 
     def test(self, done: int, result: Evaluation) -> None:
         """A line on an evaluation."""
-        self._write(
-            "test",
-            done,
-            loss=result.loss,
-            top1=result.top1,
-            top5=result.top5,
-            images=result.num_images,
-            images_per_s=result.num_images / max(result.seconds, 1e-9),
-        )
+        speed = result.num_images / max(result.seconds, 1e-9)
+        scores = {"loss": result.loss, "top1": result.top1, "top5": result.top5}
+        self._write("test", done, **scores, images=result.num_images, images_per_s=speed)
         total = self._session.quantities.total_updates
         end = f"{total:,}" if self._counts_updates else _number(self._epoch(total))
         self._reporter.say(

@@ -20,16 +20,14 @@ from convoy.engine.parallelize import take_part
 from convoy.engine.stage import Flight
 from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
-from convoy.ops.memory import memory_in_stages, what_is_recomputed
 from convoy.ops.registry import under_autocast
-from convoy.plans.explain import rows_of_stages
+from convoy.planner.cost.pipeline import Staging
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
-from convoy.plans.schedule import Action, Schedule, in_flight
+from convoy.plans.schedule import Action, Schedule
 from convoy.training.division import Division, Pass
 from convoy.training.precision import lowered
 from convoy.training.recipe import Recipe
-from convoy.training.records import StageRecord
 
 _IN_TURN: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
 
@@ -49,8 +47,7 @@ class TrainedNetwork:
         that a layer cannot be divided as the plan says. `example` are images of one microbatch; only shape, type and
         device matter. Passes go through stages by `schedule`.
         """
-        self.model, self.schedule = model, schedule
-        self.engine = take_part(
+        engine = take_part(
             model,
             plan,
             example,
@@ -61,137 +58,114 @@ class TrainedNetwork:
             recompute=recipe.recompute,
             devices=plan.mesh.num_devices,
         )
-        if self.engine.counts_passes and plan.mesh.num_devices > 1:
-            why = self.engine.captured.partition(", as ")[2]
+        if engine.counts_passes and plan.mesh.num_devices > 1:
+            why = engine.captured.partition(", as ")[2]
             raise ConvoyError(
                 f"{why}, but how many passes an update has depends on the plan, so that results would too: take that "
                 "out of forward, or train with convoy.parallelize in a loop of your own"
             )
-        # Gradients are added in the fixed tree over the microbatches; every pass is then one microbatch of each rank.
-        self._adds_in_tree = recipe.reproducible
-        # Approximate: the type in which gradients are sent, and updates of a rank before the weights are averaged.
-        self._compression = torch.bfloat16 if recipe.parallel.gradient_compression == "bf16" else None
-        self._local_updates = recipe.parallel.local_sgd
-        self.context = self.engine.context  # of the step, for all layers
-        self.context.statistics.in_order = self._adds_in_tree
+        self.model, self.engine, self.schedule, self._recipe = model, engine, schedule, recipe
+        self.context = engine.context  # of the step, for all layers
+        self.context.statistics.in_order = recipe.reproducible
         self.context.in_turns = True
         # The same network, if its plan has stages: this rank runs one of them.
-        self.stages = self.engine if isinstance(self.engine, StagedNetwork) else None
+        self.stages = engine if isinstance(engine, StagedNetwork) else None
         if self.stages is not None:
             self.stages.returns_memory = recipe.parallel.memory_limit is not None
-        self._sizes: deque[tuple[int, ...]] = deque()  # of the passes through stages to come
-        self._running: deque[Flight] = deque()
-        # The loss is to be the mean over this rank's own samples: local SGD alone.
-        self.local_mean = self._local_updates is not None
-        # Which of the optimizer's states is this rank's.
-        self.version = self.engine.sample_rank if self.local_mean else 0
-        self._device, self._precision = example.device, lowered(recipe)
+        self._to_come: deque[tuple[int, ...]] = deque()  # samples of the passes of an update that have not begun
+        self._running: deque[Flight] = deque()  # through stages
+        # The loss is to be the mean over this rank's own samples, and its optimizer's state its own: local SGD alone.
+        self.local_mean = recipe.parallel.local_sgd is not None
+        self.version = engine.sample_rank if self.local_mean else 0  # which of the optimizer's states is this rank's
         self._tree: TreeReducer | None = None
         self._local: LocalSgd | None = None
-        self._left_over = False
-        self._update = 0
-        layouts = {name: self.engine.layouts[name] for name, _ in model.named_parameters()}
-        self._divided = [(p, tuple(sorted(layouts[name].split_axes))) for name, p in model.named_parameters()]
-        apart = frozenset(self.engine.sample_axes if self.local_mean else ())
+        self._left_over = False  # gradients of passes that no exchange has taken with it
+        layouts = {name: engine.layouts[name] for name, _ in model.named_parameters()}
+        self._split = [(p, tuple(sorted(layouts[name].split_axes))) for name, p in model.named_parameters()]
+        unreduced = frozenset(engine.sample_axes if self.local_mean else ())
         self._reduced = [
-            (p, tuple(sorted(layouts[name].copied - apart)))
+            (p, tuple(sorted(layouts[name].copied - unreduced)))
             for name, p in model.named_parameters()
-            if self.engine.owns(name)
+            if engine.owns(name)
         ]
-        if self.engine.reducer is not None and not self._reduces_plainly:
-            self.engine.reducer.remove()
-            self.engine.reducer = None
-            if not self._adds_in_tree:
-                self.engine.reducer = GradientReducer(self._reduced, self.engine.groups, compress=self._compression)
-
-    @property
-    def _reduces_plainly(self) -> bool:
-        return not (self._adds_in_tree or self._compression or self.local_mean)
+        compression = torch.bfloat16 if recipe.parallel.gradient_compression == "bf16" else None
+        if engine.reducer is not None and (recipe.reproducible or compression or self.local_mean):
+            engine.reducer.remove()
+            engine.reducer = None  # where the tree adds gradients, once it is known who has which microbatches
+            if not recipe.reproducible:
+                engine.reducer = GradientReducer(self._reduced, engine.groups, compress=compression)
 
     @property
     def divides_gradients(self) -> bool:
         """Whether ranks hold other gradients than each other, of parts or of their own samples."""
-        return self.local_mean or any(axes for _, axes in self._divided)
-
-    def leaves_out(self, update: int, piece: Pass) -> bool:
-        """Whether this rank leaves out a pass without samples that is not the last: no other needs it there."""
-        if self._adds_in_tree or not self.engine.silent:
-            return False
-        self._announce(update, piece)
-        owners = [rank for rank, own in enumerate(piece.microbatches) for _ in own]
-        self.context.statistics.record_left_out(self.context.starts, owners)
-        return True
-
-    def enter(self, update: int, piece: Pass) -> None:
-        """Announce a training pass, with the samples of all ranks."""
-        self._update = update
-        self.engine.samples = tuple(map(len, piece.parts))
-        self._announce(update, piece)
-
-    def _announce(self, update: int, piece: Pass) -> None:
-        self.context.enter(update, piece.positions, piece.sizes, self._device)
-
-    def what_is_recomputed(self, passes: Sequence[Pass]) -> str | None:
-        """A sentence on the activations that are computed again, for the largest of an update's passes, and what that
-        saves."""
-        if not self.engine.recomputes:
-            return None
-        placement = self.largest(passes)
-        return what_is_recomputed(placement, self.engine.staged(placement), self._in_flight(len(passes)))
+        return self.local_mean or any(axes for _, axes in self._split)
 
     def largest(self, passes: Sequence[Pass]) -> Placement:
         """The network at the samples of the largest pass, with the types that autocast gives its values."""
         most = max((tuple(map(len, piece.parts)) for piece in passes), key=max)
-        placement = self.engine.example_placement(True, most)
-        return replace(placement, graph=under_autocast(placement.graph, self._precision, self._device.type))
+        return self.typed(self.engine.example_placement(True, most))
 
-    def describe(self, passes: Sequence[Pass]) -> list[StageRecord]:
-        """The stages, if there are any, for the largest pass."""
+    def typed(self, placement: Placement) -> Placement:
+        """The same with the types that autocast gives its values."""
+        return replace(placement, graph=under_autocast(placement.graph, lowered(self._recipe), self.engine.device.type))
+
+    def staging(self, placement: Placement, passes: Sequence[Pass]) -> Staging | None:
+        """How the passes of an update go through the stages, if there are any."""
         if self.stages is None:
-            return []
-        placement = self.largest(passes)
-        staged = self.stages.staged(placement)
-        memory = memory_in_stages(placement, staged, self._in_flight(len(passes)))
-        records = []
-        for row in rows_of_stages(placement, staged):
-            held = max((memory[rank] for rank in row.ranks), key=lambda each: each.total)
-            sent = {"forward": row.received_bytes.forward, "backward": row.received_bytes.backward}
-            kept = {name: getattr(held, name) for name in ("parameters", "gradients", "activations")}
-            records.append(StageRecord(layer=row.begins, ranks=list(row.ranks), takes=list(row.takes), **sent, **kept))
-        return records
-
-    def _in_flight(self, passes: int) -> Sequence[int]:
-        """For each stage, the passes whose activations it keeps at once."""
-        number = 0 if self.stages is None else self.stages.stages.number
-        return [in_flight(self.schedule, passes, stage, number) for stage in range(number)]
+            return None
+        samples = tuple(len(piece.positions) for piece in passes)
+        return Staging(placement.mesh, self.stages.staged(placement), samples, self.schedule)
 
     def divide(self, division: Division, num_passes: int) -> None:
         """Divide the updates from the next on so, in so many passes each. All ranks call it."""
-        engine = self.engine
+        engine, axes = self.engine, self.engine.sample_axes
         if self._tree is not None:
             self._tree.set_shares(division.counts, num_passes)
-        elif self._adds_in_tree:
-            axes, shares = engine.sample_axes, division.counts
-            self._tree = TreeReducer(self._reduced, engine.groups, sample_axes=axes, shares=shares, passes=num_passes)
-        if self._local_updates is not None:
-            weight, axes = len(division.positions(engine.sample_rank)), engine.sample_axes
-            parameters = list(self.model.parameters())
-            self._local = LocalSgd(parameters, engine.groups, axes, every=self._local_updates, weight=weight)
+        elif self._recipe.reproducible:
+            self._tree = TreeReducer(
+                self._reduced, engine.groups, sample_axes=axes, shares=division.counts, passes=num_passes
+            )
+        if self._recipe.parallel.local_sgd is not None:
+            weight = len(division.positions(engine.sample_rank))
+            self._local = LocalSgd(
+                list(self.model.parameters()), engine.groups, axes, every=self._recipe.parallel.local_sgd, weight=weight
+            )
 
     def order(self, passes: Sequence[Pass]) -> list[Action]:
         """What this rank does of an update's passes, in which order."""
         if self.stages is None:
             return [(kind, number) for number in range(len(passes)) for kind in _IN_TURN]
         self._running.clear()
-        self._sizes = deque(tuple(map(len, piece.parts)) for piece in passes)
+        self._to_come = deque(tuple(map(len, piece.parts)) for piece in passes)
         return self.stages.begin_update(self.schedule, len(passes))
+
+    def leaves_out(self, update: int, piece: Pass) -> bool:
+        """Whether this rank leaves out a pass without samples that is not the last: no other needs it there.
+
+        Through GoogLeNet a pass without images takes a device of 0.3 of a core a tenth of a second. Batch norm then
+        gets the positions of the others' microbatches, on which the weights of this rank's own depend.
+        """
+        if self._recipe.reproducible or not self.engine.silent:
+            return False
+        self._announce(update, piece)
+        owners = [rank for rank, sizes in enumerate(piece.microbatches) for _ in sizes]
+        self.context.statistics.record_left_out(self.context.starts, owners)
+        return True
+
+    def enter(self, update: int, piece: Pass) -> None:
+        """Announce a training pass, with the samples of all ranks."""
+        self.engine.samples = tuple(map(len, piece.parts))
+        self._announce(update, piece)
+
+    def _announce(self, update: int, piece: Pass) -> None:
+        self.context.enter(update, piece.positions, piece.sizes, self.engine.device)
 
     def forward(self, images: Tensor) -> Any:
         """The outputs for this rank's samples, perhaps none; None where they are those of another rank's stage."""
         if self.stages is None:
             return self.model(images)
-        sizes = self._sizes.popleft()
-        flight = self.stages.forward_pass((images,), sizes, then=list(self._sizes))
+        samples = self._to_come.popleft()
+        flight = self.stages.forward_pass((images,), samples, then=list(self._to_come))
         self._running.append(flight)
         return self.stages.output_of(flight) if self.stages.is_last else None
 
@@ -237,29 +211,20 @@ class TrainedNetwork:
         if self._tree is not None:
             self._tree.abandon()
 
-    def own_gradients(self) -> list[Tensor]:
-        """The gradients that this rank's part of the update will use, after `finish_update`."""
-        return [p.grad for p in self.model.parameters() if p.grad is not None]
-
     def clip(self, max_norm: float) -> None:
         """Scale the gradient down to a norm, taken over the whole parameters."""
-        if self.divides_gradients:
-            clip_grad_norm(self._divided, self.engine.groups, max_norm)
-        else:  # to the bit the same, and no other rank is asked
-            parameters = list(self.model.parameters())
-            norm = nn.utils.get_total_norm([p.new_zeros(0) if p.grad is None else p.grad for p in parameters])
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        clip_grad_norm(self._split, self.engine.groups, max_norm)
 
     def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
         """While entered, norms that the optimizer takes are those of whole tensors."""
-        if type(optimizer).__module__.startswith("torch.") or not any(axes for _, axes in self._divided):
+        if type(optimizer).__module__.startswith("torch.") or not any(axes for _, axes in self._split):
             return contextlib.nullcontext()
-        return WholeNorms(self._divided, self.engine.groups)
+        return WholeNorms(self._split, self.engine.groups)
 
-    def updated(self) -> None:
-        """The optimizer has changed the weights."""
+    def updated(self, update: int) -> None:
+        """The optimizer has changed the weights in an update."""
         if self._local is not None:
-            self._local.step(self._update)
+            self._local.step(update)
 
     def synchronize(self) -> None:
         """Before an evaluation or a checkpoint: let all ranks have the same weights, where a method lets them drift."""

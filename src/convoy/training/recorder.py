@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, median_low
 from typing import Any, NamedTuple, Protocol
@@ -22,12 +22,10 @@ from convoy.engine.stages import StagedNetwork
 from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.files import to_json, write_text
 from convoy.launch.host import HostLoad, HostWatch, beside_others
-from convoy.ops.registry import under_autocast
 from convoy.planner import Scored
 from convoy.planner.comparison import Both, Comparison, Group, groups_beside, of_all_stages, parts_beside, stages_beside
 from convoy.planner.cost.costs import Times
 from convoy.planner.cost.local_op import LocalOp
-from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.layers import busiest_ranks
 from convoy.planner.profiling import mean
@@ -35,7 +33,6 @@ from convoy.planner.remembered import measured_ops, recalled, remember_run
 from convoy.planner.text import trace
 from convoy.plans.place import Placement
 from convoy.plans.timeline import Summary, Timeline
-from convoy.training.precision import lowered
 from convoy.training.session import Session
 from convoy.training.step import StepPart, TrainingStep, Update, wait_for
 from convoy.training.workloads import measuring
@@ -103,15 +100,14 @@ class Recorder:
         """Whether from this update on only times are taken."""
         return self._count > max(*self.numbers.watched, *self.numbers.separate)
 
-    def ask(self, update: int, counts: bool = True) -> None:
-        """The batch of an update is asked for. One that does not count is not among the first: it is neither watched
-        nor compared with a prediction."""
+    def ask(self, update: int) -> None:
+        """The batch of an update is asked for."""
         current.update = update
         current.to("data")
         self._asked = time.perf_counter()
-        self._count += counts
+        self._count += 1
         self._now = self._began = None
-        if self.done or not counts:
+        if self.done:
             return
         if self._count in self.numbers.watched or self._count in self.numbers.separate:
             self._now = WatchedUpdate(self.clock)
@@ -148,7 +144,7 @@ class Recorder:
             current.to(part)
             watched.mark(part)
 
-        step.mark, step.timed = mark, separate and engine is not None
+        step.mark, step.separate = mark, separate and engine is not None
         if engine is not None:
             engine.watch = watched.of_pass
         if isinstance(engine, StagedNetwork):
@@ -158,7 +154,7 @@ class Recorder:
                 yield
             watched.mark("rest")
         finally:
-            step.mark, step.timed = current.to, False
+            step.mark, step.separate = current.to, False
             if engine is not None:
                 engine.watch = None
             if isinstance(engine, StagedNetwork):
@@ -203,19 +199,16 @@ def compare(
     """
     session, ranks, recipe = recorder.session, recorder.session.ranks, recorder.session.recipe
 
-    def typed(placement: Placement) -> Placement:
-        return replace(placement, graph=under_autocast(placement.graph, lowered(recipe), session.device.type))
-
     timelines = [update.timeline(ranks.rank, ranks.num == 1) for update in recorder.watched]
     times = _RankTimes(
         [recorder.clock.between(*ends) for ends in recorder.timed],
         [timeline.total for timeline in timelines],
         Summary.median([timeline.summary(ranks.rank) for timeline in timelines]) if timelines else None,
-        measured_ops(recorder.separate, ranks.rank, recipe.batch_norm, session.normed_samples, typed),
+        measured_ops(recorder.separate, ranks.rank, recipe.batch_norm, session.normed_samples, session.network.typed),
         recorder.host.read() if recorder.host is not None else None,
     )
     placements = recorder.watched[0].placements if timelines else []
-    placement = typed(placements[0]) if placements else None
+    placement = session.network.typed(placements[0]) if placements else None
     recorder.forget()
     everyone = ranks.gather(times)
     shown: list[Timeline] = []
@@ -250,14 +243,10 @@ def middle_update(lengths: Sequence[Sequence[float]]) -> int:
 
 def _recalled(session: Session, store: ProfileStore, placement: Placement) -> Scored | None:
     """What the store predicts of the plan, before it learns more."""
-    passes = session.division.passes(session.merge)
-    recipe, network = session.recipe, session.network
-    staging = None
-    if network.stages is not None:
-        samples = tuple(len(piece.positions) for piece in passes)
-        staging = Staging(session.plan.mesh, network.stages.staged(placement), samples, network.schedule)
+    recipe, passes = session.recipe, session.passes
     machine = measuring(recipe, session.device, session.ranks.on_host)
     costs = recipe.batch_norm, session.normed_samples, session.is_recorded
+    staging = session.network.staging(placement, passes)
     return recalled(store, machine, recipe.optimizer.name, session.plan, placement, len(passes), *costs, staging)
 
 
@@ -321,5 +310,5 @@ def _compared(
         groups=groups,
         stages=stages_beside(before[1:], after[1:]) if len(of_stages) > 1 and len(after) > len(of_stages) else (),
         notes=tuple(notes),
-        one_device_s=session.one_device_s,
+        one_device_s=session.chosen.one_device_s,
     )

@@ -1,48 +1,57 @@
 """The live objects of one run, and what they do together: batches, updates, evaluations."""
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import nn
 
 from convoy import models
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch, DataSet, Order, training_batches
-from convoy.engine import Probe
 from convoy.engine.recorded import Recorded, graph_on
 from convoy.engine.uncaptured import Uncaptured
 from convoy.planner import Scored
+from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
-from convoy.training.build import is_recorded, why_not_recorded
+from convoy.training.build import TriedNetwork
 from convoy.training.classification import InputPipeline
 from convoy.training.code import Code
 from convoy.training.derived import Quantities
-from convoy.training.division import Division
+from convoy.training.division import Division, Pass, soonest, text
 from convoy.training.evaluate import Evaluation, evaluate
 from convoy.training.finite import FiniteGuard
 from convoy.training.parallel import TrainedNetwork
-from convoy.training.recipe import Recipe
 from convoy.training.records import Derived, StageRecord
 from convoy.training.state import RunState
 from convoy.training.step import TrainingStep
 
 
+@dataclass(frozen=True)
+class ChosenPlan:
+    """The plan that runs; where the planner chose it, sentences about that, and what it predicted."""
+
+    plan: Plan
+    notes: tuple[str, ...] = ()
+    scored: Scored | None = None
+    # Microbatches of each part of the batch with which devices end at the same time that are not equally fast; None: as
+    # even as can be, or as the recipe says.
+    shares: tuple[int, ...] | None = None
+    staging: Staging | None = None  # in which passes, and in which order, it goes through the stages
+    one_device_s: float | None = None  # predicted seconds of an update on one device
+
+
 @dataclass
-class Prepared:
+class Prepared(TriedNetwork):
     """What a session is made of, whatever the plan."""
 
-    recipe: Recipe
     data: DataSet
     quantities: Quantities
-    model: nn.Module  # the plain network; a session makes it its own
-    probe: Probe  # what the network has shown when it was tried out
-    device: torch.device
     ranks: Ranks
     profiles: ProfileStore | None  # learns what was measured; None keeps nothing
     derived: list[Derived]  # what follows from the recipe, for the log and the report
+    notes: list[str]  # sentences about what was decided, likewise
     code: Code  # what the plain network computes
 
     def new_pipeline(self) -> InputPipeline:
@@ -73,39 +82,40 @@ class Prepared:
             told=told,
         )
 
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width."""
-        return self.data.channels, self.data.image_size, self.data.image_size
-
-    @property
-    def why_not_recorded(self) -> str | None:
-        """Why updates cannot be recorded and replayed on any GPU; None where that is tried."""
-        return why_not_recorded(self.recipe, self.probe, self.ranks.num, self.device, self.ranks.group)
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether updates are recorded and replayed here."""
-        return is_recorded(self.recipe, self.device, self.why_not_recorded)
-
 
 @dataclass
 class Session(Prepared):
     """The live objects of one run."""
 
-    plan: Plan  # how the ranks divide the work
+    chosen: ChosenPlan  # how the ranks divide the work
     division: Division  # which microbatches are whose
     network: TrainedNetwork  # the model as it is trained under the plan
     counts: models.Counts  # parameters and FLOPs of the whole model
     pipeline: InputPipeline
     state: RunState
     merge: int  # microbatches that run in one pass; 1 where the network needs them one by one
-    notes: list[str]  # sentences about what was decided, for the log and the report
-    scored: Scored | None = None  # what was predicted of the plan; None where nothing was
-    # Predicted seconds of an update on one device; None where nothing was, or one runs.
-    one_device_s: float | None = None
-    stages: list[StageRecord] = field(default_factory=list)  # of the network; none where it is in one piece
-    workers: int = 0  # processes of this rank that make pictures ready, by now
+    stages: list[StageRecord]  # of the network; none where it is in one piece
+    workers: int  # processes of this rank that make pictures ready, by now
+
+    @property
+    def plan(self) -> Plan:
+        return self.chosen.plan
+
+    @property
+    def scored(self) -> Scored | None:
+        """What was predicted of the plan; None where nothing was."""
+        return self.chosen.scored
+
+    @property
+    def plan_with_cuts(self) -> Plan:
+        """The plan that runs, with the layers at which stages begin, whether somebody has said these or not."""
+        stages = self.network.stages
+        return self.plan if stages is None else replace(self.plan, stages=stages.stages.begins)
+
+    @property
+    def passes(self) -> list[Pass]:
+        """Those of an update."""
+        return self.division.passes(self.merge, late=not self.recipe.reproducible)
 
     @property
     def normed_samples(self) -> int:
@@ -120,10 +130,16 @@ class Session(Prepared):
         return "layers are not watched in a compiled network" if self.recipe.compile else None
 
     @property
-    def plan_with_cuts(self) -> Plan:
-        """The plan that runs, with the layers at which stages begin, whether somebody has said these or not."""
-        stages = self.network.stages
-        return self.plan if stages is None else replace(self.plan, stages=stages.stages.begins)
+    def reason_not_recorded(self) -> str | None:
+        """Why updates cannot be recorded and replayed on any GPU; None where that is tried."""
+        if self.network.stages is not None:
+            return "the plan has stages, which send to each other"
+        return self.why_not_recorded(self.ranks.num, self.ranks.group)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether updates are recorded and replayed here."""
+        return self.are_recorded(self.reason_not_recorded)
 
     def evaluate(self, is_asked_to_stop: Callable[[], bool] = lambda: False) -> Evaluation:
         """Evaluate what the run would deliver now, with averaged weights if there are any, on all of the test split.
@@ -159,14 +175,27 @@ class Session(Prepared):
 
         return self.batches_of(self.division.positions(self.ranks.sample_rank), first_update, num_updates, more_workers)
 
+    def divide_by_speed(self) -> str | None:
+        """With `shares=auto`, let the slowest rank end soonest, and say so. All ranks call it, before an update.
+
+        It is measured here, not by the planner, which has measured no call of a plan that is given.
+        """
+        ranks, sizes = self.ranks, self.division.sizes
+        if self.recipe.parallel.shares != "auto" or ranks.num_sample_ranks == 1:
+            return None
+        seconds = self.step().microbatch_seconds(ranks)
+        self.division = Division(sizes, soonest(len(sizes), seconds))
+        times = ", ".join(f"{1e3 * time:.3g}" for time in seconds)
+        shares = f"shares {text(self.division.counts)} of {len(sizes)} microbatches"
+        return f"{shares}, by measured times of {times} ms a microbatch"
+
     def guard(self) -> FiniteGuard:
         """What looks at every update before it is made."""
         return FiniteGuard(self.network, self.ranks, gradients=not self.state.scaler.is_enabled())
 
     def step(self) -> TrainingStep:
         """The function that does one weight update. All ranks call it."""
-        recipe = self.recipe
-        passes = self.division.passes(self.merge, late=not recipe.reproducible)
+        recipe, passes = self.recipe, self.passes
         self.network.divide(self.division, len(passes))
         step = TrainingStep(
             recipe,
@@ -176,7 +205,6 @@ class Session(Prepared):
             passes,
             rank=self.ranks.sample_rank,
             reseed=self.probe.draws,
-            last_waits=recipe.reproducible and self.ranks.num > 1,
             guard=self.guard() if recipe.on_nan == "skip" else None,
         )
         graph = graph_on(self.device)
@@ -186,10 +214,3 @@ class Session(Prepared):
                 step.to_record, self.model, context, graph, agree=self.ranks.first_of, abandon=abandon
             )
         return step
-
-    @property
-    def why_not_recorded(self) -> str | None:
-        """Why updates cannot be recorded and replayed on any GPU; None where that is tried."""
-        if self.network.stages is not None:
-            return "the plan has stages, which send to each other"
-        return super().why_not_recorded

@@ -38,6 +38,8 @@ def wait_for(device: torch.device) -> None:
 StepPart = Literal["input", "forward", "backward", "gradient", "update", "rest"]
 # A pass between its forward and its backward pass: its loss (None in all stages but the last), outputs and targets.
 _RunningPass = tuple[Tensor | None, Any, Tensor]
+_Inputs = Callable[[Pass], tuple[Tensor, Tensor]]  # images and targets of a pass
+_WARM_UP, _MEASURED = 3, 5  # passes over the batch before microbatches are timed, and those in which they are
 
 
 @dataclass
@@ -51,7 +53,6 @@ class Update:
     images: int  # of the global batch
     losses: list[Tensor] = field(default_factory=list)
     correct: list[Tensor] = field(default_factory=list)
-    microbatch_s: float = 0.0  # to compute one, without waiting for other ranks; only where the step is `timed`
     bad: NonFiniteUpdate | None = None  # why the weights were left as they are; None where they were changed
     seconds: float = 0.0  # from asking for its batch to its end
     wait_s: float = 0.0  # for its batch
@@ -71,12 +72,10 @@ class TrainingStep:
     passes: list[Pass]  # those of an update
     rank: int  # this rank's place among the parts of each pass
     reseed: bool  # torch's generators before each pass, for networks that draw numbers by themselves
-    last_waits: bool = False  # the last pass waits for other ranks all the same, so its time says nothing
     guard: FiniteGuard | None = None  # leaves out updates that are not finite; None makes all
-    timed: bool = False  # take the time of the passes, and exchange gradients after them instead of meanwhile
+    separate: bool = False  # exchange gradients after the passes, not meanwhile
     mark: Callable[[StepPart], None] = current.to  # told of the parts of an update as they begin
-
-    recorded: Recorded | None = None  # replays the passes; None: not recorded yet, they run as ever
+    recorded: Recorded | None = None  # replays the passes; None where they run as ever
     records: bool = False  # the passes are to be recorded
 
     def __post_init__(self) -> None:
@@ -94,7 +93,11 @@ class TrainingStep:
             self.guard.begin()
         result = self._whole_gradient(batch, update)
         if self.guard is not None and not self.guard.passes(result.losses):
-            return self._left_out(batch, update, result, self.guard)
+            self.guard.restore()
+            bad = self.guard.explain(update, result.losses, lambda: self._whole_gradient(batch, update, replays=False))
+            self._undo(self.guard)
+            self.network.updated(update)
+            return Update(self.num_samples, bad=bad)
         rate = self.schedule.lr(update)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -106,21 +109,56 @@ class TrainingStep:
             self.scaler.step(self.optimizer)
         self.mark("rest")
         self.scaler.update()
-        self.network.updated()
+        self.network.updated(update)
         if self.state.averaged is not None:
             self.state.averaged.update(self.network.model)
         return result
+
+    def _undo(self, guard: FiniteGuard) -> None:
+        guard.restore()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def microbatch_seconds(self, ranks: Ranks) -> list[float]:
+        """Seconds of a microbatch on the slowest rank of each part of the batch, by passes that change nothing. All
+        ranks call it.
+
+        Gradients are exchanged apart from it; in the tree of a reproducible run that begins with the last backward
+        pass, which is left out. What layers exchange is in it, so under plans that divide layers, or with batch norm
+        over the global batch, ranks that wait for others look slower than they are.
+        """
+        guard, batch = FiniteGuard(self.network, ranks, gradients=False), random_batch(self)
+        last_part = "backward" if self.recipe.reproducible else "gradient"
+        ends: list[float] = []
+
+        def mark(part: StepPart) -> None:
+            current.to(part)
+            if part == last_part:
+                wait_for(self.pipeline.device)
+                ends.append(time.perf_counter())
+
+        seconds = []
+        guard.begin()
+        self.separate, self.mark = True, mark
+        for number in range(_WARM_UP + _MEASURED):
+            began = time.perf_counter()
+            self._whole_gradient(batch, number)
+            seconds.append(ends[-1] - began)
+        self.separate, self.mark = False, current.to
+        self._undo(guard)
+        microbatches = sum(len(piece.microbatches[self.rank]) for piece in self.passes)
+        medians = ranks.gather((ranks.sample_rank, statistics.median(seconds[_WARM_UP:]) / max(1, microbatches)))
+        return [max(s for part, s in medians if part == number) for number in range(ranks.num_sample_ranks)]
 
     def _whole_gradient(self, batch: Batch, update: int, replays: bool = True) -> Update:
         """Leave the gradient of the global batch in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
         labels = self.pipeline.labels(batch)
         inputs = partial(self._input, batch, labels, update)
-        if self.recorded is None or not (replays and self.records) or self.timed:
+        if self.recorded is None or not (replays and self.records) or self.separate:
             return self._passes(update, inputs)
-        given = [tensor for piece in self.passes for tensor in inputs(piece)]
+        tensors = [tensor for piece in self.passes for tensor in inputs(piece)]
         self.mark("forward")
-        losses, correct = self.recorded(update, given)
+        losses, correct = self.recorded(update, tensors)
         self.mark("rest")
         return Update(self.num_samples, list(losses.unbind()), list(correct.unbind()))
 
@@ -132,46 +170,28 @@ class TrainingStep:
         nothing = inputs[0].new_zeros(0)
         return [torch.stack(tensors) if tensors else nothing for tensors in (result.losses, result.correct)]
 
-    def _passes(self, update: int, inputs: Callable[[Pass], tuple[Tensor, Tensor]]) -> Update:
-        result = self._gradient(update, inputs)
-        self.mark("gradient")
-        self.network.finish_update()
-        self.mark("rest")
-        return result
-
-    def _left_out(self, batch: Batch, update: int, result: Update, guard: FiniteGuard) -> Update:
-        """Change nothing, and find out why."""
-        guard.restore()
-        bad = guard.explain(update, result.losses, lambda: self._whole_gradient(batch, update, replays=False))
-        guard.restore()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.network.updated()
-        return Update(self.num_samples, microbatch_s=result.microbatch_s, bad=bad)
-
-    def _gradient(self, update: int, inputs: Callable[[Pass], tuple[Tensor, Tensor]]) -> Update:
-        result, seconds = Update(self.num_samples), 0.0
+    def _passes(self, update: int, inputs: _Inputs) -> Update:
+        result, network = Update(self.num_samples), self.network
         running: dict[int, _RunningPass] = {}
-        *others, final = self.passes
-        passes = [piece for piece in others if piece.parts[self.rank] or not self.network.leaves_out(update, piece)]
+        *earlier, final = self.passes
+        passes = [piece for piece in earlier if piece.parts[self.rank] or not network.leaves_out(update, piece)]
         passes.append(final)
-        for kind, number in self.network.order(passes):
-            began, last = time.perf_counter(), number == len(passes) - 1
+        for kind, number in network.order(passes):
+            exchanges = number == len(passes) - 1 and not self.separate
             if kind == "forward":
                 running[number] = self._forward(inputs, update, passes[number])
             elif kind == "backward":
-                self._backward(running.pop(number), last and not self.timed, result)
+                self._backward(running.pop(number), exchanges, result)
             else:
                 self.mark("backward")
-                self.network.compute_weight_gradients(number, last and not self.timed)
+                network.compute_weight_gradients(number, exchanges)
                 self.mark("rest")
-            if self.timed and not (last and self.last_waits):
-                wait_for(self.pipeline.device)
-                seconds += time.perf_counter() - began
-        timed = self.passes[: -1 if self.last_waits else None]
-        result.microbatch_s = seconds / max(1, sum(len(piece.microbatches[self.rank]) for piece in timed))
+        self.mark("gradient")
+        network.finish_update()
+        self.mark("rest")
         return result
 
-    def _forward(self, inputs: Callable[[Pass], tuple[Tensor, Tensor]], update: int, piece: Pass) -> _RunningPass:
+    def _forward(self, inputs: _Inputs, update: int, piece: Pass) -> _RunningPass:
         self.mark("input")
         images, targets = inputs(piece)
         self.mark("rest")
@@ -185,11 +205,11 @@ class TrainingStep:
             loss = None if outputs is None else self._part_of_mean(outputs, targets)
         return loss, outputs, targets
 
-    def _backward(self, running: _RunningPass, last: bool, result: Update) -> None:
+    def _backward(self, running: _RunningPass, exchanges: bool, result: Update) -> None:
         loss, outputs, targets = running
         self.mark("backward")
         with _deterministic():
-            self.network.backward(None if loss is None else self.scaler.scale(loss), last)
+            self.network.backward(None if loss is None else self.scaler.scale(loss), exchanges)
         self.mark("rest")
         if loss is not None and len(targets):
             result.losses.append(loss.detach() * self._share if self.network.local_mean else loss.detach())
@@ -201,19 +221,19 @@ class TrainingStep:
 
     def _input(self, batch: Batch, labels: Tensor, update: int, piece: Pass) -> tuple[Tensor, Tensor]:
         """Images and targets of a pass, of this rank's batch."""
-        start = piece.parts[self.rank].start - self.passes[0].parts[self.rank].start
-        end = start + len(piece.parts[self.rank])
+        part, sizes = piece.parts[self.rank], piece.microbatches[self.rank]
+        start = part.start - self.passes[0].parts[self.rank].start
+        end = start + len(part)
         images, targets = self.pipeline(batch, start, end), labels[start:end]
         if self._mixing is None:
             return images, targets
-        sizes, first = piece.microbatches[self.rank], piece.parts[self.rank].start
         return mix(
             images,
             targets,
             num_classes=len(self.pipeline.data.classes),
             config=self._mixing,
             sizes=list(sizes),
-            keys=[fold(self.recipe.seed, update, first + sum(sizes[:i])) for i in range(len(sizes))],
+            keys=[fold(self.recipe.seed, update, part.start + sum(sizes[:i])) for i in range(len(sizes))],
         )
 
     def _part_of_mean(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -231,8 +251,8 @@ def _deterministic() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        name, found, _ = str(error).partition(" does not have a deterministic implementation")
-        if not found:
+        name, is_known, _ = str(error).partition(" does not have a deterministic implementation")
+        if not is_known:
             raise
         raise ConvoyError(
             f"reproducible: torch has no deterministic {name}, which this network needs on this device: leave "
