@@ -68,6 +68,7 @@ def save(
         things = _things(net, optimizer, scheduler, anything)
         packed = Packed({name: thing.state() for name, thing in things.items()})
     about = {name: thing.about() for name, thing in things.items()}
+    # Of plain values rank 0's count: a time or a rank's own loss may differ. All else one rank would load from another.
     if network.groups.mesh.num_devices > 1:
         facts = packed.facts([name for name, thing in things.items() if type(thing) is _Thing])
         alike(network, facts | {f"{name} itself": json.dumps(thing, sort_keys=True) for name, thing in about.items()})

@@ -99,7 +99,7 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
     return model, notes
 
 
-LARGE = 2**30  # bytes of weights from which on no rank builds a network as a whole
+LARGE = 2**30  # bytes of weights from which on no rank but the first has a whole network in its memory
 
 
 def build_for(
@@ -323,8 +323,8 @@ def divisible_sizes(
     """Samples of every microbatch, so small that each of the `parts` of the batch has one, where that changes no
     result; and a sentence where they are smaller than usual. There may still be fewer microbatches than parts.
 
-    Where the user has not said how large microbatches are, the recipe leaves their size open, and so does its run,
-    which can go on with other numbers of devices. More than `parts`, the `useful` ones let stages wait less for each
+    Where the user has not said how large microbatches are, the recipe leaves their size open, and so do `config.yaml`
+    and checkpoints: the run can go on with other numbers of devices. More than `parts`, the `useful` ones let stages wait less for each
     other.
     """
     sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))

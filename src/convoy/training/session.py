@@ -108,7 +108,8 @@ class Session(Prepared):
 
     @property
     def plan_with_cuts(self) -> Plan:
-        """The plan that runs, with the layers at which stages begin, whether somebody has said these or not."""
+        """The plan that runs, with the layers at which stages begin, whether somebody has said these or not: as on
+        other devices the cuts are others, they are kept here, and the recipe asks for none."""
         stages = self.network.stages
         return self.plan if stages is None else replace(self.plan, stages=stages.stages.begins)
 

@@ -260,6 +260,8 @@ class Watchdog:
     def _own(self) -> RankState:
         at = self._position
         still_s = time.monotonic() - at.moved
+        # Only what NCCL's threads have completed is read: to ask a CUDA event keeps Python's lock and stands still while
+        # another thread holds CUDA's, in the very case that this is for.
         with contextlib.suppress(Exception):  # of the device; the main thread meets it too
             self._groups = self._given.state()
         groups = self._groups
