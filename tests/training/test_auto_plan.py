@@ -17,7 +17,7 @@ from convoy.errors import TooLargeError
 from convoy.planner import Planned, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.measured import Measurements
-from convoy.planner.planner import Race, score
+from convoy.planner.planner import Race
 from convoy.planner.planner import _raced as raced_by
 from convoy.plans.plan import Plan
 from convoy.training import Session, workloads
@@ -25,7 +25,7 @@ from convoy.training.step import TrainingStep
 from ranks import run_ranks
 from training.scenarios import session
 
-FILTERS, HEIGHT, SAMPLES, STAGES = map(Plan.parse, ("filter=2", "height=2", "sample=2", "stage=2"))
+FILTERS, HEIGHT, SAMPLES = map(Plan.parse, ("filter=2", "height=2", "sample=2"))
 
 
 def planned(data: Path, cache: Path, *settings: str) -> Session:
@@ -88,27 +88,6 @@ def test_the_winner_of_the_race_runs_and_who_lacks_memory_on_one_rank_leaves_it(
         assert plan == "filter=2" and distance < 1e-5
         assert any("in a race over" in note for note in notes), notes
         assert f"height=2 left the race: rank 1 ran out of memory while racing height=2; {NEEDS_LESS}" in notes
-
-
-def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int, str, float]:
-    """Passes and schedule of a run for which the planner says stages, and how far it is from plain `sample`."""
-
-    def planner(*args: Any, **options: Any) -> Planned:
-        found = make_plan(*args, plans=[SAMPLES], **options)
-        workload = found.workload.through(2, passes)
-        asked = replace(found.workload, in_passes=lambda number: workload, schedules=(schedule,))
-        return replace(found, candidates=(score(asked, STAGES, found.costs, passes),))
-
-    with patch.object(workloads, "make_plan", planner), patch.object(workloads, "measure_input", lambda ready: None):
-        found = planned(data, cache, "microbatch=4")
-    assert found.network.stages is not None
-    return len(found.division.passes(found.merge)), found.network.schedule, far(found, data, "microbatch=4")
-
-
-@pytest.mark.slow
-def test_stages_run_in_the_passes_and_the_order_that_were_predicted(data: Path, tmp_path: Path) -> None:
-    for num, order, distance in run_ranks(in_stages, 2, data, tmp_path, 2, "gpipe"):
-        assert (num, order) == (2, "gpipe") and distance < 1e-5
 
 
 def notes_of(data: Path, cache: Path, input_s: float | None, *settings: str) -> tuple[str, str, bool]:

@@ -18,7 +18,7 @@ from convoy.training.classification import InputPipeline
 from convoy.training.division import Division
 from convoy.training.environment import join_ranks
 from ranks import run_ranks
-from training.scenarios import Settings, drop_checkpoints, refusals, store_of, summary
+from training.scenarios import Settings, drop_checkpoints, refusals, summary
 from whole_runs import Ended, as_before, train_here, train_until
 
 BITS = {"reproducible": "true", "epochs": "3ba"}
@@ -132,19 +132,6 @@ def test_devices_come_and_go_after_crashes_between_checkpoints(data: Path, tmp_p
     assert going_on is not None
     assert 6 <= int(going_on[1]) <= 12  # the checkpoint on its way when the ranks were gone may be lost
     assert (ended.digest, ended.curve) == (want.digest, want.curve)
-
-
-OFTEN = {"checkpoint.every": "auto", "checkpoint.mtbf": "0.01s", "checkpoint.keep": "99"}
-
-
-@pytest.mark.slow
-def test_how_often_the_clock_has_a_reproducible_run_save_changes_no_bit(data: Path, tmp_path: Path) -> None:
-    shared = {"epochs": "24ba", "reproducible": "true", "ema.decay": "0.9", "evaluate_every": "4ba"}
-    (never,) = run_ranks(train_here, 1, data, tmp_path / "never", shared | {"checkpoint.every": "1000ba"})
-    often = run_ranks(train_here, 2, data, tmp_path / "often", shared | OFTEN)
-    assert [(each.digest, each.curve) for each in often] == [(never.digest, never.curve)] * 2
-    assert len(store_of(tmp_path / "often").steps()) > max(3, len(store_of(tmp_path / "never").steps()))
-    assert any("Young 1974; at most" in sentence for sentence in often[0].said)
 
 
 # What is approximate, and called so
