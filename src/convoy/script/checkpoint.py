@@ -139,7 +139,8 @@ def load(
 
 @dataclass
 class _Thing:
-    """One of the values to save, by its name; subclasses are objects with a state."""
+    """One of the values to save, by its name; a plain one is returned by `convoy.load`, not loaded. Subclasses are
+    objects with a state."""
 
     name: str
     thing: Any
@@ -158,7 +159,7 @@ class _Thing:
         raise ConvoyError(f"{self.name} is no object that takes a state: leave it away, convoy.load returns it")
 
     def load(self, saved: Any, about: Mapping[str, Any]) -> None:
-        """A plain value is returned by `convoy.load`, not loaded."""
+        raise NotImplementedError
 
 
 class _Object(_Thing):
@@ -197,8 +198,10 @@ class _Module(_Thing):
 
     def state(self) -> Any:
         parts = Parts(self.thing)
+        if not parts.networks:
+            return parts.tensors()
         return {
-            name: Whole(partial(parts.whole, name, tensor), parts.shape(name, tensor)) if parts.networks else tensor
+            name: Whole(partial(parts.whole, name, tensor), parts.shape(name, tensor))
             for name, tensor in parts.tensors().items()
         }
 
@@ -212,8 +215,7 @@ class _Module(_Thing):
         parts = Parts(self.thing)
         parts.load(saved)
         for place, network in parts.networks.items():
-            draws = about["draws"].get(place)
-            if draws is not None:
+            if draws := about["draws"].get(place):
                 network.context.seed, network.passes = draws["seed"], draws["passes"]
 
 

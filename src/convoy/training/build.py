@@ -324,8 +324,8 @@ def divisible_sizes(
     result; and a sentence where they are smaller than usual. There may still be fewer microbatches than parts.
 
     Where the user has not said how large microbatches are, the recipe leaves their size open, and so do `config.yaml`
-    and checkpoints: the run can go on with other numbers of devices. More than `parts`, the `useful` ones let stages wait less for each
-    other.
+    and checkpoints: the run can go on with other numbers of devices. More than `parts`, the `useful` ones let stages
+    wait less for each other.
     """
     sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
     is_set = recipe.microbatch != DEFAULT_MICROBATCH

@@ -10,6 +10,8 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
 from typing import Self
 
@@ -49,32 +51,6 @@ def _checksum(content: bytes) -> bytes:
     return struct.pack("<I", masked_crc32c(content))
 
 
-class AppendedFile:
-    """Appends to a file, at once on the operating system's side of the process; its folder is made, no other one."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.kept = b""  # waits for room
-        try:
-            path.parent.mkdir(exist_ok=True)
-            self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise ConvoyError(f"cannot write to {path} ({error.strerror}): free what is in its way") from error
-
-    def write(self, content: bytes) -> None:
-        """Append, after what is kept from before; an OSError where not all of it could be written: the rest is kept."""
-        self.kept += content
-        while self.kept:
-            self.kept = self.kept[self._file.write(self.kept) :]
-
-    def close(self) -> None:
-        """Write what is kept, if that is possible; an OSError where something is lost."""
-        try:
-            self.write(b"")
-        finally:
-            self._file.close()
-
-
 class MetricsWriter:
     """Appends lines to the metrics of a run, each at once on disk's side of the process.
 
@@ -91,47 +67,59 @@ class MetricsWriter:
         tell: Callable[[str], None] = lambda sentence: None,
         check: Callable[[int], None] = lambda done: None,
     ) -> None:
-        self._lines = AppendedFile(metrics)
-        try:
-            # A name in the form that TensorBoard looks for, and in whose order it reads.
-            name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-            self._events = AppendedFile(tensorboard / name)
-        except BaseException:
-            self._lines.close()
-            raise
+        # A name in the form that TensorBoard looks for, and in whose order it reads.
+        events = tensorboard / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._lines, self._events = metrics, events
+        self._kept = {metrics: b"", events: b""}  # what waits for room
+        with ExitStack() as stack:
+            self._files = {path: stack.enter_context(_appended(path)) for path in self._kept}
+            self._open = stack.pop_all()
         self._tell, self._check = tell, check
         self._failed = False
-        self._append(self._events, beginning(first_step + 1))
+        self._append({events: beginning(first_step + 1)})
 
     def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> None:
         self._check(step)
         line = {"split": split, "step": step, "epoch": round(epoch, 6), "time_s": round(time_s, 4), **values}
-        self._append(self._lines, f"{to_json(line)}\n".encode())
         finite = {f"{split}/{k}": float(v) for k, v in values.items() if v is not None and math.isfinite(v)}
-        self._append(self._events, scalars(step, finite))
-        if self._failed and not self._lines.kept and not self._events.kept:
+        self._append({self._lines: f"{to_json(line)}\n".encode(), self._events: scalars(step, finite)})
+
+    def _append(self, contents: Mapping[Path, bytes]) -> None:
+        """Append, after what is kept from before."""
+        for path, content in contents.items():
+            self._kept[path] += content
+            reason = self._write(path)
+            if reason is not None and not self._failed:
+                self._failed = True
+                self._tell(f"{path} cannot be written ({reason}): the metrics are kept until it can")
+        if self._failed and not any(self._kept.values()):
             self._failed = False
             self._tell("the metrics are written again, those that were kept too")
 
-    def _append(self, file: AppendedFile, content: bytes) -> None:
+    def _write(self, path: Path) -> str | None:
+        """Write what is kept for a file, or say why not."""
         try:
-            file.write(content)
+            while self._kept[path]:
+                self._kept[path] = self._kept[path][self._files[path].write(self._kept[path]) :]
         except OSError as error:
-            if not self._failed:
-                self._tell(f"{file.path} cannot be written ({error.strerror}): the metrics are kept until it can")
-            self._failed = True
+            return str(error.strerror)
+        return None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *ending: object) -> None:
-        lost: list[str] = []
-        reason = None
-        for file in (self._lines, self._events):
-            try:
-                file.close()
-            except OSError as failure:
-                lost.append(str(file.path))
-                reason = failure.strerror
+        lost = {str(path): reason for path in self._kept if (reason := self._write(path)) is not None}
+        self._open.close()
         if lost:
+            reason = next(iter(lost.values()))
             self._tell(f"the last metrics could not be written to {' and '.join(lost)} ({reason})")
+
+
+def _appended(path: Path) -> FileIO:
+    """A file whose end is written to; its folder is made, no other one."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        return path.open("ab", buffering=0)
+    except OSError as error:
+        raise ConvoyError(f"cannot write to {path} ({error.strerror}): free what is in its way") from error
