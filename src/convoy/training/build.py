@@ -159,7 +159,7 @@ def check_layers(recipe: Recipe, plan: Plan) -> None:
         return
     check_patterns(plan, [name for name, _ in model.named_modules()])
     of_images = {"height", "width"} if recipe.data.channels else {"height", "width", "channel"}
-    if usual is None or {name for _, given in plan.layers for name in given.values()} & of_images:
+    if usual is None or {name for _, strategies in plan.layers for name in strategies.values()} & of_images:
         return
     size = recipe.data.image_size
     shape = (recipe.data.channels or usual[0], size or usual[1], size or usual[2])
@@ -197,8 +197,8 @@ class TriedNetwork:
         sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
         samples = min(2, *sizes)
         try:
-            seen = probe(model, image_shape, device, samples, lowered(recipe), recipe.batch_norm, not as_graph)
-            number = num_classes and _num_logits(model, seen.graph, torch.zeros(1, *image_shape, device=device))
+            result = probe(model, image_shape, device, samples, lowered(recipe), recipe.batch_norm, not as_graph)
+            number = num_classes and _num_logits(model, result.graph, torch.zeros(1, *image_shape, device=device))
             if number != num_classes:
                 raise ConvoyError(
                     f"{recipe.model.name} gives {number} logits for an image, but the data has {num_classes} classes: "
@@ -213,7 +213,7 @@ class TriedNetwork:
                 f"{recipe.model.name} cannot train on images of {'×'.join(map(str, image_shape))} in microbatches of "
                 f"{min(sizes)} ({reason}{where}): change {change}"
             ) from error
-        return TriedNetwork(recipe, model, image_shape, device, seen)
+        return TriedNetwork(recipe, model, image_shape, device, result)
 
     def divisible_sizes(self, parts: int, useful: int | None = None) -> tuple[tuple[int, ...], str | None]:
         """As `divisible_sizes`."""
@@ -224,27 +224,28 @@ class TriedNetwork:
         each of which keeps its share of it alone: a pass takes as many times the microbatches. Where parts go through
         stages, there are to be `passes`.
         """
-        num, seen = len(sizes), self.probe
+        num, result = len(sizes), self.probe
         if self.recipe.reproducible:
             return 1, "reproducible: one by one"
         if self.recipe.batch_norm != "microbatch":
             return num, f"all {num}: batch_norm={self.recipe.batch_norm} is over the whole batch"
-        if seen.draws and not seen.owned:
+        if result.draws and not result.owned:
             return 1, "one by one: the network draws random numbers in a way of its own"
-        if not seen.separable:
+        if not result.separable:
             return 1, "one by one: the network couples the samples of a batch"
-        merge = seen.merge(sizes, self.device, self._memory(), sharing)
+        merge = result.merge(sizes, self.device, self._memory(), sharing)
         exact = -(-num // passes)  # with a smaller pass at the end, if that makes as many as are asked for
         if passes > 1 and merge > (most := exact if -(-num // exact) == passes else max(1, num // passes)):
             return most, f"so that {-(-num // most)} passes go through the stages one after the other"
-        return merge, f"as many of {num} as fit the budget of a pass, {seen.bytes_per_sample / 2**20:.2f} MiB a sample"
+        kept = f"{result.bytes_per_sample / 2**20:.2f} MiB a sample"
+        return merge, f"as many of {num} as fit the budget of a pass, {kept}"
 
     def _memory(self) -> float:
         """Bytes that a rank has: its part of the device's, or its limit; not what is free, as a run that goes on is to
         have the same passes."""
         on_gpu = self.device.type == "cuda"
-        there = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else host_memory()
-        return min(there / self.probe.on_device, self.recipe.parallel.memory_bytes or there)
+        total = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else host_memory()
+        return min(total / self.probe.on_device, self.recipe.parallel.memory_bytes or total)
 
     def counts_of_passes(self, sizes: tuple[int, ...], merge: int, devices: int) -> tuple[int, ...]:
         """Into how many passes through stages an update may be divided, of `merge` microbatches at a time: none where
@@ -254,8 +255,8 @@ class TriedNetwork:
         if devices == 1 or self.recipe.compile or (isinstance(shares, tuple) and len(shares) > 1):
             return ()
         finest, _ = self.divisible_sizes(devices, useful=self.recipe.batch)
-        together = merge * max(sizes) // max(finest) * devices
-        counts = {-(-len(finest) // number) for number in range(1, min(len(finest), together) + 1)}
+        samples = merge * max(sizes) // max(finest) * devices
+        counts = {-(-len(finest) // number) for number in range(1, min(len(finest), samples) + 1)}
         if len(finest) == self.recipe.batch:  # of any size, so that the trainer makes as many as are usual for a plan
             usual = {PARTS_PER_STAGE * stages for stages in range(2, devices + 1) if devices % stages == 0}
             counts |= {number for number in usual if max(len(sizes), min(counts)) <= number <= len(finest)}
@@ -265,25 +266,25 @@ class TriedNetwork:
         """Refuse microbatches of several ranks in one pass where more than batch norm couples the samples of a batch:
         they would not be computed as each by itself. The model is this rank's part by now.
         """
-        recipe, seen = self.recipe, self.probe
+        recipe, result = self.recipe, self.probe
         if ranks.num_sample_ranks == 1 or recipe.batch_norm != "microbatch":
             return
-        other = f"choose a plan that does not divide samples, e.g. filter={ranks.num}, or"
+        advice = f"choose a plan that does not divide samples, e.g. filter={ranks.num}, or"
         what = None
-        if not seen.separable:
+        if not result.separable:
             what = coupled(self.model)
-        elif seen.draws:
+        elif result.draws:
             what = coupled_in_training(self.model)
         if what is not None:
             raise ConvoyError(
                 f"{what} computes with several samples at once, so a microbatch cannot run together with those of "
-                f"other devices: {other} batch_norm=sync"
+                f"other devices: {advice} batch_norm=sync"
             )
-        graph = seen.graph
+        graph = result.graph
         if recipe.reproducible and graph and coupling(graph) is None and coupling(graph, by_gradients=True) is not None:
             raise ConvoyError(
                 f"weights of {recipe.model.name} are computed from others, whose gradients are not added in the same "
-                f"order on several devices: {other} leave --reproducible away"
+                f"order on several devices: {advice} leave --reproducible away"
             )
 
     def why_not_recorded(self, devices: int, group: Group = None) -> str | None:
@@ -318,7 +319,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def divisible_sizes(
-    recipe: Recipe, model: nn.Module, parts: int, found: Probe | None = None, useful: int | None = None
+    recipe: Recipe, model: nn.Module, parts: int, result: Probe | None = None, useful: int | None = None
 ) -> tuple[tuple[int, ...], str | None]:
     """Samples of every microbatch, so small that each of the `parts` of the batch has one, where that changes no
     result; and a sentence where they are smaller than usual. There may still be fewer microbatches than parts.
@@ -330,7 +331,7 @@ def divisible_sizes(
     sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
     is_set = recipe.microbatch != DEFAULT_MICROBATCH
     useful = useful or parts
-    if len(sizes) >= useful or parts > recipe.batch or is_set or _depends_on_microbatches(recipe, model, found):
+    if len(sizes) >= useful or parts > recipe.batch or is_set or _depends_on_microbatches(recipe, model, result):
         return sizes, None
     finer, most = microbatch_sizes(recipe.batch, useful), " at most" * (recipe.batch % useful > 0)
     why = "each device has one" if useful == parts else "stages wait less for each other"
@@ -340,11 +341,11 @@ def divisible_sizes(
     )
 
 
-def _depends_on_microbatches(recipe: Recipe, model: nn.Module, found: Probe | None) -> bool:
+def _depends_on_microbatches(recipe: Recipe, model: nn.Module, result: Probe | None) -> bool:
     """Whether it matters which samples are a microbatch, by more than the order of sums."""
     if recipe.reproducible or recipe.data.mix.on:  # the tree of sums has a leaf for each; partners are of the same
         return True
     if recipe.batch_norm != "microbatch":
         return False
-    couples = found is not None and (not found.separable or (found.draws and not found.owned))
+    couples = result is not None and (not result.separable or (result.draws and not result.owned))
     return couples or has_batch_norm(model)

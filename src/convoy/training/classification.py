@@ -84,9 +84,9 @@ class ClassificationLoss:
         """The loss, a scalar, of logits [samples, classes], or of a tuple of them with the main head first; the targets
         are labels [samples] or class probabilities [samples, classes].
         """
-        main, *others = heads(outputs)
+        main, *auxiliary = heads(outputs)
         loss = F.cross_entropy(main, targets, label_smoothing=self.label_smoothing)
-        for logits in others:
+        for logits in auxiliary:
             loss = loss + self.aux_weight * F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
         return loss
 

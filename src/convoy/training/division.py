@@ -26,7 +26,7 @@ class Pass:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Sizes of all ranks' microbatches, in the order of the ranks."""
-        return tuple(size for own in self.microbatches for size in own)
+        return tuple(size for sizes in self.microbatches for size in sizes)
 
     @cached_property
     def positions(self) -> list[int]:
@@ -52,8 +52,8 @@ class Division:
 
     def positions(self, rank: int) -> range:
         """A rank's positions in the global batch."""
-        own = self.microbatches(rank)
-        return range(self._starts[own.start], self._starts[own.stop])
+        numbers = self.microbatches(rank)
+        return range(self._starts[numbers.start], self._starts[numbers.stop])
 
     def passes(self, merge: int, late: bool = False) -> list[Pass]:
         """The passes of an update, of at most `merge` microbatches each, as many for every rank. A rank with too few
@@ -66,10 +66,10 @@ class Division:
     def _pass(self, number: int, num: int, late: bool) -> Pass:
         sizes, parts = [], []
         for rank in range(len(self.counts)):
-            own = self.microbatches(rank)
-            size, larger = divmod(len(own), num)
+            numbers = self.microbatches(rank)
+            size, larger = divmod(len(numbers), num)
             first = num - larger if late else 0  # of the passes with one more
-            start = own.start + number * size + min(max(0, number - first), larger)
+            start = numbers.start + number * size + min(max(0, number - first), larger)
             end = start + size + (first <= number < first + larger)
             sizes.append(self.sizes[start:end])
             parts.append(range(self._starts[start], self._starts[end]))

@@ -75,13 +75,13 @@ class Evaluation:
 
     def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
         """Name, samples, precision and recall of each class: 0 to 1, None where there is nothing to divide."""
-        right, true, taken = (
+        hits_of, samples_of, answers_of = (
             x.tolist() for x in (self.confusion.diagonal(), self.confusion.sum(1), self.confusion.sum(0))
         )
         return [
             {"class": name, "samples": samples, "precision": hits / answers if answers else None}
             | {"recall": hits / samples if samples else None}
-            for name, hits, samples, answers in zip(classes, right, true, taken, strict=True)
+            for name, hits, samples, answers in zip(classes, hits_of, samples_of, answers_of, strict=True)
         ]
 
     def save(self, run: Path, classes: list[str], name: Callable[[int], str]) -> dict[str, Any]:

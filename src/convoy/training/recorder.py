@@ -211,9 +211,9 @@ def compare(
     placement = session.network.typed(placements[0]) if placements else None
     recorder.forget()
     everyone = ranks.gather(times)
-    shown: list[Timeline] = []
+    middle: list[Timeline] = []
     if timelines and trace_file is not None:
-        shown = ranks.gather(timelines[middle_update([rank.watched for rank in everyone])])
+        middle = ranks.gather(timelines[middle_update([rank.watched for rank in everyone])])
 
     def first() -> Comparison:
         notes = [session.why_unwatched] if session.why_unwatched is not None else []
@@ -221,9 +221,9 @@ def compare(
         if prediction is None and placement is not None and store is not None:
             prediction = _recalled(session, store, placement)
             notes.append(_NOT_PREDICTED if prediction is None else _FROM_STORE)
-        if shown and trace_file is not None:
+        if middle and trace_file is not None:
             predicted = {"predicted": prediction.timeline} if prediction is not None else {}
-            measured = Timeline(tuple(span for timeline in shown for span in timeline.spans))
+            measured = Timeline(tuple(span for timeline in middle for span in timeline.spans))
             with contextlib.suppress(OSError):  # a full disk is no reason to stop a training
                 write_text(trace_file, to_json(trace(**predicted, measured=measured)))
         disturbed = beside_others([rank.load for rank in everyone if rank.load is not None])
@@ -274,19 +274,19 @@ def _compared(
     if scored is not None:
         of_stages, rank = busiest_ranks(scored), scored.timeline.busiest
     else:
-        seen = [of_rank.parts for of_rank in everyone]
-        computing = [parts.parts["forward"] + parts.parts["backward"] if parts is not None else 0.0 for parts in seen]
+        summaries = [of_rank.parts for of_rank in everyone]
+        computing = [part.parts["forward"] + part.parts["backward"] if part is not None else 0.0 for part in summaries]
         stages = ([r for r in range(mesh.num_devices) if mesh.stage_of(r) == s] for s in range(session.plan.num_stages))
         of_stages = tuple(max(members, key=computing.__getitem__) for members in stages)
         rank = max(of_stages, key=computing.__getitem__)
-    shown = everyone[rank]
-    before = [scored.timeline.summary(one) for one in (rank, *of_stages)] if scored is not None else []
-    after = [parts for parts in (everyone[one].parts for one in (rank, *of_stages)) if parts is not None]
-    update_s = max(median(of_rank.timed) for of_rank in everyone) if shown.timed else None
-    if store is not None and update_s is not None and shown.parts is not None:
-        without_input_s = update_s - shown.parts.parts.get("input", 0.0)
+    busiest = everyone[rank]
+    before = [scored.timeline.summary(member) for member in (rank, *of_stages)] if scored is not None else []
+    after = [parts for parts in (everyone[member].parts for member in (rank, *of_stages)) if parts is not None]
+    update_s = max(median(of_rank.timed) for of_rank in everyone) if busiest.timed else None
+    if store is not None and update_s is not None and busiest.parts is not None:
+        without_input_s = update_s - busiest.parts.parts.get("input", 0.0)
         remember_run(store, machine, recipe.model.name, recipe.batch, session.plan, without_input_s)
-    if shown.parts is None:
+    if busiest.parts is None:
         notes = [f"the run was too short to be watched: that takes {recorder.numbers.watched[0]} updates"]
     elif len(of_stages) > 1:
         names = f"{', '.join(map(str, of_stages[:-1]))} and {of_stages[-1]}"
@@ -302,8 +302,8 @@ def _compared(
         devices=session.ranks.num,
         batch=recipe.batch,
         rank=rank,
-        timed=len(shown.timed),
-        watched=len(shown.watched),
+        timed=len(busiest.timed),
+        watched=len(busiest.watched),
         learned=learned,
         update=Both(scored.seconds if scored is not None else None, update_s),
         parts=parts_beside(*both),

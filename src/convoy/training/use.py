@@ -76,8 +76,8 @@ class Classifier:
     def __call__(self, names: list[str]) -> list[FileClasses]:
         """What is on the pictures of a batch of files. Several threads may call it."""
         pictures = [self._read(name) for name in names]
-        good = [picture for picture in pictures if not isinstance(picture, BadImage)]
-        best = iter(self._best(torch.from_numpy(np.stack(good)))) if good else iter(())
+        readable = [picture for picture in pictures if not isinstance(picture, BadImage)]
+        best = iter(self._best(torch.from_numpy(np.stack(readable)))) if readable else iter(())
         return [
             FileClasses(name, bad=picture.reason) if isinstance(picture, BadImage) else FileClasses(name, next(best))
             for name, picture in zip(names, pictures, strict=True)
@@ -138,7 +138,8 @@ def classify(
     with ThreadPoolExecutor(num_threads, "convoy-predict") as pool, warnings.catch_warnings():
         while True:
             turn = ranks.first(turn_of_all)
-            begun = [pool.submit(classifier, mine) for mine in turn[ranks.rank :: ranks.num]] if turn else None
+            batches_here = turn[ranks.rank :: ranks.num] if turn else None
+            begun = None if batches_here is None else [pool.submit(classifier, batch) for batch in batches_here]
             if waiting is not None:
                 parts = ranks.gather([future.result() for future in waiting])
                 in_order = itertools.chain.from_iterable(itertools.zip_longest(*parts, fillvalue=[]))
@@ -192,7 +193,7 @@ def export(run: TrainedRun, form: ExportFormat, path: Path) -> float:
     if not path.parent.is_dir():
         raise ConvoyError(f"the folder {path.parent} does not exist: make it, or choose another --to")
     if path.is_dir():
-        suffix = next(suffix for suffix, known in SUFFIXES.items() if known == form)
+        suffix = next(suffix for suffix, suffix_form in SUFFIXES.items() if suffix_form == form)
         raise ConvoyError(f"{path} is a folder: name a file, e.g. --to {path / f'model{suffix}'}")
     if not os.access(path.parent, os.W_OK):
         raise ConvoyError(f"the folder {path.parent} cannot be written to: choose another --to")

@@ -74,42 +74,42 @@ def explain(
 
     A rank that has written nothing for `silence_s` does not run; `option` says how long one may stand still.
     """
-    state = ranks[rank]
+    own_state = ranks[rank]
     if num_ranks == 1:
         return (
-            f"nothing has moved for {in_words(timeout_s)}{option}: {state.place}; see whether the file system of the "
-            "data answers, then go on with --resume"
+            f"nothing has moved for {in_words(timeout_s)}{option}: {own_state.place}; see whether the file system of "
+            "the data answers, then go on with --resume"
         )
     missing = [other for other in range(num_ranks) if other not in ranks]
-    silent = [other for other, seen in ranks.items() if other != rank and seen.silent_s > silence_s]
+    silent = [other for other, state in ranks.items() if other != rank and state.silent_s > silence_s]
     late = _late(ranks)
-    busy = [other for other, seen in ranks.items() if not seen.waits and other not in silent]
+    busy = [other for other, state in ranks.items() if not state.waits and other not in silent]
     if missing or silent:
         held = f"held up by {_named([*silent, *missing], ranks)}, not heard of any more"
     elif late is not None:
         members, why = late
-        others = [other for other in members if other != rank]
-        held = f"held up by {_named(others, ranks)}, {why}" if others else f"{why}: the others wait for it"
+        late_ranks = [other for other in members if other != rank]
+        held = f"held up by {_named(late_ranks, ranks)}, {why}" if late_ranks else f"{why}: the others wait for it"
     elif busy == [rank]:
         held = "and the others wait for it"
     elif busy:
         held = f"held up by {_named(busy, ranks)}"
     else:
-        first = min(seen.update for seen in ranks.values())
-        behind = [other for other, seen in ranks.items() if seen.update == first]
+        earliest = min(state.update for state in ranks.values())
+        behind = [other for other, state in ranks.items() if state.update == earliest]
         where = f", {_named(behind, ranks)} behind the others" if len(behind) < len(ranks) else ""
         held = f"while all wait for each other{where}"
     lines = [
-        f"{state.name} has not moved for {in_words(timeout_s)}{option}: {state.place}, {held}",
+        f"{own_state.name} has not moved for {in_words(timeout_s)}{option}: {own_state.place}, {held}",
         "last positions:",
     ]
     for other in range(num_ranks):
         if other not in ranks:
             lines.append(f"  rank {other}: nothing is known of it")
             continue
-        seen = ranks[other]
-        since = f"not heard of for {in_words(seen.silent_s)}" if other in silent else f"for {in_words(seen.still_s)}"
-        lines.append(f"  {seen.name}: {seen.place} ({since})")
+        state = ranks[other]
+        since = f"not heard of for {in_words(state.silent_s)}" if other in silent else f"for {in_words(state.still_s)}"
+        lines.append(f"  {state.name}: {state.place} ({since})")
     return "\n".join(lines)
 
 
@@ -117,8 +117,8 @@ def _late(ranks: Mapping[int, RankState]) -> tuple[list[int], str] | None:
     """Who holds the others' GPUs up, and by what: the ranks that have enqueued the fewest collectives of a group, or
     whose GPU alone does not finish one, first those that wait for nobody themselves. None where no GPU waits."""
     late: list[tuple[list[int], str]] = []
-    for name in dict.fromkeys(name for seen in ranks.values() for name in seen.groups):
-        members = next(seen.groups[name][0] for seen in ranks.values() if name in seen.groups)
+    for name in dict.fromkeys(name for state in ranks.values() for name in state.groups):
+        members = next(state.groups[name][0] for state in ranks.values() if name in state.groups)
         states = {rank: ranks[rank].groups.get(name, (members, 0, [])) for rank in members if rank in ranks}
         waiting = [rank for rank, (_, _, still) in states.items() if still]
         if not waiting:
@@ -239,8 +239,8 @@ class Watchdog:
         waits = self._own().waits
         if self._patient:
             return waits and still_s > _BEFORE * collective_limit_s(self.timeout_s)
-        others = [seen for rank, seen in self._known.items() if rank != self._rank]
-        return still_s > self.timeout_s and not (waits and any(seen.works(self.timeout_s) for seen in others))
+        states = [state for rank, state in self._known.items() if rank != self._rank]
+        return still_s > self.timeout_s and not (waits and any(state.works(self.timeout_s) for state in states))
 
     def _own(self) -> RankState:
         at, collective, late = self._position, self._position.collective, ""
@@ -271,9 +271,9 @@ class Watchdog:
         if self._store is None:
             return
         for rank, text in enumerate(self._store.multi_get([str(rank) for rank in range(self._num)])):
-            seen = RankState(**{**json.loads(text), "heard": time.monotonic()})
-            if rank not in self._known or self._known[rank].count != seen.count:
-                self._known[rank] = seen
+            state = RankState(**{**json.loads(text), "heard": time.monotonic()})
+            if rank not in self._known or self._known[rank].count != state.count:
+                self._known[rank] = state
 
     def _sentence(self, still_s: float) -> str:
         known = {**self._known, self._rank: self._own()}

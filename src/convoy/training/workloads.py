@@ -63,13 +63,13 @@ def workload_in_passes(
 ) -> Workload:
     """The same where microbatches have these sizes, of which a device takes `merge` in a pass."""
     recipe = tried.recipe
-    together, alone = (math.ceil(len(sizes) / (merge * number)) for number in (devices, 1))
-    first = workload_of(
+    passes, passes_alone = (math.ceil(len(sizes) / (merge * number)) for number in (devices, 1))
+    undivided = workload_of(
         tried.model,
         torch.empty(1, *tried.image_shape, device=tried.device),
         recipe.batch,
         name=recipe.model.name,
-        passes=together,
+        passes=passes,
         channels_last=bool(recipe.channels_last),
         batch_norm=recipe.batch_norm,
         microbatch=sizes[0] if recipe.batch_norm == "microbatch" else 0,
@@ -79,21 +79,22 @@ def workload_in_passes(
         optimizer_name=recipe.optimizer.name,
         recompute=recipe.recompute,
     )
-    assert first.in_passes is not None
-    divided, shares = first.in_passes, recipe.parallel.shares
+    assert undivided.in_passes is not None
+    divided, shares = undivided.in_passes, recipe.parallel.shares
     given_shares = shares if isinstance(shares, tuple) and len(shares) > 1 else None
     counts = tried.counts_of_passes(sizes, merge, devices)
 
     @cache
     def through_stages(passes: int) -> Workload:
-        workload = in_passes(passes)
-        return replace(workload, microbatch=min(workload.microbatch, workload.samples) if len(sizes) >= passes else 0)
+        staged = in_passes(passes)
+        return replace(staged, microbatch=min(staged.microbatch, staged.samples) if len(sizes) >= passes else 0)
 
     def in_passes(passes: int) -> Workload:
         return replace(divided(passes), counts=counts, in_passes=through_stages, schedules=schedules_of(recipe))
 
-    even = in_passes(together)
-    even = even if alone == together else replace(even, alone=in_passes(alone))
+    workload = in_passes(passes)
+    if passes_alone != passes:
+        workload = replace(workload, alone=in_passes(passes_alone))
 
     def by_speed(slowdowns: Sequence[float]) -> Workload:
         if given_shares is not None:
@@ -101,18 +102,20 @@ def workload_in_passes(
         elif slowdowns and len(slowdowns) <= len(sizes):
             microbatches = soonest(len(sizes), slowdowns)
         else:
-            return even
-        workload, bound = in_passes(math.ceil(max(microbatches) / merge)), given_shares is not None
-        return replace(workload, shares=microbatches, bound=bound, alone=even.alone or even)
+            return workload
+        uneven = in_passes(math.ceil(max(microbatches) / merge))
+        bound, alone = given_shares is not None, workload.alone or workload
+        return replace(uneven, shares=microbatches, bound=bound, alone=alone)
 
-    return even if devices == 1 else replace(even, by_speed=by_speed)
+    return workload if devices == 1 else replace(workload, by_speed=by_speed)
 
 
 def schedules_of(recipe: Recipe) -> tuple[Schedule, ...]:
     """The orders of passes through stages that the recipe allows."""
     if recipe.parallel.schedule is not None:
         return (recipe.parallel.schedule,)
-    return tuple(one for one in SCHEDULES if one != "zero-bubble" or not recipe.reproducible)  # whose bits it changes
+    # zero-bubble changes bits
+    return tuple(schedule for schedule in SCHEDULES if schedule != "zero-bubble" or not recipe.reproducible)
 
 
 def measuring(recipe: Recipe, device: torch.device, neighbours: int) -> Device:
@@ -220,7 +223,7 @@ def choose_plan(ready: Prepared, rivals: Sequence[Plan], progress: Callable[[str
 def _sentences(planned: Planned, device: torch.device, within: str) -> list[str]:
     """What was predicted to be fastest, and what the race took."""
     best, took = planned.best, planned.measured
-    predicted = min(planned.candidates, key=lambda one: one.seconds)
+    predicted = min(planned.candidates, key=lambda scored: scored.seconds)
     staging = predicted.staging
     passes = f" in {predicted.passes} passes, schedule {staging.schedule}," if staging is not None else ""
     sentence = f"{predicted.plan}{passes} is predicted to be fastest, {_each(predicted.seconds)} ({within})"
