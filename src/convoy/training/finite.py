@@ -3,9 +3,9 @@
 import math
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,26 +16,17 @@ from convoy.plans.place import Placement
 from convoy.training.parallel import TrainedNetwork
 
 
-@dataclass(frozen=True)
-class NonFiniteLayer:
-    """Where numbers are not finite: a layer's output, or the gradient of that."""
-
-    of: Literal["output", "gradient"]
-    layer: str
-    run: int  # the pass through the network, from 0
-
-
 class Origin:
-    """Looks at all that the calls of a network give, and keeps the first that is not finite; see
-    `convoy.engine.program.Watch`."""
+    """Looks at all that the calls of a network give, and keeps the first layer whose output is not finite, or the
+    gradient of it; see `convoy.engine.program.Watch`."""
 
     def __init__(self) -> None:
-        self.first: NonFiniteLayer | None = None
-        self._run = -1
+        self.first: tuple[bool, int, str] | None = None  # whether it is the gradient; the pass, from 0; the layer
+        self._pass = -1
 
     def of_pass(self, placement: Placement) -> "Origin":
         """A pass through the network begins."""
-        self._run += 1
+        self._pass += 1
         return self
 
     def before(self, name: str) -> None:
@@ -45,13 +36,13 @@ class Origin:
         """A call has given its results; those between calls have no name."""
         for result in results if name else ():
             if isinstance(result, Tensor) and result.is_floating_point():
-                self._see("output", name, result)
+                self._look(name, False, result)
                 if result.requires_grad:
-                    result.register_hook(partial(self._see, "gradient", name))
+                    result.register_hook(partial(self._look, name, True))
 
-    def _see(self, of: Literal["output", "gradient"], name: str, x: Tensor) -> None:
+    def _look(self, name: str, is_gradient: bool, x: Tensor) -> None:
         if self.first is None and not bool(torch.isfinite(x).all()):
-            self.first = NonFiniteLayer(of, name.partition("#")[0], self._run)
+            self.first = is_gradient, self._pass, name.partition("#")[0]
 
 
 ADVICE = "lower optimizer.lr, lengthen schedule.warmup or set clip_norm"
@@ -66,19 +57,6 @@ class NotFiniteError(ConvoyError):
     def __init__(self, what: str, by: int, saved: str) -> None:
         super().__init__(f"{what} by update {by:,}: {ADVICE}{SKIP} ({saved})")
         self.what, self.by, self.saved = what, by, saved
-
-
-@dataclass(frozen=True)
-class NonFiniteUpdate:
-    """An update whose loss or gradient is not finite, the same on every rank."""
-
-    update: int  # counted from 0
-    loss: float  # of the global batch
-    where: str  # in which layer on which ranks it begins, in words; empty where no layer was seen
-
-    def __str__(self) -> str:
-        what = f"the loss is {self.loss}" if not math.isfinite(self.loss) else "the gradient is not finite"
-        return f"{what} in update {self.update + 1:,}{self.where}"
 
 
 class FiniteGuard:
@@ -114,8 +92,9 @@ class FiniteGuard:
         for buffer, before in zip(self._network.model.buffers(), self._buffers, strict=True):
             buffer.copy_(before)
 
-    def explain(self, update: int, losses: Sequence[Tensor], again: Callable[[], object]) -> NonFiniteUpdate:
-        """Where it began; `again` does the passes of this update again, on all ranks, and leaves nothing behind."""
+    def explain(self, update: int, losses: Sequence[Tensor], again: Callable[[], object]) -> str:
+        """What is not finite in an update, counted from 0, and in which layer on which ranks that begins, the same on
+        every rank; `again` does its passes again, on all ranks, and leaves nothing behind."""
         origin, engine = Origin(), self._network.engine
         watch, engine.watch = engine.watch, origin.of_pass  # of a network that is not captured nothing is seen
         try:
@@ -125,10 +104,12 @@ class FiniteGuard:
         loss_share = sum(float(loss) for loss in losses)
         reports = self._ranks.gather((origin.first, loss_share, socket.gethostname()))
         loss = sum(self._ranks.gather_samples(loss_share))
-        layers = [layer for layer, _, _ in reports if layer is not None]
-        if not layers:
-            return NonFiniteUpdate(update, loss, "")
-        first = min(layers, key=lambda layer: (layer.of == "gradient", layer.run))
-        ranks = [f"rank {rank} on host {host}" for rank, (layer, _, host) in enumerate(reports) if layer == first]
-        where = f", first in the {first.of} of layer {first.layer}"
-        return NonFiniteUpdate(update, loss, where + (f" on {', '.join(ranks)}" if len(reports) > 1 else ""))
+        what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite"
+        sentence = f"{what} in update {update + 1:,}"
+        origins = [first for first, _, _ in reports if first is not None]
+        if not origins:
+            return sentence
+        earliest = min(origins, key=itemgetter(0, 1))
+        sentence += f", first in the {'gradient' if earliest[0] else 'output'} of layer {earliest[2]}"
+        ranks = [f"rank {rank} on host {host}" for rank, (first, _, host) in enumerate(reports) if first == earliest]
+        return sentence + (f" on {', '.join(ranks)}" if len(reports) > 1 else "")

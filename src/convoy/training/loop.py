@@ -20,7 +20,7 @@ from convoy.progress import Reporter
 from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver, Timetable
 from convoy.training.code import OtherCodeError, difference
 from convoy.training.evaluate import Evaluation, StoppedError
-from convoy.training.finite import ADVICE, NonFiniteUpdate, NotFiniteError
+from convoy.training.finite import ADVICE, NotFiniteError
 from convoy.training.interrupt import SIGNALS, Asking, Interrupt
 from convoy.training.log import SHOW_EVERY_S, Log, Sums
 from convoy.training.metrics import MetricsWriter
@@ -197,8 +197,7 @@ class Loop:
                 self.done += 1
                 self._log.updates.append(update)
                 self._after_update()
-                asking.left -= 1
-                stops = self._interrupt.agreed is not None or (asking.left <= 0 and asking.meet())
+                stops = asking()
                 if self._subscriber and (recorder.num % REMEMBERED == 0 or stops or self.done == self.total):
                     self._subscriber.look()
                 if stops:
@@ -208,7 +207,7 @@ class Loop:
     def _stopping(self, name: str) -> None:
         self.reporter.say(f"{name}: finishing this update, then saving; again to stop now, without saving")
 
-    def _left_out(self, bad: NonFiniteUpdate) -> int:
+    def _left_out(self, bad: str) -> int:
         """Count an update that was not made: how many in a row; a ConvoyError after too many."""
         self.progress.left_out += 1
         if self._left_out_in_a_row + 1 == GIVE_UP:

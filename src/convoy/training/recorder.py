@@ -79,7 +79,7 @@ class Recorder:
         self.numbers = numbers or (RECORDED if session.is_recorded else EARLY)
         self.num = 0  # updates so far
         self.recent = deque[tuple[float, float, float]](maxlen=remembered)  # their waits, own work and seconds
-        self.host = HostWatch() if session.profiles is not None else None  # what else the machine does meanwhile
+        self.host = HostWatch() if session.keeps_times else None  # what else the machine does meanwhile
         self.clock = clock or DeviceClock(session.device)
         # Of the first updates, beginning and end of those that were only timed, and those that were watched.
         self.timed: list[tuple[Any, Any]] = []

@@ -49,10 +49,15 @@ class Prepared(TriedNetwork):
     data: DataSet
     quantities: Quantities
     ranks: Ranks
-    profiles: ProfileStore | None  # learns what was measured; None keeps nothing
+    keeps_times: bool  # what is measured is kept for later plans, and what is kept is used
     derived: list[Derived]  # what follows from the recipe, for the log and the report
     notes: list[str]  # sentences about what was decided, likewise
     code: Code  # what the plain network computes
+
+    @property
+    def profiles(self) -> ProfileStore | None:
+        """What learns from measurements; None keeps nothing."""
+        return ProfileStore() if self.keeps_times else None
 
     def new_pipeline(self) -> InputPipeline:
         """What takes the data's pictures to the device."""
@@ -60,19 +65,12 @@ class Prepared(TriedNetwork):
         return InputPipeline(self.data, self.device, memory_format)
 
     def batches_of(
-        self,
-        positions: range,
-        first_update: int,
-        num_updates: int,
-        told: Callable[[int], None] = lambda _: None,
-        workers: int | None = None,
+        self, positions: range, first_update: int, num_updates: int, told: Callable[[int], None] = lambda _: None
     ) -> Generator[Batch, None, None]:
-        """The samples at some positions of the batches of some updates, made by as many `workers` as the recipe says,
-        or as are said here; `told` learns of more of them."""
-        config = self.recipe.data if workers is None else self.recipe.data.model_copy(update={"workers": workers})
+        """The samples at some positions of the batches of some updates; `told` learns of more worker processes."""
         return training_batches(
             self.data,
-            config,
+            self.recipe.data,
             Order(len(self.data.train), self.recipe.batch, self.recipe.seed),
             first_update=first_update,
             num_updates=num_updates,

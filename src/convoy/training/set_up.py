@@ -13,7 +13,6 @@ from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.deferred import lacks_numbers
 from convoy.engine.recorded import graph_on, leave_default_stream
 from convoy.errors import ConvoyError
-from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE
 from convoy.training.assembly import assemble
@@ -88,7 +87,7 @@ def set_up(
         data=data,
         quantities=replace(quantities, sizes=sizes),
         ranks=ranks,
-        profiles=ProfileStore() if keep else None,
+        keeps_times=keep,
         derived=settled.derived,
         notes=notes,
         code=ranks.first(lambda: code_of(model, tried.probe.graph)),

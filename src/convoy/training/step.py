@@ -22,7 +22,7 @@ from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
 from convoy.training.classification import ClassificationLoss, InputPipeline, heads, num_correct
 from convoy.training.division import Pass
-from convoy.training.finite import FiniteGuard, NonFiniteUpdate
+from convoy.training.finite import FiniteGuard
 from convoy.training.precision import autocast_of
 from convoy.training.recipe import Recipe
 from convoy.training.schedules import Schedule
@@ -53,7 +53,7 @@ class Update:
     images: int  # of the global batch
     losses: list[Tensor] = field(default_factory=list)
     correct: list[Tensor] = field(default_factory=list)
-    bad: NonFiniteUpdate | None = None  # why the weights were left as they are; None where they were changed
+    bad: str | None = None  # why the weights were left as they are; None where they were changed
     seconds: float = 0.0  # from asking for its batch to its end
     wait_s: float = 0.0  # for its batch
     # Work by the clock of the host, without waits for other ranks; 0 on a GPU, which that clock does not see.

@@ -128,30 +128,20 @@ _LEAST, _LONGEST_S = 4, 3.0  # at least so many batches are measured, for so man
 
 
 def measure_input(ready: Prepared) -> HostCost | None:
-    """Seconds of a sample on its way from where it is stored to the device, normalized; of the slowest rank. None where
-    a picture cannot be read: the training will say so.
+    """Seconds of a sample on its way from where it is stored to the device, normalized, with all the workers that there
+    may be; of the slowest rank. None where a picture cannot be read: the training will say so.
 
     All ranks call it, and get their parts of the first batches at the same time, as in training. Beside a GPU its host
     and worker processes load; those of a CPU take their time from the cores that compute.
     """
-    ready.ranks.barrier()
-    local_s: float | None = None
-    with suppress(ConvoyError):
-        local_s = _seconds(ready)
-    everyone = ready.ranks.gather(local_s)
-    measured_s = [seconds for seconds in everyone if seconds is not None]
-    if len(measured_s) < len(everyone):
-        return None
-    return HostCost(per_sample=max(measured_s), beside=ready.device.type == "cuda")
-
-
-def _seconds(ready: Prepared) -> float:
-    """Of a sample here, with all the workers that there may be."""
-    positions = balanced(ready.recipe.batch, ready.ranks.num)[ready.ranks.rank]
-    assert isinstance(positions, range)
-    pipeline = ready.new_pipeline()
-    workers = num_workers(ready.data, ready.recipe.data)[0]
-    with closing(ready.batches_of(positions, 0, 1 + max(_LEAST, workers), workers=workers)) as batches:
+    recipe, ranks, pipeline = ready.recipe, ready.ranks, ready.new_pipeline()
+    workers, _ = num_workers(ready.data, recipe.data)
+    data = recipe.data.model_copy(update={"workers": workers})
+    ready = replace(ready, recipe=recipe.model_copy(update={"data": data}))
+    positions = balanced(recipe.batch, ranks.num)[ranks.rank]
+    sample_s: float | None = None
+    ranks.barrier()
+    with suppress(ConvoyError), closing(ready.batches_of(positions, 0, 1 + max(_LEAST, workers))) as batches:
         pipeline(next(batches))  # workers have started, and memory is there
         wait_for(ready.device)
         began, samples, passed = time.perf_counter(), 0, 0.0
@@ -162,7 +152,11 @@ def _seconds(ready: Prepared) -> float:
             passed = time.perf_counter() - began
             if passed > _LONGEST_S:
                 break
-    return passed / max(1, samples)
+        sample_s = passed / max(1, samples)
+    everyone = [seconds for seconds in ranks.gather(sample_s) if seconds is not None]
+    if len(everyone) < ranks.num:
+        return None
+    return HostCost(per_sample=max(everyone), beside=ready.device.type == "cuda")
 
 
 _ENOUGH, _MOST = 3, 8  # a racer ends when so many measurements are near its fastest, or after so many in any case
