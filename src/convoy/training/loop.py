@@ -22,8 +22,7 @@ from convoy.training.code import OtherCodeError, difference
 from convoy.training.evaluate import Evaluation, StoppedError
 from convoy.training.finite import ADVICE, NotFiniteError
 from convoy.training.interrupt import SIGNALS, Asking, Interrupt
-from convoy.training.log import SHOW_EVERY_S, Log, Sums
-from convoy.training.metrics import MetricsWriter
+from convoy.training.log import SHOW_EVERY_S, Log, MetricsWriter, Sums
 from convoy.training.recorder import REMEMBERED, Recorder, Subscriber, compare
 from convoy.training.records import RunProgress
 from convoy.training.resume import extended, identity, load_latest, moved_data, state_at_end

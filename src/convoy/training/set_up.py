@@ -15,7 +15,6 @@ from convoy.engine.recorded import graph_on, leave_default_stream
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE
-from convoy.training.assembly import assemble
 from convoy.training.build import TriedNetwork, build_for, divisible_sizes, has_batch_norm, on_meta
 from convoy.training.code import code_of
 from convoy.training.defaults import settle
@@ -25,7 +24,7 @@ from convoy.training.parallel_config import check_shares, plan_of
 from convoy.training.precision import check_precision, set_numerics
 from convoy.training.recipe import LossConfig, Recipe
 from convoy.training.resume import check_ranks
-from convoy.training.session import ChosenPlan, Prepared, Session
+from convoy.training.session import ChosenPlan, Prepared, Session, assemble
 from convoy.training.workloads import choose_plan
 
 
