@@ -231,8 +231,7 @@ class TrainedNetwork:
         if self._local is not None:
             self._local.average()
 
-    def versions(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """The whole as each sample rank has it, where a method lets them drift apart, else once. All ranks call it."""
-        whole = self.engine.whole(name, tensor)
+    def versions(self, whole: Tensor) -> list[Tensor]:
+        """A whole as each sample rank has it, where a method lets them drift apart, else once. All ranks call it."""
         axes = self.engine.sample_axes if self.local_mean else ()
         return list(all_gather(whole.contiguous(), self.engine.groups.of(axes)))

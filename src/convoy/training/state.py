@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError, Kinds, in_file
 from convoy.comm.ranks import received
 from convoy.script.state import NamedOptimizer, Parts
+from convoy.script.values import Whole
 from convoy.training.parallel import TrainedNetwork
 
 
@@ -115,27 +116,27 @@ class RunState:
         """The state, with the loop's own values beside it: the tensors, whole, by name and one after the other, some of
         them the live ones; and all else. All ranks call it, and go through the tensors.
         """
-        named = NamedOptimizer(self.model, self.optimizer)
-        entries = named.entries()
+        state = NamedOptimizer(self.model, self.optimizer).state()
         scalars = {
             name: numbers
-            for name, entry in entries.items()
-            if (numbers := {k: v for k, v in entry.items() if not isinstance(v, Tensor) and v is not None})
+            for name, entry in state["state"].items()
+            if (numbers := {k: v for k, v in entry.items() if not isinstance(v, Tensor | Whole) and v is not None})
         }
         groups = [
             {key: value for key, value in group.items() if isinstance(value, int | float) and key != "fused"}
-            for group in self.optimizer.param_groups
+            for group in state["param_groups"]
         ]
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for kind, section in self._sections().items():
                 for name, tensor in section.items():
                     yield f"{kind}.{name}", self.network.engine.whole(name, tensor)
-            for name, entry in entries.items():
+            for name, entry in state["state"].items():
                 for key, value in entry.items():
                     if isinstance(value, Tensor):
-                        versions = self.network.versions(name, value) if named.like_parameter(name, value) else [value]
-                        for i, version in enumerate(versions):
+                        yield f"{_optimizer(0)}.{key}.{name}", value
+                    elif isinstance(value, Whole):
+                        for i, version in enumerate(self.network.versions(value.make())):
                             yield f"{_optimizer(i)}.{key}.{name}", version
 
         return tensors(), {
