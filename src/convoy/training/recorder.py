@@ -107,12 +107,10 @@ class Recorder:
         self._asked = time.perf_counter()
         self._count += 1
         self._now = self._began = None
-        if self.done:
-            return
-        if self._count in self.numbers.watched or self._count in self.numbers.separate:
+        if self._count in (*self.numbers.watched, *self.numbers.separate):
             self._now = WatchedUpdate(self.clock)
             self._now.mark("input")
-        elif self._count > WARM_UP:
+        elif WARM_UP < self._count <= self.numbers.last:
             self._began = self.clock.now()
 
     def update(self, step: TrainingStep, batch: Batch, number: int, waits: bool = False) -> Update:
@@ -136,17 +134,16 @@ class Recorder:
 
     @contextlib.contextmanager
     def _watching(self, step: TrainingStep, watched: WatchedUpdate) -> Iterator[None]:
-        engine = step.network.engine if self.session.why_unwatched is None else None
-        parameters = list(step.network.model.parameters()) if engine is not None else []
+        engine, sees_calls = step.network.engine, self.session.why_unwatched is None
+        parameters = list(step.network.model.parameters()) if sees_calls else []
         separate = self._count in self.numbers.separate
 
         def mark(part: StepPart) -> None:
             current.to(part)
             watched.mark(part)
 
-        step.mark, step.separate = mark, separate and engine is not None
-        if engine is not None:
-            engine.watch = watched.of_pass
+        step.mark, step.separate = mark, separate and sees_calls
+        engine.watch = watched.of_pass if sees_calls else None
         if isinstance(engine, StagedNetwork):
             engine.watch_wait = watched.wait
         try:
@@ -154,9 +151,7 @@ class Recorder:
                 yield
             watched.mark("rest")
         finally:
-            step.mark, step.separate = current.to, False
-            if engine is not None:
-                engine.watch = None
+            step.mark, step.separate, engine.watch = current.to, False, None
             if isinstance(engine, StagedNetwork):
                 engine.watch_wait = contextlib.nullcontext
         (self.separate if separate else self.watched).append(watched)
