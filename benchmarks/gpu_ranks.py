@@ -38,7 +38,7 @@ from convoy.plans.plan import Plan
 from convoy.training import load_recipe
 from convoy.training.build import TriedNetwork
 from convoy.training.division import Division
-from convoy.training.parallel import TrainedNetwork
+from convoy.training.exchange import Exchange, divided_network
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet50": partial(models.create, "resnet50", num_classes=1000),
@@ -132,22 +132,25 @@ def convoy_update(
     parts = len(images) // microbatch
     plan = Plan.parse("serial" if ranks == 1 else f"sample={ranks}", num_devices=ranks)
     recipe = load_recipe("default", ["model.name=any", f"batch_norm={batch_norm}"])
-    network = TrainedNetwork(model, plan, images[:microbatch], recipe)
+    network = divided_network(model, plan, images[:microbatch], recipe)
+    exchange = Exchange(network, recipe)
     division = Division((microbatch,) * (parts * ranks), (parts,) * ranks)
     pieces = division.passes(merge)
-    network.divide(division, len(pieces))
+    exchange.divide(division, len(pieces))
 
     def passes(number: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         images, labels = inputs
         losses = []
         for piece in pieces:
             part = piece.parts[0]
-            network.enter(number, piece)
+            network.samples = tuple(map(len, piece.parts))
+            network.context.enter(number, piece.positions, piece.sizes, images.device)
             with autocast:
-                loss = F.cross_entropy(network.forward(images[part.start : part.stop]), labels[part.start : part.stop])
-            network.backward(loss * (len(part) / (ranks * len(images))), last=piece is pieces[-1])
+                loss = F.cross_entropy(model(images[part.start : part.stop]), labels[part.start : part.stop])
+            with exchange.in_pass(piece is pieces[-1]):
+                (loss * (len(part) / (ranks * len(images)))).backward()
             losses.append(loss.detach())
-        network.finish_update()
+        exchange.finish()
         return losses
 
     step: Callable[[int, Sequence[Tensor]], Any] = passes
@@ -161,9 +164,9 @@ def convoy_update(
         nonlocal number
         optimizer.zero_grad(set_to_none=True)
         step(number, [images, labels])
-        with network.stepping(optimizer):
+        with exchange.stepping(optimizer):
             optimizer.step()
-        network.updated(number)
+        exchange.updated(number)
         number += 1
 
     return update

@@ -40,7 +40,7 @@ def far(found: Session, data: Path, *settings: str) -> float:
         step = each.step()
         for update, batch in enumerate(each.batches(0, 3)):
             step(batch, update)
-        ends.append({name: each.network.engine.whole(name, x).clone() for name, x in each.model.state_dict().items()})
+        ends.append({name: each.network.whole(name, x).clone() for name, x in each.model.state_dict().items()})
     return max(float((ends[0][n] - x).abs().max()) for n, x in ends[1].items() if x.is_floating_point())
 
 
@@ -63,13 +63,13 @@ def raced(data: Path, cache: Path) -> tuple[str, list[str], float]:
     step = TrainingStep.__call__
 
     def stepping(self: TrainingStep, batch: Batch, update: int) -> object:
-        engine = self.network.engine
+        engine = self.network
         if engine.groups.rank == 1 and engine.plan == HEIGHT and update == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return step(self, batch, update)
 
     def seconds(racer: TrainingStep, *args: Any, **options: Any) -> float:
-        return measure(racer, *args, **options) * (0.01 if racer.network.engine.plan == FILTERS else 1.0)
+        return measure(racer, *args, **options) * (0.01 if racer.network.plan == FILTERS else 1.0)
 
     measure = workloads.update_seconds
     with (
@@ -98,7 +98,7 @@ def notes_of(data: Path, cache: Path, input_s: float | None, *settings: str) -> 
             found = planned(data, cache, *settings)
     except TooLargeError as error:
         return "", str(error), False
-    returns = found.network.stages is not None and found.network.stages.returns_memory
+    returns = getattr(found.network, "returns_memory", False)
     notes = [*found.notes, *(["freed memory is given back"] if returns else [])]
     return str(found.plan), " ".join(notes), any(cache.rglob("*.json"))
 

@@ -52,9 +52,7 @@ def run(trained: Session, number: int, watch: Recorder | None = None) -> dict[st
             watch.update(work, batch, done)
     if watch is not None:
         watch.ask(number)
-    return {
-        name: trained.network.engine.whole(name, tensor).clone() for name, tensor in trained.model.state_dict().items()
-    }
+    return {name: trained.network.whole(name, tensor).clone() for name, tensor in trained.model.state_dict().items()}
 
 
 UNCHANGED = (

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from convoy.comm.ranks import Ranks
+from convoy.engine.network import Network
 from convoy.errors import ConvoyError
 from convoy.plans.place import Placement
-from convoy.training.parallel import TrainedNetwork
 
 
 class Origin:
@@ -66,7 +66,7 @@ class FiniteGuard:
     A scale of the loss lets gradients overflow, and copes with it: then `gradients` is False.
     """
 
-    def __init__(self, network: TrainedNetwork, ranks: Ranks, gradients: bool) -> None:
+    def __init__(self, network: Network, ranks: Ranks, gradients: bool) -> None:
         self._network, self._ranks, self._gradients = network, ranks, gradients
         self._buffers: list[Tensor] = []
 
@@ -95,12 +95,12 @@ class FiniteGuard:
     def explain(self, update: int, losses: Sequence[Tensor], again: Callable[[], object]) -> str:
         """What is not finite in an update, counted from 0, and in which layer on which ranks that begins, the same on
         every rank; `again` does its passes again, on all ranks, and leaves nothing behind."""
-        origin, engine = Origin(), self._network.engine
-        watch, engine.watch = engine.watch, origin.of_pass  # of a network that is not captured nothing is seen
+        origin, network = Origin(), self._network
+        watch, network.watch = network.watch, origin.of_pass  # of a network that is not captured nothing is seen
         try:
             again()
         finally:
-            engine.watch = watch
+            network.watch = watch
         loss_share = sum(float(loss) for loss in losses)
         reports = self._ranks.gather((origin.first, loss_share, socket.gethostname()))
         loss = sum(self._ranks.gather_samples(loss_share))

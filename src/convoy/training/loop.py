@@ -298,7 +298,7 @@ class Loop:
         self._log.collect()
         window = asdict(self._log.sums)
         self._check_loss(window["loss"])
-        self.session.network.synchronize()
+        self.session.state.exchange.synchronize()
         fine = all(bool(torch.isfinite(weight).all()) for weight in self.session.model.parameters())
         if self.session.ranks.any(not fine):
             self._not_finite("weights became infinite or no numbers")

@@ -134,7 +134,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _watching(self, step: TrainingStep, watched: WatchedUpdate) -> Iterator[None]:
-        engine, sees_calls = step.network.engine, self.session.why_unwatched is None
+        engine, sees_calls = step.network, self.session.why_unwatched is None
         parameters = list(step.network.model.parameters()) if sees_calls else []
         separate = self._count in self.numbers.separate
 
@@ -199,11 +199,11 @@ def compare(
         [recorder.clock.between(*ends) for ends in recorder.timed],
         [timeline.total for timeline in timelines],
         Summary.median([timeline.summary(ranks.rank) for timeline in timelines]) if timelines else None,
-        measured_ops(recorder.separate, ranks.rank, recipe.batch_norm, session.normed_samples, session.network.typed),
+        measured_ops(recorder.separate, ranks.rank, recipe.batch_norm, session.normed_samples, session.typed),
         recorder.host.read() if recorder.host is not None else None,
     )
     placements = recorder.watched[0].placements if timelines else []
-    placement = session.network.typed(placements[0]) if placements else None
+    placement = session.typed(placements[0]) if placements else None
     recorder.forget()
     everyone = ranks.gather(times)
     middle: list[Timeline] = []
@@ -241,7 +241,7 @@ def _recalled(session: Session, store: ProfileStore, placement: Placement) -> Sc
     recipe, passes = session.recipe, session.passes
     machine = measuring(recipe, session.device, session.ranks.on_host)
     costs = recipe.batch_norm, session.normed_samples, session.is_recorded
-    staging = session.network.staging(placement, passes)
+    staging = session.staging(placement)
     return recalled(store, machine, recipe.optimizer.name, session.plan, placement, len(passes), *costs, staging)
 
 
@@ -255,7 +255,7 @@ def _compared(
 ) -> Comparison:
     """What rank 0 makes of it; the store learns the mean of the ranks that had an operation."""
     session = recorder.session
-    recipe, mesh, network = session.recipe, session.plan.mesh, session.network
+    recipe, mesh = session.recipe, session.plan.mesh
     machine = measuring(recipe, session.device, session.ranks.on_host)
     local_ops: dict[LocalOp, list[Times]] = {}
     for of_rank in everyone:
@@ -289,8 +289,8 @@ def _compared(
     both = of_all_stages(before), of_all_stages(after)
     groups: tuple[Group, ...] = ()
     if placement is not None:
-        stage_of = network.stages.staged(placement).stages if network.stages is not None else ()
-        groups = groups_beside(placement, *both, stage_of)
+        staged = session.network.staged(placement)
+        groups = groups_beside(placement, *both, () if staged is None else staged.stages)
     return Comparison(
         model=recipe.model.name,
         plan=str(session.plan),

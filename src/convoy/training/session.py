@@ -15,32 +15,36 @@ from convoy.comm.ranks import Ranks
 from convoy.data import Batch, DataSet, Order, num_workers, training_batches
 from convoy.data.loader import first_workers
 from convoy.engine.coupling import microbatch_sizes
+from convoy.engine.network import Network
 from convoy.engine.recorded import Recorded, graph_on
+from convoy.engine.stages import StagedNetwork
 from convoy.engine.uncaptured import Uncaptured
 from convoy.errors import TooLargeError
 from convoy.ops.memory import memory_in_stages, what_is_recomputed
+from convoy.ops.registry import under_autocast
 from convoy.planner import Scored
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.pipeline import Staging
-from convoy.planner.cost.prediction import most, rank_memory
+from convoy.planner.cost.prediction import most as most_of
+from convoy.planner.cost.prediction import rank_memory
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.workload import memory_of_updates
 from convoy.plans.explain import rows_of_stages
 from convoy.plans.fit import note_on_hosts
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
-from convoy.plans.schedule import PARTS_PER_STAGE, bubble
+from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, bubble
 from convoy.training.build import TriedNetwork, has_batch_norm
 from convoy.training.classification import InputPipeline
 from convoy.training.code import Code
 from convoy.training.derived import Quantities, derive
 from convoy.training.division import Division, Pass, divide, soonest, text
 from convoy.training.evaluate import Evaluation, evaluate
+from convoy.training.exchange import Exchange, divided_network
 from convoy.training.finite import FiniteGuard
 from convoy.training.optimizers import create_optimizer, learning_rate
-from convoy.training.parallel import TrainedNetwork
-from convoy.training.precision import Scaler
+from convoy.training.precision import Scaler, lowered
 from convoy.training.recipe import Recipe
 from convoy.training.records import Derived, StageRecord
 from convoy.training.state import AveragedWeights, RunState
@@ -107,7 +111,7 @@ class Session(Prepared):
 
     chosen: ChosenPlan  # how the ranks divide the work
     division: Division  # which microbatches are whose
-    network: TrainedNetwork  # the model as it is trained under the plan
+    schedule: Schedule  # of passes through stages
     counts: models.Counts  # parameters and FLOPs of the whole model
     pipeline: InputPipeline
     state: RunState
@@ -128,13 +132,27 @@ class Session(Prepared):
     def plan_with_cuts(self) -> Plan:
         """The plan that runs, with the layers at which stages begin, whether somebody has said these or not: as on
         other devices the cuts are others, they are kept here, and the recipe asks for none."""
-        stages = self.network.stages
-        return self.plan if stages is None else replace(self.plan, stages=stages.stages.begins)
+        network = self.network
+        return replace(self.plan, stages=network.stages.begins) if isinstance(network, StagedNetwork) else self.plan
+
+    @property
+    def network(self) -> Network:
+        """The model as it is trained under the plan."""
+        return self.state.exchange.network
 
     @property
     def passes(self) -> list[Pass]:
         """Those of an update."""
         return self.division.passes(self.merge, late=not self.recipe.reproducible)
+
+    def typed(self, placement: Placement) -> Placement:
+        """A placement with the types that autocast gives its values."""
+        return replace(placement, graph=under_autocast(placement.graph, lowered(self.recipe), self.device.type))
+
+    def staging(self, placement: Placement) -> Staging | None:
+        """How the passes of an update go through the stages, if there are any."""
+        staged, samples = self.network.staged(placement), tuple(len(piece.positions) for piece in self.passes)
+        return None if staged is None else Staging(placement.mesh, staged, samples, self.schedule)
 
     @property
     def normed_samples(self) -> int:
@@ -144,14 +162,14 @@ class Session(Prepared):
     @property
     def why_unwatched(self) -> str | None:
         """Why the calls of the network cannot be watched; None where they can."""
-        if isinstance(self.network.engine, Uncaptured):
+        if isinstance(self.network, Uncaptured):
             return "layers are not watched in a network that is not seen as one graph"
         return "layers are not watched in a compiled network" if self.recipe.compile else None
 
     @property
     def reason_not_recorded(self) -> str | None:
         """Why updates cannot be recorded and replayed on any GPU; None where that is tried."""
-        if self.network.stages is not None:
+        if isinstance(self.network, StagedNetwork):
             return "the plan has stages, which send to each other"
         return self.why_not_recorded(self.ranks.num, self.ranks.group)
 
@@ -165,8 +183,8 @@ class Session(Prepared):
         `is_asked_to_stop` is called before each batch, the same on all ranks, and ends in a StoppedError; nothing has
         changed then.
         """
-        self.network.synchronize()
-        announce = partial(setattr, self.network.engine, "samples")
+        self.state.exchange.synchronize()
+        announce = partial(setattr, self.network, "samples")
         size, num_classes = self.evaluation_batch(), len(self.data.classes)
         with self.state.delivered() as model:
             return evaluate(
@@ -215,7 +233,7 @@ class Session(Prepared):
     def step(self) -> TrainingStep:
         """The function that does one weight update. All ranks call it."""
         recipe, passes = self.recipe, self.passes
-        self.network.divide(self.division, len(passes))
+        self.state.exchange.divide(self.division, len(passes))
         step = TrainingStep(
             recipe,
             self.state,
@@ -224,11 +242,12 @@ class Session(Prepared):
             passes,
             rank=self.ranks.sample_rank,
             reseed=self.probe.draws,
+            order=self.schedule,
             guard=self.guard() if recipe.on_nan == "skip" else None,
         )
         graph = graph_on(self.device)
         if graph is not None and self.is_recorded:
-            context, abandon = self.network.context, self.network.abandon
+            context, abandon = self.network.context, self.state.exchange.abandon
             step.recorded = Recorded(
                 step.to_record, self.model, context, graph, agree=self.ranks.first_of, abandon=abandon
             )
@@ -246,8 +265,9 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
     counts = models.count(model, ready.image_shape)
     example = torch.empty(sizes[0], *ready.image_shape, device=ready.device)
     schedule = recipe.parallel.schedule or (staging.schedule if staging is not None else "1f1b")
-    network = TrainedNetwork(model.train(), plan, example, recipe, schedule)
-    ranks.follow(plan.mesh, network.engine.sample_axes)
+    network = divided_network(model.train(), plan, example, recipe)
+    exchange = Exchange(network, recipe)
+    ranks.follow(plan.mesh, network.sample_axes)
     num_passes = 1
     if plan.num_stages > 1:
         of_part = len(staging.samples) if staging is not None else PARTS_PER_STAGE * plan.num_stages
@@ -267,17 +287,17 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
     derived = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes) + ready.derived
     derived.append(Derived("microbatches in one pass", merge, why_merged, "tried before training: docs/numerics.md"))
-    scaler = Scaler(ready.device, recipe.precision, ranks.any if network.divides_gradients else None)
+    scaler = Scaler(ready.device, recipe.precision, ranks.any if exchange.divides_gradients else None)
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     optimizer = create_optimizer(model, recipe.optimizer, ready.quantities.lr)
     session = Session(
         **{**vars(ready), "quantities": replace(ready.quantities, sizes=sizes), "derived": derived},
         chosen=chosen,
         division=division,
-        network=network,
+        schedule=schedule,
         counts=counts,
         pipeline=ready.new_pipeline(),
-        state=RunState(network, optimizer, scaler, averaged),
+        state=RunState(exchange, optimizer, scaler, averaged),
         merge=merge,
         stages=[],
         workers=num_first,
@@ -294,10 +314,11 @@ def _notes(session: Session) -> Iterator[str]:
     if recipe.parallel.shares is not None and session.ranks.num_sample_ranks == 1:
         yield "--shares has no effect: the plan does not divide the batch"
     limit = recipe.parallel.memory_bytes
-    is_captured = not isinstance(network.engine, Uncaptured)
-    if is_captured and (limit is not None or network.stages is not None or network.engine.recomputes):
-        placement = network.largest(passes)
-        staging = network.staging(placement, passes)
+    is_staged, is_captured = isinstance(network, StagedNetwork), not isinstance(network, Uncaptured)
+    if is_captured and (limit is not None or is_staged or network.recomputes):
+        most = max((tuple(map(len, piece.parts)) for piece in passes), key=max)
+        placement = session.typed(network.example_placement(True, most))  # of the largest pass
+        staging = session.staging(placement)
         in_flight = [] if staging is None else [staging.in_flight(stage) for stage in range(staging.number)]
         if staging is not None:
             session.stages = _stages(placement, staging, in_flight)
@@ -305,13 +326,13 @@ def _notes(session: Session) -> Iterator[str]:
         if limit is not None:
             _check_memory(session, placement, staging, limit)
         recomputation = None
-        if network.engine.recomputes:
-            recomputation = what_is_recomputed(placement, network.engine.staged(placement), in_flight)
+        if network.recomputes:
+            recomputation = what_is_recomputed(placement, network.staged(placement), in_flight)
         if recomputation is not None:
             yield recomputation
     elif limit is not None:
         yield "--memory-limit has no effect: the memory of a network that cannot be captured is not predicted"
-    if network.stages is None and recipe.parallel.schedule is not None:
+    if not is_staged and recipe.parallel.schedule is not None:
         yield "--schedule has no effect: the plan has no stages"
 
 
@@ -329,7 +350,7 @@ def _stages(placement: Placement, staging: Staging, in_flight: list[int]) -> lis
 def _check_memory(session: Session, placement: Placement, staging: Staging | None, limit: float) -> None:
     update = memory_of_updates(partial(optimizer_for, recipe=session.recipe))
     costs = Costs(Calibrated({}), update=update, on_cpu=session.device.type == "cpu")
-    needed = most(rank_memory(placement, costs, staging)).total
+    needed = most_of(rank_memory(placement, costs, staging)).total
     if needed > limit:
         raise TooLargeError(
             f"the plan {session.plan} needs {size(needed)} on a device for weights, gradients, optimizer and "
@@ -347,7 +368,7 @@ def optimizer_for(parameters: list[nn.Parameter], recipe: Recipe) -> Optimizer:
 
 def _cuts(session: Session, passes: int) -> str:
     """Where the stages begin, how the batch goes through them, and what to do where they wait for much of the time."""
-    recipe, plan, schedule = session.recipe, session.plan, session.network.schedule
+    recipe, plan, schedule = session.recipe, session.plan, session.schedule
     begins = ", ".join(f"stage {number} from {stage.layer}" for number, stage in enumerate(session.stages, 1))
     waiting = bubble(schedule, passes, plan.num_stages)
     sentence = f"{begins}; {plural(passes, 'pass', 'passes')}, {schedule}, stages wait about {rough_percent(waiting)} "
@@ -373,7 +394,7 @@ def _rows(session: Session) -> Iterator[Derived]:
         yield Derived("passes in an update", len(session.passes), through, "docs/plans.md")
         predicted = "predicted to be faster" if session.chosen.staging is not None else "the default"
         why = "as said" if section.schedule is not None else predicted
-        yield Derived("schedule", session.network.schedule, why, "changes no result: docs/plans.md")
+        yield Derived("schedule", session.schedule, why, "changes no result: docs/plans.md")
     if num_devices == 1:
         return
     yield Derived("devices", num_devices, f"plan {plan}", "no part of the experiment: docs/numerics.md")

@@ -15,7 +15,7 @@ from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError, Kinds, i
 from convoy.comm.ranks import received
 from convoy.script.state import NamedOptimizer, Parts
 from convoy.script.values import Whole
-from convoy.training.parallel import TrainedNetwork
+from convoy.training.exchange import Exchange
 
 
 class AveragedWeights:
@@ -76,7 +76,7 @@ class RunState:
     later sample ranks is `optimizer-1.…`.
     """
 
-    network: TrainedNetwork
+    exchange: Exchange
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
     averaged: AveragedWeights | None = None  # of the weights (EMA), if there are any
@@ -84,7 +84,7 @@ class RunState:
     @property
     def model(self) -> nn.Module:
         """The network's, with this rank's part of the weights."""
-        return self.network.model
+        return self.exchange.network.model
 
     @contextmanager
     def delivered(self) -> Iterator[nn.Module]:
@@ -103,7 +103,7 @@ class RunState:
             with self.delivered() as model:
                 tensors = Parts(model).tensors()
                 for name in in_file(kinds):
-                    yield self.network.engine.whole(name, tensors[name]).cpu()
+                    yield self.exchange.network.whole(name, tensors[name]).cpu()
 
         return kinds, wholes()
 
@@ -130,13 +130,13 @@ class RunState:
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for kind, section in self._sections().items():
                 for name, tensor in section.items():
-                    yield f"{kind}.{name}", self.network.engine.whole(name, tensor)
+                    yield f"{kind}.{name}", self.exchange.network.whole(name, tensor)
             for name, entry in state["state"].items():
                 for key, value in entry.items():
                     if isinstance(value, Tensor):
                         yield f"{_optimizer(0)}.{key}.{name}", value
                     elif isinstance(value, Whole):
-                        for i, version in enumerate(self.network.versions(value.make())):
+                        for i, version in enumerate(self.exchange.versions(value.make())):
                             yield f"{_optimizer(i)}.{key}.{name}", version
 
         return tensors(), {
@@ -167,7 +167,7 @@ class RunState:
                 key, _, name = place.partition(".")
                 # Where ranks take different ones, all of them ask for all.
                 value = received(tensor) if len(kinds) > 1 else tensor
-                if kind in (_optimizer(0), _optimizer(self.network.version)) and name in entries:  # else frozen since
+                if kind in (_optimizer(0), _optimizer(self.exchange.version)) and name in entries:  # else frozen since
                     entries[name][key] = value
         named.load(entries, values["optimizer"]["groups"])
         parts.load(saved["model"])
