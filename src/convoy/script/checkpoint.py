@@ -173,9 +173,9 @@ class _Object(_Thing):
         return self.thing.state_dict()
 
     def check(self, saved: Any, about: Mapping[str, Any]) -> None:
-        now = type(self.thing).__name__
-        if about["of"] not in (now, "ShardedOptimizer"):  # which versions of before have wrapped around another
-            raise ConvoyError(f"{self.name} was saved from {about['of']}, and is {now} now: give one of that kind")
+        kind = type(self.thing).__name__
+        if about["of"] not in (kind, "ShardedOptimizer"):  # which versions of before have wrapped around another
+            raise ConvoyError(f"{self.name} was saved from {about['of']}, and is {kind} now: give one of that kind")
 
     def load(self, saved: Any, about: Mapping[str, Any]) -> None:
         try:

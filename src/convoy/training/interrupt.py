@@ -34,11 +34,11 @@ class Interrupt:
         self._as_before = ExitStack()
 
     def __enter__(self) -> Self:
-        ours, theirs = os.pipe()
-        os.set_blocking(theirs, False)
-        before = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(ours, before), daemon=True, name="convoy-signals").start()
-        self._as_before.callback(os.close, theirs)
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(read_end, before), daemon=True, name="convoy-signals").start()
+        self._as_before.callback(os.close, write_end)
         self._as_before.callback(signal.set_wakeup_fd, before, warn_on_full_buffer=False)
         for number in self.names:
             self._as_before.callback(signal.signal, number, signal.signal(number, self._note))
