@@ -285,13 +285,17 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
     if (num_first := first_workers(recipe.data, workers)) < workers:
         why += "; half of them begin, others follow when batches are waited for"
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
-    derived = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes) + ready.derived
-    derived.append(Derived("microbatches in one pass", merge, why_merged, "tried before training: docs/numerics.md"))
+    numbers = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes)
+    in_one_pass = Derived("microbatches in one pass", merge, why_merged, "tried before training: docs/numerics.md")
     scaler = Scaler(ready.device, recipe.precision, ranks.any if exchange.divides_gradients else None)
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     optimizer = create_optimizer(model, recipe.optimizer, ready.quantities.lr)
     session = Session(
-        **{**vars(ready), "quantities": replace(ready.quantities, sizes=sizes), "derived": derived},
+        **{
+            **vars(ready),
+            "quantities": replace(ready.quantities, sizes=sizes),
+            "derived": [*numbers, *ready.derived, in_one_pass],
+        },
         chosen=chosen,
         division=division,
         schedule=schedule,
