@@ -290,12 +290,9 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
     scaler = Scaler(ready.device, recipe.precision, ranks.any if exchange.divides_gradients else None)
     averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
     optimizer = create_optimizer(model, recipe.optimizer, ready.quantities.lr)
+    facts = vars(ready) | {"quantities": replace(ready.quantities, sizes=sizes)}
     session = Session(
-        **{
-            **vars(ready),
-            "quantities": replace(ready.quantities, sizes=sizes),
-            "derived": [*numbers, *ready.derived, in_one_pass],
-        },
+        **facts | {"derived": [*numbers, *ready.derived, in_one_pass]},
         chosen=chosen,
         division=division,
         schedule=schedule,
