@@ -145,7 +145,8 @@ def derive(
         source = f"gradual warm-up: {_GOYAL}, section 2.2"
         rows.append(Derived("weight updates of warm-up", q.schedule.warmup, rise, source))
     if isinstance(recipe.schedule, StepConfig):
-        drops, written = (", ".join(map(str, each)) for each in (q.schedule.milestones, recipe.schedule.milestones))
+        places = q.schedule.milestones, recipe.schedule.milestones
+        drops, written = (", ".join(map(str, milestones)) for milestones in places)
         rows.append(Derived("learning rate drops at updates", drops, f"{written}, in weight updates", "the recipe"))
     if recipe.ema is not None:
         decay, age = recipe.ema.decay, "mean age of an exponential average"

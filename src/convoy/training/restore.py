@@ -51,15 +51,14 @@ class Transform:
     channels, and every channel normalized. Pillow takes the place of a decoder of the recipe's that is not installed.
     """
 
-    def __init__(self, given: NetworkInput, config: DataConfig) -> None:
+    def __init__(self, prepared: NetworkInput, config: DataConfig) -> None:
         augment = config.augment
-        self._channels = given.channels
-        self._in_memory = given.in_memory
-        self._geometry = Geometry(given.image_size, given.resize, augment)
-        self._normalize = Normalize(given.mean, given.std)
+        self._channels, self._in_memory = prepared.channels, prepared.in_memory
+        self._geometry = Geometry(prepared.image_size, prepared.resize, augment)
+        self._normalize = Normalize(prepared.mean, prepared.std)
         method = augment.interpolation or "bilinear"
-        turbo = config.decoder == "turbo" and not missing()
-        self._turbo = Turbo(given.image_size, given.channels, method) if turbo else None
+        has_turbo = config.decoder == "turbo" and not missing()
+        self._turbo = Turbo(prepared.image_size, prepared.channels, method) if has_turbo else None
 
     def __call__(self, picture: Picture) -> Tensor:
         """Float32 [channels, image_size, image_size], on the CPU, of a PIL image, the path of a file, or a uint8 array
@@ -208,10 +207,10 @@ def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None, 
     if not trust_code:
         check_own(recipe.model.name, run.config)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": None})})
-    given = NetworkInput.of_run(run)
+    network_input = NetworkInput.of_run(run)
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(gpus):  # whoever calls this may have seeded the generators
-        network, _ = build_model(recipe, given)
+        network, _ = build_model(recipe, network_input)
     try:
         weights = load_file(source) if checkpoint is None else delivered_weights(read_checkpoint(source))
         network.load_state_dict(weights)
@@ -220,9 +219,11 @@ def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None, 
     except RuntimeError as error:
         reason = str(error).partition("\n")[2].strip().partition("\n")[0].rstrip(".")
         raise ConvoyError(f"{source} does not fit {recipe.model.name}: {reason}") from error
-    changed = _changed_code(run, checkpoint, network, (given.channels, given.image_size, given.image_size))
+    size = network_input.image_size
+    changed = _changed_code(run, checkpoint, network, (network_input.channels, size, size))
     network.eval()
-    return TrainedRun(run.path, recipe, network, Transform(given, recipe.data), list(given.classes), given, changed)
+    transform, classes = Transform(network_input, recipe.data), list(network_input.classes)
+    return TrainedRun(run.path, recipe, network, transform, classes, network_input, changed)
 
 
 def _changed_code(
@@ -245,7 +246,8 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
     does not know.
 
     With `path` they are other data, whose classes are found among the run's by their names; a folder of pictures
-    without class folders is of the class that it is named after.
+    without class folders is of the class that it is named after. Those without a split count as a whole, as nothing
+    there is for training, unless they are the run's own: what it was trained on says nothing.
     """
     if path is None:
         data = open_data(run.recipe.data)
