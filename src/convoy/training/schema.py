@@ -2,6 +2,7 @@
 accepted instead."""
 
 import difflib
+import re
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,19 @@ from pydantic_core import ErrorDetails
 
 from convoy.documents import dotted, show
 from convoy.plans.plan import Plan
+
+
+# Words of pydantic's, and what people call the same in YAML.
+_FOR_PEOPLE = {
+    "a valid boolean": "true or false",
+    "a valid integer": "a whole number",
+    "a valid array": "a list in square brackets",
+    "a valid string": "text; put it in quotes if it looks like a number",
+    "an object": "a section with keys of its own",
+    "a valid ": "a ",
+    " or be ": " or ",
+    "'": "",
+}
 
 
 @dataclass(frozen=True)
@@ -66,65 +80,62 @@ def sentence(error: ValidationError, model: type[BaseModel]) -> str:
     # A default that follows from other keys is no mistake of its own where those are wrong.
     details = [detail for detail in error.errors(include_url=False) if detail["type"] != "default_factory_not_called"]
     details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
-    places = [_place(detail["loc"], model) for detail in details]
-    first = _explain(details[0], places[0], model)
+    places = [_Place.of(detail["loc"], model) for detail in details]
+    same = [detail for detail, place in zip(details, places, strict=True) if place.key == places[0].key]
     more_keys = sorted({place.key for place in places if place.key} - {places[0].key})
+    first = _explain(same, places[0], model)
     return f"{first} (also wrong: {', '.join(more_keys)})" if more_keys else first
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where pydantic found a mistake."""
+    """Where pydantic found a mistake, without the tags that it puts in for the kinds of a section or of a value."""
 
     path: list[str | int]
     section: type[BaseModel]  # that the last key lies in
     kind: str  # of this section, where it has several
-    annotation: Any  # of the value there
+    kinds: list[str]  # of the section that lies there, where it has several
+
+    @staticmethod
+    def of(loc: Sequence[str | int], model: type[BaseModel]) -> "_Place":
+        path: list[str | int] = []
+        section, kind, kinds = model, "", [model]
+        for part in loc:
+            if len(kinds) > 1:
+                kind, kinds = str(part), [section for section in kinds if _name(section) == part]
+            elif kinds or isinstance(part, int):
+                path.append(part)
+                section = kinds[0] if kinds else section
+                field = section.model_fields.get(str(part))
+                kinds = _kinds(field.annotation) if field is not None else []
+        return _Place(path, section, kind, list(map(_name, kinds)) if len(kinds) > 1 else [])
 
     @property
     def key(self) -> str:
         return dotted(self.path)
 
 
-def _place(loc: Sequence[str | int], model: type[BaseModel]) -> _Place:
-    """The place without the tags that pydantic puts in for the kinds of a section and for the members of a union."""
-    path: list[str | int] = []
-    section, kind, kinds = model, "", [model]
-    annotation: Any = Any
-    for part in loc:
-        if len(kinds) > 1:
-            kind = str(part)
-            kinds = [section for section in kinds if _name(section) == part]
-        elif kinds or isinstance(part, int):
-            path.append(part)
-            section = kinds[0] if kinds else section
-            field = section.model_fields.get(str(part))
-            annotation = annotation if isinstance(part, int) else field.annotation if field is not None else Any
-            kinds = _kinds(annotation)
-    return _Place(path, section, kind, annotation)
-
-
-def _explain(detail: ErrorDetails, place: _Place, model: type[BaseModel]) -> str:
-    key, problem, context, value = place.key, detail["type"], detail.get("ctx", {}), show(detail["input"])
-    kinds = _kinds(place.annotation)
-    choices = [_name(section) for section in kinds] if len(kinds) > 1 else []
+def _explain(details: Sequence[ErrorDetails], place: _Place, model: type[BaseModel]) -> str:
+    """What is wrong with a value; the members of a union have a detail each."""
+    key, problem, context, value = place.key, details[0]["type"], details[0].get("ctx", {}), show(details[0]["input"])
     if problem == "extra_forbidden":
         return _unknown(place, model)
     if problem == "value_error":
         return _in_its_words(str(context["error"]), place)
     if problem == "missing" and key in ("model", "model.name"):
         return "model.name is missing: name a network, e.g. `convoy train resnet18`; `convoy models` lists them"
-    if problem == "union_tag_not_found":
-        return f"{key}.name is missing: it is one of {', '.join(choices)}"
     if problem == "missing":
         return f"{key} is missing: write it into the recipe or add --set {key}=VALUE"
+    if problem == "union_tag_not_found":
+        return f"{key}.name is missing: it is one of {', '.join(place.kinds)}"
     if problem == "union_tag_invalid":
-        key, value = f"{key}.name", show(context["tag"])
-    choices += [show(choice) for leaf in _leaves(place.annotation) for choice in _choices(leaf)]
-    needs = detail["msg"].partition(" should ")[2].removeprefix("be ").replace("a valid ", "a ")
-    must_be = _either([needs] * (needs != "" and problem != "literal_error") + choices) or detail["msg"]
-    close = difflib.get_close_matches(value, choices, 1)
-    return f"{key} is {value or 'empty'}, but must be {must_be}{f'; did you mean {close[0]}?' if close else ''}"
+        key, value, must = f"{key}.name", show(context["tag"]), f"be {_either(place.kinds)}"
+    else:
+        must = " or ".join(detail["msg"].partition(" should ")[2] or detail["msg"] for detail in details)
+    close = difflib.get_close_matches(value, re.findall("'(.*?)'", must) or place.kinds, 1)
+    for words, for_people in _FOR_PEOPLE.items():
+        must = must.replace(words, for_people)
+    return f"{key} is {value or 'empty'}, but must {must}{f'; did you mean {close[0]}?' if close else ''}"
 
 
 def _in_its_words(message: str, place: _Place) -> str:
@@ -169,13 +180,9 @@ def _kinds(annotation: Any) -> list[type[BaseModel]]:
     return [leaf for leaf in _leaves(annotation) if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
 
 
-def _choices(leaf: Any) -> tuple[Any, ...]:
-    return get_args(leaf) if get_origin(leaf) is Literal else ()
-
-
 def _name(section: type[BaseModel]) -> str:
     """The name of one kind of a section."""
-    return str(_choices(section.model_fields["name"].annotation)[0])
+    return str(get_args(section.model_fields["name"].annotation)[0])
 
 
 def _type(leaf: Any) -> str:
