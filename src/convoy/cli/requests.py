@@ -62,7 +62,8 @@ class TrainRequest(SimpleNamespace):
         recipe, _ = self.resolve()
         check_names(recipe)
         section, number = recipe.parallel, num_devices(recipe.parallel)
-        check_shares(section.shares, number, plan_of(section, number)[0])
+        if plan_of(section, number)[0] is None:
+            check_shares(section.shares, number)
         if self.out is not None and not (self.resume and RunDirectory(self.out).is_run()):
             RunDirectory(self.out).check_free()
 

@@ -135,18 +135,9 @@ def fitted(
     return section.model_copy(update={"devices": num_devices, "plan": plan, "shares": shares})
 
 
-def check_shares(shares: Shares, num_devices: int, plan: Plan | None = None) -> None:
-    """Refuse shares that no plan on so many devices (or not this plan) has parts for, whatever the network."""
-    if not isinstance(shares, tuple):
-        return
-    if plan is not None:
-        for_all = set(dict(plan.layers).get("*", {}).values()) if len(plan.layers) == 1 else set()
-        if "sample" in for_all and "owt" not in for_all and plan.parts != len(shares):
-            raise ConvoyError(
-                f"--shares names {len(shares)} parts, but the plan divides the batch into {plan.parts}: give "
-                f"{plan.parts} numbers"
-            )
-    elif num_devices % len(shares):
+def check_shares(shares: Shares, num_devices: int) -> None:
+    """Refuse shares that no plan on so many devices has parts for, whatever the network."""
+    if isinstance(shares, tuple) and num_devices % len(shares):
         raise ConvoyError(
             f"--shares names {len(shares)} parts of the batch, into which no plan on {plural(num_devices, 'device')} "
             f"divides it: give {num_devices} numbers"

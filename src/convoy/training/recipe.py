@@ -1,6 +1,5 @@
 """A recipe: everything that defines a run, whatever it runs on. Which options mean nothing together."""
 
-import difflib
 import json
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -13,7 +12,7 @@ from convoy.documents import DEEPEST, dump, parse, read_mapping, show
 from convoy.errors import ConvoyError
 from convoy.files import existing, expanded
 from convoy.models.registry import check_name
-from convoy.terminal import brief
+from convoy.terminal import brief, did_you_mean
 from convoy.training.config import AbsoluteDuration, Duration, PositiveDuration, Section, TimeSpan, seconds_of
 from convoy.training.optimizers import OptimizerConfig, SgdConfig
 from convoy.training.parallel_config import ParallelConfig
@@ -244,9 +243,8 @@ def recipe_text(name: str) -> str:
     """
     names = recipe_names()
     if name not in names:
-        close = difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}, or name a YAML file"
-        raise ConvoyError(f"there is no recipe {brief(name)}: {hint}")
+        hint = did_you_mean(name, names, otherwise=f"there are {', '.join(names)}, or name a YAML file")
+        raise ConvoyError(f"there is no recipe {brief(name)}{hint}")
     return (_BUILT_IN / f"{name}.yaml").read_text(encoding="utf-8")
 
 

@@ -71,30 +71,26 @@ class Transform:
         normalized: Tensor = self._normalize(torch.from_numpy(pixels.copy())[None])[0]
         return normalized
 
-    def pixels(self, picture: Picture, name: str | None = None) -> NDArray[np.uint8]:
+    def pixels(self, picture: Picture) -> NDArray[np.uint8]:
         """The same before it is normalized: uint8 [channels, image_size, image_size]. Raises BadImage."""
+        size, turbo, name = self._geometry.image_size, self._turbo, "the picture"
+        planes = np.empty((self._channels, size, size), np.uint8)
         if isinstance(picture, str | os.PathLike):
-            path = os.fspath(picture)
-            name = path if name is None else name
-            data = picture_bytes(path, name)
-            if self._turbo is not None and not self._in_memory:
-                self._turbo.write(data, name, self._geometry.center_box, False, planes := self._planes())
+            name = os.fspath(picture)
+            data = picture_bytes(name, name)
+            if turbo is not None and not self._in_memory:
+                turbo.write(data, name, self._geometry.center_box, False, planes)
                 return planes
             image = open_picture(data, name)
         else:
-            name = "the picture" if name is None else name
             image = picture if isinstance(picture, Image.Image) else _image_of(picture)
-        if self._turbo is not None or self._in_memory:
-            pixels = np.asarray(in_channels(finish_picture(image, name), self._channels))
-            if self._turbo is not None:
-                box = self._geometry.center_box(pixels.shape[1], pixels.shape[0])
-                self._turbo.write_part(pixels, box, False, planes := self._planes())
-                return planes
-            image = Image.fromarray(pixels)
-        return evaluation_pixels(image, name, self._geometry, self._channels)
-
-    def _planes(self) -> NDArray[np.uint8]:
-        return np.empty((self._channels, self._geometry.image_size, self._geometry.image_size), np.uint8)
+        if turbo is None and not self._in_memory:
+            return evaluation_pixels(image, name, self._geometry, self._channels)
+        pixels = np.asarray(in_channels(finish_picture(image, name), self._channels))
+        if turbo is None:
+            return evaluation_pixels(Image.fromarray(pixels), name, self._geometry, self._channels)
+        turbo.write_part(pixels, self._geometry.center_box(pixels.shape[1], pixels.shape[0]), False, planes)
+        return planes
 
 
 def _image_of(array: object) -> Image.Image:

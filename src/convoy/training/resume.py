@@ -80,7 +80,7 @@ def check_same(recipe: Recipe, begun: Recipe, run: RunDirectory) -> None:
     What the recipe leaves open stays as it was begun. How often to log, evaluate and save, the number of workers, the
     place of the data, devices and plan may change.
     """
-    for key, now, before in differences(as_begun(recipe, begun), begun):
+    for key, now, before in differences(recipe, begun):
         ways = "or begin a new run in another --out"
         if key == "epochs":
             more = recipe.epochs.value - begun.epochs.value if recipe.epochs.unit == begun.epochs.unit else 0
@@ -161,17 +161,18 @@ def since_begun(
         yield sentence, machine
 
 
-def differences(recipe: Recipe, begun: Recipe) -> Iterator[tuple[str, Any, Any]]:
-    """Keys that define the result and differ, with both values."""
-    now, before = (dict(_leaves(version.model_dump(mode="json"))) for version in (recipe, begun))
+def differences(recipe: Recipe, begun: Recipe, free: Sequence[str] = ()) -> Iterator[tuple[str, Any, Any]]:
+    """Keys that define the result and differ, with both values, but for those that are `free`; what a recipe leaves
+    open is as it was begun."""
+    now, before = (dict(_leaves(version)) for version in (as_begun(recipe, begun), begun))
     for key in dict.fromkeys([*now, *before]):
-        if now.get(key) != before.get(key) and not _is_below(key, FREE):
+        if now.get(key) != before.get(key) and not _is_below(key, (*FREE, *free)):
             yield key, now.get(key), before.get(key)
 
 
 def identity(recipe: Recipe, num_train: int, num_test: int) -> str:
     """A checksum of all that defines the result of a run: the recipe's keys, and how many samples the data has."""
-    leaves = dict(_leaves(recipe.model_dump(mode="json")))
+    leaves = dict(_leaves(recipe))
     new = {key for key in ("extends", "data.decoder") if leaves[key] is None}  # runs of before keep theirs
     fixed = {key: value for key, value in leaves.items() if not _is_below(key, FREE) and key not in new}
     text = json.dumps([fixed, num_train, num_test], sort_keys=True)
@@ -182,8 +183,8 @@ def _is_below(key: str, names: Sequence[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _leaves(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in document.items():
+def _leaves(document: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in (document.model_dump(mode="json") if isinstance(document, Recipe) else document).items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
@@ -227,12 +228,11 @@ def check_extension(recipe: Recipe) -> None:
             f"--weights {old.path}"
         )
     begun = load_recipe(str(old.config))
-    for key, now, before in differences(as_begun(recipe, begun), begun):
-        if not _is_below(key, MAY_CHANGE):
-            raise ConvoyError(
-                f"{old.path} was trained with {key}={show(before)}, so a run that extends it cannot have "
-                f"{key}={show(now)}: leave that option away, or begin a new run with its weights (--weights {old.path})"
-            )
+    for key, now, before in differences(recipe, begun, MAY_CHANGE):
+        raise ConvoyError(
+            f"{old.path} was trained with {key}={show(before)}, so a run that extends it cannot have "
+            f"{key}={show(now)}: leave that option away, or begin a new run with its weights (--weights {old.path})"
+        )
     if recipe.epochs == begun.epochs or begun.epochs.longer_than(recipe.epochs):
         raise ConvoyError(
             f"a run of epochs={recipe.epochs} does not extend {old.path}, which has {begun.epochs}: make it longer"

@@ -298,7 +298,7 @@ def disk_explained(folder: Path, check: Callable[[], None] = lambda: None) -> It
         ) from error
 
 
-def briefly(write: Callable[[], None], seconds: float = WRITE_S) -> None:
+def briefly(write: Callable[[], None]) -> None:
     """Write something if that can be, but do not wait for a file system that does not answer."""
 
     def try_it() -> None:
@@ -307,4 +307,4 @@ def briefly(write: Callable[[], None], seconds: float = WRITE_S) -> None:
 
     thread = threading.Thread(target=try_it, daemon=True, name="convoy-summary")
     thread.start()
-    thread.join(seconds)
+    thread.join(WRITE_S)

@@ -15,7 +15,6 @@ from pydantic_core import ErrorDetails
 from convoy.documents import dotted, show
 from convoy.plans.plan import Plan
 
-
 # Words of pydantic's, and what people call the same in YAML.
 _FOR_PEOPLE = {
     "a valid boolean": "true or false",
