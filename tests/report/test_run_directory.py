@@ -26,11 +26,11 @@ def test_a_run_is_read_and_everything_but_the_configuration_may_be_missing(tmp_p
 DAMAGE = [
     ("config.yaml", b"model:\n  name: [lenet\n", "line 3"),
     ("summary.json", b'{"status":\n "finished",\n', "line 3"),
-    ("environment.json", b'{"a": ' + b"[" * 100_000, "recursion limit"),
-    ("evaluation.json", b'{"classes": ["a"],\n "x": "\xff"}', "unicode"),
+    ("environment.json", b'{"a": ' + b"[" * 100_000, "recursion"),
+    ("evaluation.json", b'{"classes": ["a"],\n "x": "\xff"}', "can't decode byte 0xff"),
     ("evaluation.json", b'{"classes": ["a", "b"], "confusion": [[1, 2]]}', "2 rows and 2 columns"),
     ("prediction.json", b'{"version": 2}', "`version`"),
-    ("metrics.jsonl", b'{"split": "train", "step": 1}\n{"split": "train", "st\n{}', "line 2: invalid JSON"),
+    ("metrics.jsonl", b'{"split": "train", "step": 1}\n{"split": "train", "st\n{}', "line 2: this is no JSON"),
     ("metrics.jsonl", b'{"split": "train", "step": 1, "top1": 98.2}\n{}', "line 1: `top1`"),
 ]
 

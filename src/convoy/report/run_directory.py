@@ -1,5 +1,6 @@
 """Reads a run directory into one checked object; whatever a run has not written yet may be missing."""
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -63,13 +64,15 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 def _checked(text: bytes, model: type[_Model], where: str, mend: str = "restore or delete the file") -> _Model:
     """A JSON text as an object of the schema; the ConvoyError names the key or the line that is wrong."""
     try:
-        value: _Model = _adapter(model).validate_json(text)
+        # Not by pydantic's own reader, which refuses names of files that are no UTF-8.
+        value: _Model = _adapter(model).validate_python(json.loads(text))
         return value
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in problem["loc"])
-        words = problem["msg"][:1].lower() + problem["msg"][1:]
-        words = f"`{key}`: {words}" if key else words
+    except (ValueError, RecursionError) as error:
+        words = f"this is no JSON ({error})"
+        if isinstance(error, ValidationError):
+            problem = error.errors(include_url=False)[0]
+            key = ".".join(str(part) for part in problem["loc"])
+            words = f"{f'`{key}`: ' if key else ''}{problem['msg'][:1].lower()}{problem['msg'][1:]}"
         raise ConvoyError(f"{where}: {words}; {mend} and write the report again.") from None
 
 
