@@ -7,7 +7,7 @@ import math
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -29,8 +29,7 @@ FIRST_S = 30.0  # the same in seconds: the first one shows what a checkpoint cos
 _REMEMBERED = 5  # costs of checkpoints, of which the median counts
 LOOK_S = 0.5  # how often the ranks ask each other, beside the training, whether a checkpoint is written
 MAX_UPDATES = 1000  # the same in updates, at most
-PATIENCE_S = (0.05, 1.0)  # a rank's wait for its own thread before it hears of the other ranks: at first, and at most
-LONG_S = 30.0  # a longer wait is mentioned
+PATIENCE_S = 0.1  # a rank's wait for its own thread before it hears of the other ranks
 TIMEOUT_S = 300.0  # the default limit of the run's wait for a checkpoint
 END_S = 5.0  # what a checkpoint on its way is given when the run ends by a mistake
 
@@ -236,20 +235,13 @@ class Saver:
         ranks call it.
         """
         came, before_s = time.perf_counter(), self.tally.waited_s
-        patience, longest = PATIENCE_S
-        is_told = False
         while self._writing is not None:
             began = time.perf_counter()
-            self._writing.wait(patience)
-            patience = min(longest, 2 * patience)
+            self._writing.wait(PATIENCE_S)
             self._waited(began)
-            writing, reports = self._writing, self._ask(or_raise, time.perf_counter() - came)
-            kept_s = reports[0].kept_s  # one clock for all
-            if self._writing is not None and kept_s > self.timeout_s:
-                self._too_late(writing, reports)
-            if not is_told and kept_s > LONG_S:
-                is_told = True
-                self.tell(f"waiting for the checkpoint of update {writing.draft.step:,}, {_still(reports)}")
+            reports = self._ask(or_raise, time.perf_counter() - came)
+            if self._writing is not None and reports[0].kept_s > self.timeout_s:  # one clock for all
+                self._too_late(self._writing, reports)
         self.tally.longest_wait_s = max(self.tally.longest_wait_s, self.tally.waited_s - before_s)
 
     def _waited(self, since: float) -> None:
@@ -312,10 +304,11 @@ class Saver:
         """The file system may not answer: nothing more is asked of it, not even to remove the draft."""
         self._writing = None
         writing.give_up()
+        slow = ", ".join(f"rank {rank}" for rank, report in enumerate(reports) if report.writes)
         raise MachineError(
             f"the checkpoint of update {writing.draft.step:,} is not written after {in_words(self.timeout_s)} "
-            f"(--timeout), {_still(reports)}: {self._older()}; see whether the file system of {self.store.folder} "
-            "answers, then go on with --resume"
+            f"(--timeout), still written by {slow}: {self._older()}; see whether the file system of "
+            f"{self.store.folder} answers, then go on with --resume"
         )
 
     def _older(self) -> str:
@@ -330,8 +323,3 @@ class Saver:
         writing.give_up()
         if self.ranks.rank == 0 and timeout_s and (writing.runs or writing.failure is not None):
             writing.draft.discard()
-
-
-def _still(reports: Sequence[Report]) -> str:
-    slow = ", ".join(f"rank {rank}" for rank, report in enumerate(reports) if report.writes)
-    return f"still written by {slow}"
