@@ -204,7 +204,7 @@ class Trainer:
 
     def _train(self, loop: Loop, watchdog: Watchdog) -> str | None:
         """Do the updates, and deliver; the signal that stopped them, if any. All ranks call it."""
-        ranks, hang, begun = self.ranks, watchdog.end, loop.done
+        ranks, hang, num_before = self.ranks, watchdog.end, loop.done
 
         def fail(sentence: str) -> None:
             briefly(partial(self._summarize, loop, "failed", sentence.partition("\n")[0]))
@@ -213,7 +213,11 @@ class Trainer:
 
         disk = disk_explained(self.out, lambda: self._folder.check_there(loop.done))
         try:
-            with watchdog.ending_by(fail), disk, memory_explained(ranks.rank, ranks.num, lambda: loop.done > begun):
+            with (
+                watchdog.ending_by(fail),
+                disk,
+                memory_explained(ranks.rank, ranks.num, lambda: loop.done > num_before),
+            ):
                 signal = loop.run_to_end()
                 if signal is None:
                     self._deliver(loop)

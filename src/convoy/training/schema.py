@@ -80,9 +80,9 @@ def sentence(error: ValidationError, model: type[BaseModel]) -> str:
     details = [detail for detail in error.errors(include_url=False) if detail["type"] != "default_factory_not_called"]
     details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
     places = [_Place.of(detail["loc"], model) for detail in details]
-    same = [detail for detail, place in zip(details, places, strict=True) if place.key == places[0].key]
+    of_first_key = [detail for detail, place in zip(details, places, strict=True) if place.key == places[0].key]
     more_keys = sorted({place.key for place in places if place.key} - {places[0].key})
-    first = _explain(same, places[0], model)
+    first = _explain(of_first_key, places[0], model)
     return f"{first} (also wrong: {', '.join(more_keys)})" if more_keys else first
 
 
