@@ -51,14 +51,14 @@ class Transform:
     channels, and every channel normalized. Pillow takes the place of a decoder of the recipe's that is not installed.
     """
 
-    def __init__(self, prepared: NetworkInput, config: DataConfig) -> None:
+    def __init__(self, network_input: NetworkInput, config: DataConfig) -> None:
         augment = config.augment
-        self._channels, self._in_memory = prepared.channels, prepared.in_memory
-        self._geometry = Geometry(prepared.image_size, prepared.resize, augment)
-        self._normalize = Normalize(prepared.mean, prepared.std)
+        self._channels, self._in_memory = network_input.channels, network_input.in_memory
+        self._geometry = Geometry(network_input.image_size, network_input.resize, augment)
+        self._normalize = Normalize(network_input.mean, network_input.std)
         method = augment.interpolation or "bilinear"
         has_turbo = config.decoder == "turbo" and not missing()
-        self._turbo = Turbo(prepared.image_size, prepared.channels, method) if has_turbo else None
+        self._turbo = Turbo(network_input.image_size, network_input.channels, method) if has_turbo else None
 
     def __call__(self, picture: Picture) -> Tensor:
         """Float32 [channels, image_size, image_size], on the CPU, of a PIL image, the path of a file, or a uint8 array
@@ -117,7 +117,7 @@ class TrainedRun:
     network: nn.Module  # with the weights (averaged ones where the recipe has `ema`), in evaluation mode, on the CPU
     transform: Transform  # prepares a picture for the network
     classes: list[str]  # names, by the network's outputs
-    given: NetworkInput  # what the network is given
+    network_input: NetworkInput
     changed: str = ""  # the first layer that the code makes otherwise than when the weights were written
 
     @property
@@ -287,7 +287,7 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfig:
     """The run's section for other data."""
     settings = {"path": path, "format": "auto", **dict.fromkeys(("validation_fraction", "split_seed", "train", "test"))}
-    settings |= {key: getattr(run.given, key) for key in ("image_size", "resize", "channels", "mean", "std")}
+    settings |= {key: getattr(run.network_input, key) for key in ("image_size", "resize", "channels", "mean", "std")}
     return run.recipe.data.model_copy(update={**settings, **split})
 
 
