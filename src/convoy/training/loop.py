@@ -57,7 +57,7 @@ class Loop:
         self.store = CheckpointStore(run.checkpoints, recipe.checkpoint.keep)
         # Local SGD averages the weights for a checkpoint: only when it does so anyway may clocks decide.
         multiple = recipe.parallel.local_sgd or 1
-        every, mtbf_s = session.quantities.checkpoint_every, recipe.checkpoint.mtbf.seconds
+        every, mtbf_s = session.quantities.checkpoint_every, recipe.checkpoint.mtbf_s
         self.saver = Saver(
             self.store,
             Timetable(every, session.ranks, mtbf_s, multiple),
