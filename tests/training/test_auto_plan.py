@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from convoy.comm.memory import NEEDS_LESS
+from convoy.comm.ranks import Ranks
 from convoy.data import Batch
 from convoy.errors import TooLargeError
-from convoy.planner import Planned, make_plan
+from convoy.planner import Planned, Question, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.measured import Measurements
 from convoy.planner.planner import Race, score
@@ -47,12 +48,12 @@ def far(found: Session, data: Path, *settings: str) -> float:
 def predicting(*plans: Plan) -> Callable[..., Planned]:
     """A planner that predicts the first of these plans to be fastest, then the next, and knows no others."""
 
-    def planner(*args: Any, race: Race, **options: Any) -> Planned:
-        planned = make_plan(*args, plans=plans, **options)
+    def planner(question: Question, ranks: Ranks, progress: Any, race: Race) -> Planned:
+        planned = make_plan(replace(question, plans=plans), ranks, progress)
         by_plan = {scored.plan: scored for scored in planned.candidates}
         planned = replace(planned, candidates=tuple(by_plan[plan] for plan in plans))
-        measurements = Measurements(args[0], args[2])
-        return raced_by(planned, (), args[2], race, measurements, lambda what: None, lambda seconds: True)
+        measurements = Measurements(question.workload, ranks)
+        return raced_by(planned, (), ranks, race, measurements, lambda what: None, lambda seconds: True)
 
     return planner
 
@@ -93,8 +94,8 @@ def test_the_winner_of_the_race_runs_and_who_lacks_memory_on_one_rank_leaves_it(
 def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int, str, float]:
     """Passes and schedule of a run for which the planner says stages, and how far it is from plain `sample`."""
 
-    def planner(*args: Any, **options: Any) -> Planned:
-        found = make_plan(*args, plans=[SAMPLES], **options)
+    def planner(question: Question, *args: Any) -> Planned:
+        found = make_plan(replace(question, plans=[SAMPLES]), *args)
         workload = found.workload.through(2, passes)
         asked = replace(found.workload, in_passes=lambda number: workload, schedules=(schedule,))
         return replace(found, candidates=(score(asked, STAGES, found.costs, passes),))

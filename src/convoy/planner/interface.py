@@ -24,10 +24,10 @@ from convoy.planner.cost.link import Links
 from convoy.planner.cost.local_op import BatchNorm
 from convoy.planner.cost.prediction import Scored
 from convoy.planner.cost.store import ProfileStore
-from convoy.planner.planner import Planned, make_plan
+from convoy.planner.explanation import Explanation
+from convoy.planner.planner import Planned, Question, make_plan
 from convoy.planner.profiling import autocast
-from convoy.planner.text import document, explanation_text
-from convoy.planner.verdict import Explained
+from convoy.planner.text import explanation_text
 from convoy.planner.workload import MakeOptimizer, Workload, momentum, workload_of
 from convoy.plans.plan import Plan
 from convoy.progress import ConsoleReporter
@@ -42,11 +42,11 @@ class FoundPlan(Plan):
 
     def explain(self) -> str:
         """Why this plan: verdict, where the time goes, what would change it, and every layer, as text."""
-        return explanation_text(Explained(self._planned()))
+        return explanation_text(Explanation(self._planned()))
 
     def to_document(self) -> dict[str, Any]:
         """The explanation as JSON has it."""
-        return document(Explained(self._planned()))
+        return Explanation(self._planned()).document()
 
     @property
     def seconds(self) -> float:
@@ -166,19 +166,18 @@ def plan(
         recompute=again,
     )
     requested = [score] if isinstance(score, str | Path | Plan) else list(score)
+    question = Question(
+        workload,
+        devices,
+        link=link,
+        store=ProfileStore(store if isinstance(store, Path) else None) if store else None,
+        fixes=[fix] if isinstance(fix, str) else list(fix),
+        memory_limit=memory_limit,
+        plans=[Plan.parse(one, num_devices=devices) for one in requested],
+    )
+    runs = not requested and not ranks.any(lacks_numbers(model))
     with ConsoleReporter(Console(stderr=True, highlight=False, quiet=ranks.rank > 0)) as reporter:
-        planned = make_plan(
-            workload,
-            devices,
-            ranks,
-            link=link,
-            store=ProfileStore(store if isinstance(store, Path) else None) if store else None,
-            fixes=[fix] if isinstance(fix, str) else list(fix),
-            memory_limit=memory_limit,
-            plans=[Plan.parse(one, num_devices=devices) for one in requested],
-            progress=reporter.prepare,
-            race=None if requested or ranks.any(lacks_numbers(model)) else partial(race, model, again),
-        )
+        planned = make_plan(question, ranks, reporter.prepare, partial(race, model, again) if runs else None)
     best = planned.best.plan
     return FoundPlan(best.mesh, best.layers, best.stages, planned)
 

@@ -1,4 +1,5 @@
-"""The planner's one entry: from a workload and a number of devices to the plans that are predicted to be fastest."""
+"""The planner's one entry: from a question, which has a workload and a number of devices, to the plans that are
+predicted to be fastest."""
 
 import contextlib
 import math
@@ -15,12 +16,21 @@ from convoy.errors import ConvoyError, TooLargeError
 from convoy.launch.host import HostWatch, beside_others
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, HostCost
-from convoy.planner.cost.link import Links, Rate, links_named
+from convoy.planner.cost.link import Links
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.prediction import Scored, most, rank_memory, scored
 from convoy.planner.cost.store import ProfileStore, device_memory
-from convoy.planner.link_probe import measured_links
-from convoy.planner.measured import LONGEST, Measurements, Progress, check_optimizer, device_of, jobs_for, plan_job
+from convoy.planner.measured import (
+    ASSUMED_LINKS,
+    LONGEST,
+    Job,
+    Measurements,
+    Progress,
+    check_optimizer,
+    device_of,
+    jobs_for,
+    plan_job,
+)
 from convoy.planner.remembered import remember, unlike_runs
 from convoy.planner.search.layers import Layers
 from convoy.planner.search.memory import nothing_fits
@@ -34,8 +44,6 @@ from convoy.plans.place import sample_axes
 from convoy.plans.plan import Plan
 from convoy.units import shorten, size
 
-# Measures some updates under a plan; all ranks call it, and get the seconds of one on the slowest of them
-Race = Callable[["Planned", Scored, Ranks], float]
 # Seconds, and updates of one device, that a plan may take; the larger counts
 _PATIENCE_S, _PATIENCE_UPDATES = 120.0, 30
 _MEASURING = 0.6  # the part of that after which nothing more is profiled
@@ -44,9 +52,26 @@ _FIXED_S, _PASSES, _RACE_UPDATES = 8.0, 5, 5
 # The part of a rank's memory that the tensors of a racer may take: the network that is copied comes on top
 _RACE_ROOM = {"cpu": 1.0, "cuda": 0.6}
 _RACERS = 2  # of the plans that are predicted to be fastest, beside plain `sample`
+_NOTHING_PROFILED = "nothing could be profiled in the memory there is: times are those of a typical slow core"
 _SETTLED = 0.02  # the part of a plan's computing time that need not be measured
 
-_ASSUMED_LINKS = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
+
+@dataclass(frozen=True)
+class Question:
+    """What `convoy plan`, `--plan auto`, `convoy.plan` and the forecasts of `convoy bench` ask the planner."""
+
+    workload: Workload
+    devices: int
+    # as `links_named` reads it; by default measured where as many ranks run, and assumed elsewhere
+    link: str | Links | None = None
+    store: ProfileStore | None = None
+    fixes: Sequence[str] = ()
+    # bytes of a device; by default a search knows what is free here, if the plan is for the ranks that are
+    memory_limit: float | None = None
+    plans: Sequence[Plan] = ()  # that are predicted instead of a search
+    rivals: Sequence[Plan] = ()  # predicted beside what a search finds, as far as they fit, and in the race
+    input: HostCost | None = None
+    notes: Sequence[str] = ()  # to begin with
 
 
 @dataclass(frozen=True)
@@ -68,7 +93,10 @@ class Planned:
 
     @property
     def speedup(self) -> float:
-        return self.serial.seconds / self.best.seconds if self.best.seconds else 1.0
+        return self.speedup_of(self.best)
+
+    def speedup_of(self, plan: Scored) -> float:
+        return self.serial.seconds / plan.seconds if plan.seconds else 1.0
 
     def warning(self, seconds: float) -> str:
         """What to say first of a plan whose update takes so long, where one device is predicted to take less."""
@@ -82,6 +110,8 @@ class Planned:
         return shares if shares is not None and plan.mesh.size(axes) == len(shares) else None
 
 
+# Measures some updates under a plan; all ranks call it, and get the seconds of one on the slowest of them
+Race = Callable[[Planned, Scored, Ranks], float]
 Proposal = tuple[Plan, int | None]  # A plan, and the number of passes through its stages; None where it has none
 
 
@@ -113,149 +143,24 @@ def score(
 
 
 def make_plan(
-    workload: Workload,
-    devices: int,
+    question: Question,
     ranks: Ranks,
-    *,
-    link: str | Links | None = None,
-    store: ProfileStore | None = None,
-    fixes: Sequence[str] = (),
-    memory_limit: float | None = None,
-    plans: Sequence[Plan] = (),
-    rivals: Sequence[Plan] = (),
-    input: HostCost | None = None,
-    notes: Sequence[str] = (),
     progress: Progress = lambda what, done, total: None,
     race: Race | None = None,
 ) -> Planned:
     """Find the fastest plan; all ranks call it, and get the same answer.
 
-    `convoy plan`, `--plan auto`, `convoy.plan` and the forecasts of `convoy bench` all ask here. In order: measure the
-    links and the layers, or look them up (`measured.py`); search (`search/`), or take the requested `plans`; predict
-    each of them by its timeline (`cost/step.py`). Operations that were not measured are predicted from those that were
-    (`cost/calibrated.py`), so the best plan is profiled and searched for again, until no more than 2 % of its computing
-    time is predicted so, or six tenths of the time for a plan are over: of the longer of two minutes and 30 updates of
-    one device. In the rest the best plans make a few updates each. `verdict.py` explains the answer.
+    In order: measure the links and the layers, or look them up (`measured.py`); search (`search/`), or take the
+    requested plans; predict each of them by its timeline (`cost/step.py`). Operations that were not measured are
+    predicted from those that were (`cost/calibrated.py`), so the best plan is profiled and searched for again, until no
+    more than 2 % of its computing time is predicted so, or six tenths of the time for a plan are over: of the longer of
+    two minutes and 30 updates of one device. In the rest the best plans make a few updates each; without a `race` the
+    prediction alone decides. `explanation.py` explains the answer.
 
-    Without a `link` (as `links_named` reads it) the links are measured where as many ranks run, and assumed otherwise.
-    `memory_limit` is in bytes of a device; by default a search knows what is free here, if the plan is for the ranks
-    that are. `rivals` are predicted beside what a search finds, as far as they fit, and race. `progress` is told the
-    seconds that have passed, of about how many; without a `race` the prediction alone decides. A TooLargeError where no
-    plan fits into memory, a ConvoyError for a fix that cannot be, or a plan for another number of devices.
+    `progress` is told the seconds that have passed, of about how many. A TooLargeError where no plan fits into memory,
+    a ConvoyError for a fix that cannot be, or a plan for another number of devices.
     """
-    meshes = list(dict.fromkeys(plan.mesh for plan in plans)) if plans else meshes_of(devices)
-    for plan in plans:
-        if plan.mesh.num_devices != devices:
-            raise ConvoyError(f"the plan {plan} is for {plan.mesh.num_devices} devices, but {devices} are asked for")
-    check_optimizer(workload.optimizer)
-    Layers(workload.graph, fixes, ())  # a fix that cannot be is told before anything is measured
-    release_freed_memory(workload.device)  # of what was planned or trained before, whose blocks are of other sizes
-    room = min(ranks.gather(device_memory(workload.device, ranks.on_host)[0]))
-    room = room if memory_limit is None else min(room, memory_limit)
-    if devices == ranks.num > 1 and not plans:
-        memory_limit = room
-    say = _Course(progress)
-    measured = Measurements(workload, ranks, store, say, room)
-    jobs = jobs_for(workload, meshes, plans)
-    alone_s = (workload.alone or workload).passes * measured.expected_s(jobs[0])
-    racing_s = 0.0 if race is None or devices == 1 else (_RACERS + 1) * _RACE_UPDATES * alone_s / devices
-    profiling_s = sum(_PASSES * measured.expected_s(job) for job in measured.unknown(jobs))
-    say.total_s = ranks.broadcast(min(_FIXED_S + profiling_s + racing_s, _limit_s(alone_s)))
-    if memory_limit is not None and not plans and devices > 1:
-        say("looking for plans that fit into memory")
-        ranks.first(partial(_check_memory, workload, devices, fixes, memory_limit))
-    found_notes = list(notes)
-    if isinstance(link, str):
-        measured.links, note = links_named(link, workload.device.type == "cpu")
-        found_notes.append(note)
-    elif link is not None:
-        measured.links = link
-    elif devices > 1 and ranks.num == devices:
-        say("measuring the links")
-        measured.links, measured.per_transfer = ranks.trying(
-            "measuring the links", lambda _: measured_links(meshes, workload.largest, workload.device)
-        )
-    elif devices > 1:
-        measured.links = _ASSUMED_LINKS
-        found_notes.append(
-            f"the links between {devices} devices were not measured, as {ranks.num} run here: 5 GB/s are assumed"
-        )
-    measured.give_back_memory()  # of the search, and of the largest messages
-    measured.room = min(room, *ranks.gather(device_memory(workload.device, ranks.on_host)[0]))
-    needed = len(jobs) if plans else 2  # one device, and the first strategy that can be: `sample`
-    measured.profile(jobs[:needed], afresh=not plans and devices > 1)
-    alone = measured.costs(alone=True)
-    serial = score(workload.alone or workload, Plan(Mesh((), ())), replace(alone, input=input or alone.input))
-    limit_s = _limit_s(serial.seconds)
-
-    def is_in_time(part: float = _MEASURING, needed_s: float = 0.0) -> bool:
-        return ranks.first(lambda: say.passed_s + (needed_s or measured.longest_s) <= part * limit_s)
-
-    for job in jobs[needed:]:
-        if is_in_time():
-            measured.profile([job])
-    slowdowns = measured.slowdowns()
-    slowdowns = slowdowns if len(slowdowns) == devices else ()
-    workload = workload.by_speed(slowdowns) if workload.by_speed is not None and devices > 1 else workload
-    uneven = len(set(workload.shares or ())) > 1  # what ranks compute has then sizes, and so times, of their own
-    results: list[SearchResult] = []  # of rank 0; the others hear of the plans
-    proposed: list[Proposal] = []
-    while True:
-        costs = measured.costs(alone=devices == 1)
-        costs = replace(costs, input=input or costs.input, slowdowns=slowdowns)
-        if not plans:
-            say("searching")
-        if plans:
-            candidates = ranks.first(partial(_given, workload, plans))
-        else:
-            candidates = ranks.first(partial(propose, workload, devices, costs, fixes, memory_limit, results))
-            proposals = [plan for plan, _ in candidates]
-            candidates += _given(workload, [plan for plan in rivals if plan not in proposals and _goes(workload, plan)])
-        as_run = replace(workload, schedules=(workload.default_schedule,)) if plans else workload
-        scores = [score(as_run, plan, costs, passes, memory_limit) for plan, passes in candidates]
-        left_out: list[str] = []
-        if memory_limit is not None:
-            scores, left_out = _fitting(scores, costs, memory_limit)
-        scores.sort(key=lambda one: one.seconds)
-        best = ranks.broadcast((scores[0].plan, scores[0].passes))
-        staged = [one for one in candidates if one[0].num_stages > 1] if plans else [best]
-        new = [one for one in staged if one not in proposed]
-        lacking = ranks.broadcast([one for one in new if measured.lacking(plan_job(workload, *one)) > _SETTLED])
-        lacking = [one for one in lacking if one[0].num_stages > 1 or not uneven]
-        if devices == 1 or not lacking or not is_in_time():
-            break
-        proposed += lacking
-        measured.profile([plan_job(workload, *one) for one in lacking])
-    scores.sort(key=lambda one: one.plan != best[0])  # rank 0's best comes first on every rank
-    measured.give_back_memory()
-    if measured.is_empty:
-        found_notes.append("nothing could be profiled in the memory there is: times are those of a typical slow core")
-    plain = Plan.by_samples(devices)
-    if memory_limit is not None and not plans and not fixes and all(one.plan != plain for one in scores):
-        with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
-            needs = score(workload, plain, costs).memory.total
-            left_out.append(f"{plain} is left out: it needs {size(needs)} on a device, of {size(int(memory_limit))}")
-    found_notes += [*measured.notes, *([_on_speeds(slowdowns, workload.shares)] if slowdowns else []), *left_out]
-    if store is not None and ranks.rank == 0 and workload.optimizer_name and ranks.num == devices > 1:
-        remember(store, device_of(workload, ranks.on_host), devices, workload.optimizer_name, costs)
-    planned = Planned(workload, devices, tuple(scores), serial, next(iter(results), None), costs, tuple(found_notes))
-    if race is not None and devices == ranks.num > 1:
-        watch = HostWatch()
-        planned = _raced(planned, rivals, ranks, race, measured, say, lambda needed_s: is_in_time(1.0, needed_s))
-        measured.loads += ranks.gather(watch.read())
-    planned = replace(planned, notes=(*planned.notes, *beside_others(measured.loads)))
-    if store is not None:
-        device = device_of(workload, ranks.on_host)
-        expected = {one.plan: one.seconds for one in planned.candidates} | dict(planned.measured)
-        doubts = ranks.first(lambda: list(unlike_runs(store, device, workload.name, workload.batch, expected)))
-        planned = replace(planned, notes=(*planned.notes, *doubts))
-    say.end()
-    return planned
-
-
-def _limit_s(update_s: float) -> float:
-    """Seconds that a plan may take, by those of an update of one device."""
-    return max(_PATIENCE_S, _PATIENCE_UPDATES * update_s)
+    return _Planning(question, ranks, _Course(progress)).answer(race)
 
 
 class _Course:
@@ -264,6 +169,7 @@ class _Course:
     def __init__(self, tell: Progress) -> None:
         self._tell, self._began = tell, time.monotonic()
         self.total_s = 1.0  # estimated beforehand
+        self.limit_s = 0.0  # that a plan may take
 
     @property
     def passed_s(self) -> float:
@@ -273,9 +179,174 @@ class _Course:
         total = max(1, round(self.total_s))
         self._tell(f"planning, about {total} s: {what}", min(int(self.passed_s), total - 1), total)
 
+    def limit(self, update_s: float) -> float:
+        """Seconds that a plan may take, by those of an update of one device."""
+        self.limit_s = max(_PATIENCE_S, _PATIENCE_UPDATES * update_s)
+        return self.limit_s
+
     def end(self) -> None:
         total = max(1, round(self.total_s))
         self._tell("planning", total, total)
+
+
+class _Planning:
+    """The making of one answer. All ranks do the same; rank 0 searches, and tells the others of the plans."""
+
+    def __init__(self, question: Question, ranks: Ranks, say: _Course) -> None:
+        self.question, self.ranks, self.say, self.workload = question, ranks, say, question.workload
+        devices, plans, device = question.devices, question.plans, self.workload.device
+        self.meshes = list(dict.fromkeys(plan.mesh for plan in plans)) if plans else meshes_of(devices)
+        for plan in plans:
+            if plan.mesh.num_devices != devices:
+                raise ConvoyError(
+                    f"the plan {plan} is for {plan.mesh.num_devices} devices, but {devices} are asked for"
+                )
+        check_optimizer(self.workload.optimizer)
+        Layers(self.workload.graph, question.fixes, ())  # a fix that cannot be is told before anything is measured
+        release_freed_memory(device)  # of what was planned or trained before, whose blocks are of other sizes
+        self.limit = question.memory_limit
+        room = min(self._free(), math.inf if self.limit is None else self.limit)
+        if devices == ranks.num > 1 and not plans:
+            self.limit = room
+        self.searches_in = self.limit if not plans else None  # bytes
+        self.measured = Measurements(self.workload, ranks, question.store, say, room)
+        self.notes = list(question.notes)
+        self.results: list[SearchResult] = []  # of rank 0
+
+    def _free(self) -> float:
+        """Bytes of the device that has least."""
+        return min(self.ranks.gather(device_memory(self.workload.device, self.ranks.on_host)[0]))
+
+    def answer(self, race: Race | None) -> Planned:
+        question, ranks, measured = self.question, self.ranks, self.measured
+        devices, store, together = question.devices, question.store, question.devices == ranks.num > 1
+        jobs = jobs_for(self.workload, self.meshes, question.plans)
+        self._estimate(jobs, race)
+        if self.searches_in is not None and devices > 1:
+            self.say("looking for plans that fit into memory")
+            ranks.first(self._check_memory)
+        measured.find_links(question.link, devices, self.meshes)
+        measured.give_back_memory()  # of the search, and of the largest messages
+        measured.room = min(measured.room, self._free())
+        serial = self._measure(jobs)
+        slowdowns = measured.slowdowns()
+        slowdowns = slowdowns if len(slowdowns) == devices else ()
+        if self.workload.by_speed is not None and devices > 1:
+            self.workload = self.workload.by_speed(slowdowns)
+        candidates, costs, left_out = self._candidates(slowdowns)
+        if measured.is_empty:
+            self.notes.append(
+                "nothing could be profiled in the memory there is: times are those of a typical slow core"
+            )
+        speeds = [_on_speeds(slowdowns, self.workload.shares)] if slowdowns else []
+        notes = (*self.notes, *measured.notes, *speeds, *left_out)
+        planned = Planned(self.workload, devices, candidates, serial, next(iter(self.results), None), costs, notes)
+        device, optimizer = device_of(self.workload, ranks.on_host), self.workload.optimizer_name
+        if store is not None and ranks.rank == 0 and optimizer and together:
+            remember(store, device, devices, optimizer, costs)
+        if race is not None and together:
+            watch = HostWatch()
+            planned = _raced(
+                planned,
+                question.rivals,
+                ranks,
+                race,
+                measured,
+                self.say,
+                lambda needed_s: self._has_time(1.0, needed_s),
+            )
+            measured.loads += ranks.gather(watch.read())
+        doubts = list(beside_others(measured.loads))
+        if store is not None:
+            expected = {one.plan: one.seconds for one in planned.candidates} | dict(planned.measured)
+            name, batch = self.workload.name, self.workload.batch
+            doubts += ranks.first(lambda: list(unlike_runs(store, device, name, batch, expected)))
+        self.say.end()
+        return replace(planned, notes=(*planned.notes, *doubts))
+
+    def _estimate(self, jobs: Sequence[Job], race: Race | None) -> None:
+        """How long planning will take, about."""
+        measured, devices = self.measured, self.question.devices
+        alone_s = (self.workload.alone or self.workload).passes * measured.expected_s(jobs[0])
+        racing_s = 0.0 if race is None or devices == 1 else (_RACERS + 1) * _RACE_UPDATES * alone_s / devices
+        profiling_s = sum(_PASSES * measured.expected_s(job) for job in measured.unknown(jobs))
+        self.say.total_s = self.ranks.broadcast(min(_FIXED_S + profiling_s + racing_s, self.say.limit(alone_s)))
+
+    def _has_time(self, part: float = _MEASURING, needed_s: float = 0.0) -> bool:
+        say = self.say
+        return self.ranks.first(lambda: say.passed_s + (needed_s or self.measured.longest_s) <= part * say.limit_s)
+
+    def _measure(self, jobs: Sequence[Job]) -> Scored:
+        """Profile what a search needs, or the requested plans; the prediction for one device."""
+        needed = len(jobs) if self.question.plans else 2  # one device, and the first strategy that can be: `sample`
+        self.measured.profile(jobs[:needed], afresh=not self.question.plans and self.question.devices > 1)
+        workload, alone = self.workload.alone or self.workload, self.measured.costs(alone=True)
+        serial = score(workload, Plan(Mesh((), ())), replace(alone, input=self.question.input or alone.input))
+        self.say.limit(serial.seconds)
+        for job in jobs[needed:]:
+            if self._has_time():
+                self.measured.profile([job])
+        return serial
+
+    def _candidates(self, slowdowns: tuple[float, ...]) -> tuple[tuple[Scored, ...], Costs, list[str]]:
+        """The plans, best first, with the costs by which they were predicted, and notes on those that do not fit. The
+        best is profiled until it is settled."""
+        question, ranks, measured, workload = self.question, self.ranks, self.measured, self.workload
+        devices, plans = question.devices, question.plans
+        uneven = len(set(workload.shares or ())) > 1  # what ranks compute has then sizes, and so times, of their own
+        as_run = replace(workload, schedules=(workload.default_schedule,)) if plans else workload
+        profiled: list[Proposal] = []
+        while True:
+            costs = measured.costs(alone=devices == 1)
+            costs = replace(costs, input=question.input or costs.input, slowdowns=slowdowns)
+            if plans:
+                proposals = ranks.first(partial(_given, workload, plans))
+            else:
+                self.say("searching")
+                proposals = ranks.first(partial(self._proposals, costs))
+            scores = [score(as_run, plan, costs, passes, self.limit) for plan, passes in proposals]
+            left_out: list[str] = []
+            if self.limit is not None:
+                scores, left_out = _fitting(scores, costs, self.limit)
+            scores.sort(key=lambda one: one.seconds)
+            best = ranks.broadcast((scores[0].plan, scores[0].passes))
+            of_interest = [one for one in proposals if one[0].num_stages > 1] if plans else [best]
+            new = [one for one in of_interest if one not in profiled]
+            lacking = ranks.broadcast([one for one in new if measured.lacking(plan_job(workload, *one)) > _SETTLED])
+            lacking = [one for one in lacking if one[0].num_stages > 1 or not uneven]
+            if devices == 1 or not lacking or not self._has_time():
+                break
+            profiled += lacking
+            measured.profile([plan_job(workload, *one) for one in lacking])
+        scores.sort(key=lambda one: one.plan != best[0])  # rank 0's best comes first on every rank
+        measured.give_back_memory()
+        plain, limit = Plan.by_samples(devices), self.searches_in
+        if limit is not None and not question.fixes and all(one.plan != plain for one in scores):
+            with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
+                needs = score(workload, plain, costs).memory.total
+                left_out.append(f"{plain} is left out: it needs {size(needs)} on a device, of {size(int(limit))}")
+        return tuple(scores), costs, left_out
+
+    def _proposals(self, costs: Costs) -> list[Proposal]:
+        workload, question = self.workload, self.question
+        proposals = propose(workload, question.devices, costs, question.fixes, self.limit, self.results)
+        plans = [plan for plan, _ in proposals]
+        return proposals + _given(
+            workload, [plan for plan in question.rivals if plan not in plans and _goes(workload, plan)]
+        )
+
+    def _check_memory(self) -> None:
+        """Refuse devices into which no plan fits, with a TooLargeError, before anything is measured: for that no times
+        are needed."""
+        workload, devices, limit = self.workload, self.question.devices, self.limit
+        assert limit is not None
+        update, on_cpu = memory_of_updates(workload.optimizer), workload.device.type == "cpu"
+        costs = Costs(Calibrated({}), ASSUMED_LINKS, update, batch_norm=workload.batch_norm, on_cpu=on_cpu)
+        with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
+            if score(workload, Plan.by_samples(devices), costs).memory.total <= limit:
+                return
+        proposed = propose(workload, devices, costs, self.question.fixes, limit, [])
+        _fitting([score(workload, plan, costs, passes, limit) for plan, passes in proposed], costs, limit)
 
 
 def _raced(
@@ -361,19 +432,6 @@ def _fitting(scored: Sequence[Scored], costs: Costs, limit: float) -> tuple[list
     if len(too_large) == len(scored):
         raise errors[0]
     return [one for one in scored if one not in too_large], [str(error) for error in errors]
-
-
-def _check_memory(workload: Workload, devices: int, fixes: Sequence[str], limit: float) -> None:
-    """Refuse devices into which no plan fits, with a TooLargeError, before anything is measured: for that no times are
-    needed."""
-    update, on_cpu = memory_of_updates(workload.optimizer), workload.device.type == "cpu"
-    costs = Costs(Calibrated({}), _ASSUMED_LINKS, update, batch_norm=workload.batch_norm, on_cpu=on_cpu)
-    with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
-        if score(workload, Plan.by_samples(devices), costs).memory.total <= limit:
-            return
-    proposed = propose(workload, devices, costs, fixes, limit, [])
-    predictions = [score(workload, plan, costs, passes, limit) for plan, passes in proposed]
-    _fitting(predictions, costs, limit)
 
 
 def propose(

@@ -257,8 +257,8 @@ def _recalled(session: Session, store: ProfileStore, placement: Placement) -> Sc
         samples = tuple(len(piece.positions) for piece in passes)
         staging = Staging(session.plan.mesh, network.stages.staged(placement), samples, network.schedule)
     machine = measuring(recipe, session.device, session.ranks.on_host)
-    costs = recipe.batch_norm, session.normed_samples, session.is_recorded
-    return recalled(store, machine, recipe.optimizer.name, session.plan, placement, len(passes), *costs, staging)
+    training = {"batch_norm": recipe.batch_norm, "microbatch": session.normed_samples, "recorded": session.is_recorded}
+    return recalled(store, machine, recipe.optimizer.name, session.plan, placement, len(passes), staging, **training)
 
 
 def _compared(

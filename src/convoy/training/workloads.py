@@ -22,12 +22,12 @@ from convoy.engine import Probe, microbatch_sizes
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.graph.given import copied
-from convoy.planner import Planned, Scored, Workload, make_plan, workload_of
+from convoy.planner import Planned, Question, Scored, Workload, make_plan, workload_of
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import Device, device_memory, this_device
+from convoy.planner.explanation import Explanation
 from convoy.planner.profiling import try_out
-from convoy.planner.verdict import Explained
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES, Schedule
@@ -263,23 +263,14 @@ def choose_plan(
         workload = workload_in_passes(
             recipe, ready.model, ready.image_shape, sizes, merge, ranks.num, device, counts, ready.is_recorded
         )
-        planned = make_plan(
-            workload,
-            ranks.num,
-            ranks,
-            store=ready.profiles,
-            memory_limit=limit,
-            rivals=rivals,
-            input=ahead,
-            progress=progress,
-            race=race,
-        )
+        question = Question(workload, ranks.num, store=ready.profiles, memory_limit=limit, rivals=rivals, input=ahead)
+        planned = make_plan(question, ranks, progress, race)
     except TooLargeError:
         raise
     except ConvoyError as error:
         return Chosen(plain, (f"plan auto is {plain}: {error}",))
     best = planned.best
-    verdict = ranks.first(lambda: Explained(planned).verdict.sentence)
+    verdict = ranks.first(lambda: Explanation(planned).verdict.sentence)
     sentences = _sentences(planned, device, f"within {size(int(limit))} of memory a device, {source}")
     notes = (*sentences, f"{best.plan}: {verdict}", *planned.notes)
     return Chosen(best.plan, notes, best, planned.shares(best.plan), best.staging, planned.serial.seconds)
