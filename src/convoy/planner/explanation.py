@@ -277,12 +277,10 @@ def _faster(links: Links, factor: float) -> Links:
     """Links that carry every message in 1/`factor` of the time."""
 
     def link(measured: Link) -> Link:
-        curves = {kind: getattr(measured, kind) for kind in get_args(Collective)}
-        faster = {
-            kind: curve and Curve(tuple((size, seconds / factor) for size, seconds in curve.points))
-            for kind, curve in curves.items()
-        }
-        return replace(measured, **faster)
+        curves: dict[str, Any] = {kind: getattr(measured, kind) for kind in get_args(Collective)}
+        for kind, curve in curves.items():
+            curves[kind] = curve and Curve(tuple((size, seconds / factor) for size, seconds in curve.points))
+        return replace(measured, **curves)
 
     otherwise = links.otherwise
     return Links(

@@ -9,16 +9,14 @@ from dataclasses import astuple, dataclass, replace
 from itertools import product
 
 from convoy.errors import ConvoyError
-from convoy.planner.cost.local_op import local_bytes
 from convoy.planner.cost.prediction import RankMemory, Scored
 from convoy.planner.cost.step import ADDING
 from convoy.planner.planner import Planned
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import AXIS_STRATEGIES, Strategy, is_choosing
 from convoy.plans.explain import StageRow, rows_of_stages
-from convoy.plans.layout import WHOLE
 from convoy.plans.mesh import ranks_of
-from convoy.plans.place import PlacedCall, Placement
+from convoy.plans.place import PlacedCall
 from convoy.plans.traffic import cut_traffic, gradient_traffic, transfer_traffic
 
 _PREDICTIONS = 30  # strategies that are tried one by one, where no search says what they would cost
@@ -103,7 +101,7 @@ def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
     sent, held = _sent(scored, first_user), defaultdict[str, int](int)
     for name, layer in first_user.items():
         if placement.graph.values[name].origin == "parameter":
-            held[layer] += local_bytes(placement, name, ranks[stages[layer]])
+            held[layer] += placement.local_bytes(name, ranks[stages[layer]])
     next_best = _next_best(planned, scored, {name: spent[name, "forward"] + spent[name, "backward"] for name in stages})
     layers = []
     for name, placed_calls in members.items():
@@ -115,8 +113,8 @@ def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
                 stage=stage + 1 if len(ranks) > 1 else None,
                 ops=tuple(placed.call.op for placed in placed_calls),
                 strategy=next((placed.strategy for placed in placed_calls if is_choosing(placed.call)), ()),
-                takes=local_shape(placement, inputs[0], rank) if inputs else (),
-                gives=local_shape(placement, outputs[0], rank) if outputs else (),
+                takes=placement.local_shape(inputs[0], rank) if inputs else (),
+                gives=placement.local_shape(outputs[0], rank) if outputs else (),
                 forward_s=spent[name, "forward"],
                 backward_s=spent[name, "backward"],
                 copies_s=spent[name, "copy"],
@@ -156,12 +154,6 @@ def busiest_ranks(scored: Scored) -> tuple[int, ...]:
     """For each stage the rank that computes longest; of a network in one piece, that of all."""
     number = scored.staging.number if scored.staging is not None else 1
     return tuple(scored.timeline.busiest_of(ranks_of(scored.placement.mesh, stage)) for stage in range(number))
-
-
-def local_shape(placement: Placement, name: str, rank: int) -> tuple[int, ...]:
-    """The shape of a rank's part of a value, as it is kept."""
-    layout = placement.layouts.get(name, WHOLE)
-    return layout.local_shape(placement.graph.shape(name), placement.mesh, placement.mesh.coordinates(rank))
 
 
 def alternatives(planned: Planned, scored: Scored, layers: Iterable[str]) -> dict[str, NextBest]:

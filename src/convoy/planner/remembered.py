@@ -8,7 +8,7 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, is_dataclass
 from statistics import median
 from typing import Any
 
@@ -54,14 +54,14 @@ def recalled(
 ) -> Scored | None:
     """A prediction from what is kept for `remember`'s arguments; None where not all of it is known. The placement is a
     pass under the plan; `training` are fields of `Costs`: batch norm, microbatch, whether it is recorded."""
-    mesh, measured = placement.mesh, store.times(device)
+    mesh, measured, default = placement.mesh, store.times(device), Costs(Calibrated({}))
     try:
         noted = store.noted(device, _name(mesh.num_devices, optimizer))
-        costs = Costs(Calibrated(measured), Links.from_list(noted["links"]), **training)
+        fields: dict[str, Any] = {"links": Links.from_list(noted["links"]), **training}
         for name in filter(noted.__contains__, _KEPT):
-            kind, value = type(getattr(costs, name)), noted[name]
-            costs = replace(costs, **{name: kind(**value) if is_dataclass(kind) else kind(value)})
-        costs = replace(costs, slowdowns=tuple(map(float, noted.get("pace", ()))))
+            kind, value = type(getattr(default, name)), noted[name]
+            fields[name] = kind(**value) if is_dataclass(kind) else kind(value)
+        costs = Costs(Calibrated(measured), slowdowns=tuple(map(float, noted.get("pace", ()))), **fields)
     except (KeyError, TypeError, ValueError, ConvoyError):
         return None
     for rank in range(mesh.num_devices):

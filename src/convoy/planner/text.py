@@ -177,7 +177,7 @@ def trace(**sources: Timeline) -> dict[str, Any]:
             # in whole nanoseconds, as viewers count, so that events that follow each other do not overlap
             start, end = round(span.start * 1e9), round(span.end * 1e9)
             arguments = {"layer": task.layer, "kind": task.kind} | ({"bytes": task.num_bytes} if task.num_bytes else {})
-            event = {"ph": "X", "name": task.name or task.layer or task.kind, "cat": task.kind}
+            event: dict[str, Any] = {"ph": "X", "name": task.name or task.layer or task.kind, "cat": task.kind}
             event |= {"pid": processes[task.rank], "tid": threads[task.stream]}
             event |= {"ts": start / 1e3, "dur": (end - start) / 1e3, "args": arguments}
             events.append(event | ({"cname": _COLORS[task.kind]} if task.kind in _COLORS else {}))

@@ -1,6 +1,7 @@
 """A network's calls on the mesh: what an operation decides for a call, and the placement of the network that
 follows."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -146,6 +147,15 @@ class Placement:
     def is_part(self) -> bool:
         """Whether these are the calls of one stage of the network."""
         return len(self.calls) < len(self.graph.calls)
+
+    def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
+        """The shape of a rank's part of a value, as it is kept."""
+        layout = self.layouts.get(name, WHOLE)
+        return layout.local_shape(self.graph.shape(name), self.mesh, self.mesh.coordinates(rank))
+
+    def local_bytes(self, name: str, rank: int) -> int:
+        """Bytes of a rank's part of a value."""
+        return math.prod(self.local_shape(name, rank)) * self.graph.values[name].dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ def _line(mesh: Mesh, layers: Layers) -> str | None:
 def _of_line(text: str) -> Plan:
     """The plan of one line: each part `strategy=size` is a mesh axis, outermost first, on which every layer has that
     strategy. `stage=size` is the axis on which the network is divided, and layers have no strategy."""
-    strategies, sizes = [], []
+    strategies, sizes = list[str](), list[Any]()
     for part in map(str.strip, text.split(",")):
         match = _PART.fullmatch(part)
         if match is None:

@@ -8,9 +8,8 @@ from typing import Any
 
 from convoy.graph.graph import Call, Graph
 from convoy.ops import OPERATIONS
-from convoy.planner.cost.local_op import local_bytes
 from convoy.planner.explanation import Explanation
-from convoy.planner.layers import Layer, busiest_ranks, local_shape, stages_of_calls
+from convoy.planner.layers import Layer, busiest_ranks, stages_of_calls
 from convoy.planner.search.prices import is_choosing
 from convoy.plans.strategies import STRATEGIES
 from convoy.units import extra, seconds, shape, size
@@ -145,7 +144,7 @@ class NetworkDrawing:
             path.append(f"V{end:g}")
         inputs = {name for call in target.calls for name in call.inputs}
         names = dict.fromkeys(name for call in source.calls for name in call.outputs if name in inputs)
-        sent = sum(local_bytes(self._placement, name, self._ranks[source.stage]) for name in names)  # in a pass
+        sent = sum(self._placement.local_bytes(name, self._ranks[source.stage]) for name in names)  # in a pass
         stages = f"stage {source.stage + 1} to stage {target.stage + 1}" if source.stage != target.stage else ""
         place = {"x": f"{label[0] + 6:g}", "y": f"{label[1]:g}"}
         return {"path": "".join(path), "stages": stages, "sent": size(sent), **place}
@@ -175,7 +174,7 @@ class NetworkDrawing:
         strategy = self._strategies.get(main.name, ())
         strategies, height, name = mesh.beside_stages(strategy), self._height(box), main.layer or main.name or main.op
         gives = box.calls[-1].outputs
-        shown = shape(local_shape(self._placement, gives[0], self._ranks[box.stage])) if gives else ""
+        shown = shape(self._placement.local_shape(gives[0], self._ranks[box.stage])) if gives else ""
         waits_s = sum(layer.exposed_s for layer in layers)
         chips = [("stage", str(box.stage + 1))] if len(self._ranks) > 1 else []
         chips += [(kind, STRATEGIES[kind].letter) for kind in strategies]
