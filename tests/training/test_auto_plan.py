@@ -53,7 +53,7 @@ def predicting(*plans: Plan) -> Callable[..., Planned]:
         by_plan = {scored.plan: scored for scored in planned.candidates}
         planned = replace(planned, candidates=tuple(by_plan[plan] for plan in plans))
         measurements = Measurements(question.workload, ranks)
-        return raced_by(planned, (), ranks, race, measurements, lambda what: None, lambda seconds: True)
+        return raced_by(planned, (), ranks, race, measurements, lambda seconds: True)
 
     return planner
 

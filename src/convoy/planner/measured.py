@@ -192,10 +192,11 @@ class Measurements:
         workload: Workload,
         ranks: Ranks,
         store: ProfileStore | None = None,
-        progress: Callable[[str], None] = lambda what: None,
+        progress: Progress = lambda what, done, total: None,
         room: float = math.inf,
     ) -> None:
         self._workload, self._ranks, self._store, self._progress, self.room = workload, ranks, store, progress, room
+        self._began, self.total_s, self.limit_s = time.monotonic(), 1.0, 0.0  # that planning will, and may, take
         self.links = Links()
         self.per_transfer = 0.0  # seconds of the engine for a redistribution in one direction
         self._known: dict[bool, _Known] = {}  # by whether a device is alone
@@ -207,6 +208,22 @@ class Measurements:
         self.loads: list[HostLoad] = []  # of each profiling, by rank
         self.longest_s = 0.0  # of the longest profiling
 
+    @property
+    def _passed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def say(self, what: str) -> None:
+        """Tell the progress of the work in seconds that have passed, of a total that does not move."""
+        total = max(1, round(self.total_s))
+        self._progress(f"planning, about {total} s: {what}", min(int(self._passed_s), total - 1), total)
+
+    def end(self) -> None:
+        self._progress("planning", max(1, round(self.total_s)), max(1, round(self.total_s)))
+
+    def has_time(self, part: float, needed_s: float = 0.0) -> bool:
+        """Whether another profiling, or work of so many seconds, ends within this part of the limit."""
+        return self._ranks.first(lambda: self._passed_s + (needed_s or self.longest_s) <= part * self.limit_s)
+
     def find_links(self, link: str | Links | None, devices: int, meshes: Sequence[Mesh]) -> None:
         """Take the links that are given, as `links_named` reads them, or measure those of the meshes, where as many
         ranks run, or assume some."""
@@ -217,7 +234,7 @@ class Measurements:
             self.links, note = links_named(link, device.type == "cpu")
         elif devices == self._ranks.num > 1:
             what = "measuring the links"
-            self._progress(what)
+            self.say(what)
             measure = partial(measured_links, meshes, self._workload.largest, device)
             self.links, self.per_transfer = self._ranks.trying(what, lambda _: measure())
         elif devices > 1:
@@ -231,7 +248,7 @@ class Measurements:
         """Profile the network in passes that fit into memory, but for what is known, or `afresh` all of it. A
         RankFailedError where a rank has failed otherwise than for want of memory."""
         for job in jobs:
-            self._progress(f"profiling {job.name}")
+            self.say(f"profiling {job.name}")
             fitting = self._fitting(job)
             if fitting is None:
                 self._note(f"{job.name} was not profiled, for want of memory: {_FROM_OTHERS}")
@@ -253,10 +270,6 @@ class Measurements:
     def _note(self, sentence: str) -> None:
         if sentence not in self.notes:
             self.notes.append(sentence)
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._times(True)
 
     def give_back_memory(self) -> None:
         release_freed_memory(self._workload.device)
@@ -302,7 +315,7 @@ class Measurements:
         together = not job.alone and job.placement.mesh.num_devices == self._ranks.num
 
         def passed(number: int) -> None:
-            self._progress(f"profiling {job.name}, pass {number}")
+            self.say(f"profiling {job.name}, pass {number}")
 
         def work(ranks: Ranks) -> Profiled:
             return profile(job.workload, job.placement, ranks, job.alone, self.links, together, passed=passed)
@@ -371,7 +384,7 @@ class Measurements:
     @cached_property
     def _roofline(self) -> Roofline | None:
         """A rough roofline of the device, by one product of matrices; None where more is known."""
-        if not self.is_empty:
+        if self._times(True):
             return None
         matrix = torch.full((_MATRIX, _MATRIX), 0.5, device=self._workload.device)
         clock = DeviceClock(self._workload.device)
@@ -401,8 +414,9 @@ class Measurements:
         around = mean(known.around).numbers if known.around else None
         noted = self._ranks.first(lambda: around or self._noted(alone, _around_of(workload, alone)))
         loss = HostCost(per_pass=sum(noted[:2]), host=sum(noted[2:])) if noted else HostCost()
-        times = Calibrated(self._times(alone))
-        return replace(self._without_times[alone], times=times, loss=loss, per_transfer=self._engine(alone))
+        if not (times := self._times(alone)):
+            self._note("nothing could be profiled in the memory there is: times are those of a typical slow core")
+        return replace(self._without_times[alone], times=Calibrated(times), loss=loss, per_transfer=self._engine(alone))
 
     def _engine(self, alone: bool) -> Times:
         """The engine's time for a redistribution, where that is not in the times of those that were measured."""

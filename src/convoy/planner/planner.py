@@ -160,42 +160,15 @@ def make_plan(
     `progress` is told the seconds that have passed, of about how many. A TooLargeError where no plan fits into memory,
     a ConvoyError for a fix that cannot be, or a plan for another number of devices.
     """
-    return _Planning(question, ranks, _Course(progress)).answer(race)
-
-
-class _Course:
-    """Tells of the work in seconds that have passed, of a total that does not move."""
-
-    def __init__(self, tell: Progress) -> None:
-        self._tell, self._began = tell, time.monotonic()
-        self.total_s = 1.0  # estimated beforehand
-        self.limit_s = 0.0  # that a plan may take
-
-    @property
-    def passed_s(self) -> float:
-        return time.monotonic() - self._began
-
-    def __call__(self, what: str) -> None:
-        total = max(1, round(self.total_s))
-        self._tell(f"planning, about {total} s: {what}", min(int(self.passed_s), total - 1), total)
-
-    def limit(self, update_s: float) -> float:
-        """Seconds that a plan may take, by those of an update of one device."""
-        self.limit_s = max(_PATIENCE_S, _PATIENCE_UPDATES * update_s)
-        return self.limit_s
-
-    def end(self) -> None:
-        total = max(1, round(self.total_s))
-        self._tell("planning", total, total)
+    return _Planning(question, ranks, progress).answer(race)
 
 
 class _Planning:
     """The making of one answer. All ranks do the same; rank 0 searches, and tells the others of the plans."""
 
-    def __init__(self, question: Question, ranks: Ranks, say: _Course) -> None:
-        self.question, self.ranks, self.say, self.workload = question, ranks, say, question.workload
-        devices, plans, device = question.devices, question.plans, self.workload.device
-        self.meshes = list(dict.fromkeys(plan.mesh for plan in plans)) if plans else meshes_of(devices)
+    def __init__(self, question: Question, ranks: Ranks, progress: Progress) -> None:
+        self.question, self.ranks, self.workload = question, ranks, question.workload
+        devices, plans = question.devices, question.plans
         for plan in plans:
             if plan.mesh.num_devices != devices:
                 raise ConvoyError(
@@ -203,14 +176,10 @@ class _Planning:
                 )
         check_optimizer(self.workload.optimizer)
         Layers(self.workload.graph, question.fixes, ())  # a fix that cannot be is told before anything is measured
-        release_freed_memory(device)  # of what was planned or trained before, whose blocks are of other sizes
-        self.limit = question.memory_limit
-        room = min(self._free(), math.inf if self.limit is None else self.limit)
-        if devices == ranks.num > 1 and not plans:
-            self.limit = room
-        self.searches_in = self.limit if not plans else None  # bytes
-        self.measured = Measurements(self.workload, ranks, question.store, say, room)
-        self.notes = list(question.notes)
+        release_freed_memory(self.workload.device)  # of what was planned or trained before, in blocks of other sizes
+        room = min(self._free(), math.inf if question.memory_limit is None else question.memory_limit)
+        self.limit = room if devices == ranks.num > 1 and not plans else question.memory_limit
+        self.measured = Measurements(self.workload, ranks, question.store, progress, room)
         self.results: list[SearchResult] = []  # of rank 0
 
     def _free(self) -> float:
@@ -220,12 +189,13 @@ class _Planning:
     def answer(self, race: Race | None) -> Planned:
         question, ranks, measured = self.question, self.ranks, self.measured
         devices, store, together = question.devices, question.store, question.devices == ranks.num > 1
-        jobs = jobs_for(self.workload, self.meshes, question.plans)
+        meshes = list(dict.fromkeys(plan.mesh for plan in question.plans)) or meshes_of(devices)
+        jobs = jobs_for(self.workload, meshes, question.plans)
         self._estimate(jobs, race)
-        if self.searches_in is not None and devices > 1:
-            self.say("looking for plans that fit into memory")
+        if self.limit is not None and not question.plans and devices > 1:
+            measured.say("looking for plans that fit into memory")
             ranks.first(self._check_memory)
-        measured.find_links(question.link, devices, self.meshes)
+        measured.find_links(question.link, devices, meshes)
         measured.give_back_memory()  # of the search, and of the largest messages
         measured.room = min(measured.room, self._free())
         serial = self._measure(jobs)
@@ -234,34 +204,22 @@ class _Planning:
         if self.workload.by_speed is not None and devices > 1:
             self.workload = self.workload.by_speed(slowdowns)
         candidates, costs, left_out = self._candidates(slowdowns)
-        if measured.is_empty:
-            self.notes.append(
-                "nothing could be profiled in the memory there is: times are those of a typical slow core"
-            )
         speeds = [_on_speeds(slowdowns, self.workload.shares)] if slowdowns else []
-        notes = (*self.notes, *measured.notes, *speeds, *left_out)
+        notes = (*question.notes, *measured.notes, *speeds, *left_out)
         planned = Planned(self.workload, devices, candidates, serial, next(iter(self.results), None), costs, notes)
         device, optimizer = device_of(self.workload, ranks.on_host), self.workload.optimizer_name
         if store is not None and ranks.rank == 0 and optimizer and together:
             remember(store, device, devices, optimizer, costs)
         if race is not None and together:
-            watch = HostWatch()
-            planned = _raced(
-                planned,
-                question.rivals,
-                ranks,
-                race,
-                measured,
-                self.say,
-                lambda needed_s: self._has_time(1.0, needed_s),
-            )
+            watch, in_time = HostWatch(), partial(measured.has_time, 1.0)
+            planned = _raced(planned, question.rivals, ranks, race, measured, in_time)
             measured.loads += ranks.gather(watch.read())
         doubts = list(beside_others(measured.loads))
         if store is not None:
             expected = {one.plan: one.seconds for one in planned.candidates} | dict(planned.measured)
             name, batch = self.workload.name, self.workload.batch
             doubts += ranks.first(lambda: list(unlike_runs(store, device, name, batch, expected)))
-        self.say.end()
+        measured.end()
         return replace(planned, notes=(*planned.notes, *doubts))
 
     def _estimate(self, jobs: Sequence[Job], race: Race | None) -> None:
@@ -270,27 +228,25 @@ class _Planning:
         alone_s = (self.workload.alone or self.workload).passes * measured.expected_s(jobs[0])
         racing_s = 0.0 if race is None or devices == 1 else (_RACERS + 1) * _RACE_UPDATES * alone_s / devices
         profiling_s = sum(_PASSES * measured.expected_s(job) for job in measured.unknown(jobs))
-        self.say.total_s = self.ranks.broadcast(min(_FIXED_S + profiling_s + racing_s, self.say.limit(alone_s)))
-
-    def _has_time(self, part: float = _MEASURING, needed_s: float = 0.0) -> bool:
-        say = self.say
-        return self.ranks.first(lambda: say.passed_s + (needed_s or self.measured.longest_s) <= part * say.limit_s)
+        measured.limit_s = _limit_s(alone_s)
+        measured.total_s = self.ranks.broadcast(min(_FIXED_S + profiling_s + racing_s, measured.limit_s))
 
     def _measure(self, jobs: Sequence[Job]) -> Scored:
         """Profile what a search needs, or the requested plans; the prediction for one device."""
-        needed = len(jobs) if self.question.plans else 2  # one device, and the first strategy that can be: `sample`
-        self.measured.profile(jobs[:needed], afresh=not self.question.plans and self.question.devices > 1)
-        workload, alone = self.workload.alone or self.workload, self.measured.costs(alone=True)
-        serial = score(workload, Plan(Mesh((), ())), replace(alone, input=self.question.input or alone.input))
-        self.say.limit(serial.seconds)
+        question, measured = self.question, self.measured
+        needed = len(jobs) if question.plans else 2  # one device, and the first strategy that can be: `sample`
+        measured.profile(jobs[:needed], afresh=not question.plans and question.devices > 1)
+        workload, alone = self.workload.alone or self.workload, measured.costs(alone=True)
+        serial = score(workload, Plan(Mesh((), ())), replace(alone, input=question.input or alone.input))
+        measured.limit_s = _limit_s(serial.seconds)
         for job in jobs[needed:]:
-            if self._has_time():
-                self.measured.profile([job])
+            if measured.has_time(_MEASURING):
+                measured.profile([job])
         return serial
 
     def _candidates(self, slowdowns: tuple[float, ...]) -> tuple[tuple[Scored, ...], Costs, list[str]]:
-        """The plans, best first, with the costs by which they were predicted, and notes on those that do not fit. The
-        best is profiled until it is settled."""
+        """The plans, best first and profiled until it is settled, with the costs by which they were predicted, and
+        notes on those that do not fit."""
         question, ranks, measured, workload = self.question, self.ranks, self.measured, self.workload
         devices, plans = question.devices, question.plans
         uneven = len(set(workload.shares or ())) > 1  # what ranks compute has then sizes, and so times, of their own
@@ -299,54 +255,59 @@ class _Planning:
         while True:
             costs = measured.costs(alone=devices == 1)
             costs = replace(costs, input=question.input or costs.input, slowdowns=slowdowns)
-            if plans:
-                proposals = ranks.first(partial(_given, workload, plans))
-            else:
-                self.say("searching")
-                proposals = ranks.first(partial(self._proposals, costs))
+            if not plans:
+                measured.say("searching")
+            proposals = ranks.first(partial(self._proposals, costs))
             scores = [score(as_run, plan, costs, passes, self.limit) for plan, passes in proposals]
-            left_out: list[str] = []
-            if self.limit is not None:
-                scores, left_out = _fitting(scores, costs, self.limit)
+            scores, left_out = _fitting(scores, costs, self.limit)
             scores.sort(key=lambda one: one.seconds)
             best = ranks.broadcast((scores[0].plan, scores[0].passes))
             of_interest = [one for one in proposals if one[0].num_stages > 1] if plans else [best]
             new = [one for one in of_interest if one not in profiled]
             lacking = ranks.broadcast([one for one in new if measured.lacking(plan_job(workload, *one)) > _SETTLED])
             lacking = [one for one in lacking if one[0].num_stages > 1 or not uneven]
-            if devices == 1 or not lacking or not self._has_time():
+            if devices == 1 or not lacking or not measured.has_time(_MEASURING):
                 break
             profiled += lacking
             measured.profile([plan_job(workload, *one) for one in lacking])
         scores.sort(key=lambda one: one.plan != best[0])  # rank 0's best comes first on every rank
         measured.give_back_memory()
-        plain, limit = Plan.by_samples(devices), self.searches_in
-        if limit is not None and not question.fixes and all(one.plan != plain for one in scores):
+        plain, limit = Plan.by_samples(devices), self.limit
+        if limit is not None and not plans and not question.fixes and all(one.plan != plain for one in scores):
             with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
                 needs = score(workload, plain, costs).memory.total
                 left_out.append(f"{plain} is left out: it needs {size(needs)} on a device, of {size(int(limit))}")
         return tuple(scores), costs, left_out
 
     def _proposals(self, costs: Costs) -> list[Proposal]:
+        """The requested plans, or those that a search finds, and the rivals."""
         workload, question = self.workload, self.question
+        if question.plans:
+            return [(plan, passes_of(workload, plan)) for plan in question.plans]
         proposals = propose(workload, question.devices, costs, question.fixes, self.limit, self.results)
         plans = [plan for plan, _ in proposals]
-        return proposals + _given(
-            workload, [plan for plan in question.rivals if plan not in plans and _goes(workload, plan)]
-        )
+        for plan in question.rivals:
+            with contextlib.suppress(ConvoyError):  # which the network cannot have
+                workload.through(plan.num_stages, None, plan.parts).place(plan)
+                proposals += [(plan, passes_of(workload, plan))] if plan not in plans else []
+        return proposals
 
     def _check_memory(self) -> None:
         """Refuse devices into which no plan fits, with a TooLargeError, before anything is measured: for that no times
         are needed."""
         workload, devices, limit = self.workload, self.question.devices, self.limit
-        assert limit is not None
         update, on_cpu = memory_of_updates(workload.optimizer), workload.device.type == "cpu"
         costs = Costs(Calibrated({}), ASSUMED_LINKS, update, batch_norm=workload.batch_norm, on_cpu=on_cpu)
         with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
-            if score(workload, Plan.by_samples(devices), costs).memory.total <= limit:
-                return
+            _fitting([score(workload, Plan.by_samples(devices), costs)], costs, limit)
+            return
         proposed = propose(workload, devices, costs, self.question.fixes, limit, [])
         _fitting([score(workload, plan, costs, passes, limit) for plan, passes in proposed], costs, limit)
+
+
+def _limit_s(update_s: float) -> float:
+    """Seconds that a plan may take, by those of an update of one device."""
+    return max(_PATIENCE_S, _PATIENCE_UPDATES * update_s)
 
 
 def _raced(
@@ -355,7 +316,6 @@ def _raced(
     ranks: Ranks,
     race: Race,
     measured: Measurements,
-    say: Callable[[str], None],
     is_in_time: Callable[[float], bool],
 ) -> Planned:
     """The plan that is measured to be fastest comes first: of those that are predicted to be so, of plain `sample`, of
@@ -377,7 +337,7 @@ def _raced(
             notes.append(f"{plan} did not race: there was no more time")
             break
         began, racer = time.monotonic(), next(one for one in fitting if one.plan == plan)
-        say(f"racing {plan}")
+        measured.say(f"racing {plan}")
         measured.give_back_memory()  # of the one before it
         try:
             with measured.attempt(plan_job(planned.workload, plan, racer.passes)), torch.random.fork_rng(devices=gpus):
@@ -397,17 +357,6 @@ def _raced(
     return replace(planned, candidates=tuple(ranking), notes=tuple(notes), measured=took)
 
 
-def _given(workload: Workload, plans: Sequence[Plan]) -> list[Proposal]:
-    return [(plan, passes_of(workload, plan)) for plan in plans]
-
-
-def _goes(workload: Workload, plan: Plan) -> bool:
-    with contextlib.suppress(ConvoyError):
-        workload.through(plan.num_stages, None, plan.parts).place(plan)
-        return True
-    return False
-
-
 def passes_of(workload: Workload, plan: Plan) -> int | None:
     """The passes in which the trainer runs a requested plan with stages; None for a plan without."""
     return workload.through(plan.num_stages, None, plan.parts).passes if plan.num_stages > 1 else None
@@ -422,16 +371,16 @@ def _on_speeds(slowdowns: Sequence[float], shares: tuple[int, ...] | None) -> st
     return f"{sentence}; plans that divide samples {where} do so as --shares {','.join(map(str, shares))}"
 
 
-def _fitting(scored: Sequence[Scored], costs: Costs, limit: float) -> tuple[list[Scored], list[str]]:
+def _fitting(scores: Sequence[Scored], costs: Costs, limit: float | None) -> tuple[list[Scored], list[str]]:
     """The plans that fit into memory, and a note on each of the others; a TooLargeError where none fits."""
-    too_large = [one for one in scored if one.memory.total > limit]
+    too_large = [one for one in scores if limit is not None and one.memory.total > limit]
     errors = []
     for one in sorted(too_large, key=lambda one: one.memory.total):
         what = f"the plan {shorten(str(one.plan), LONGEST)} does not fit: it"
-        errors.append(nothing_fits(one.placement, costs, one.memory.total, limit, what, one.staging))
-    if len(too_large) == len(scored):
+        errors.append(nothing_fits(one.placement, costs, one.memory.total, limit or 0.0, what, one.staging))
+    if len(too_large) == len(scores):
         raise errors[0]
-    return [one for one in scored if one not in too_large], [str(error) for error in errors]
+    return [one for one in scores if one not in too_large], [str(error) for error in errors]
 
 
 def propose(
