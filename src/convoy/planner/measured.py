@@ -198,7 +198,6 @@ class Measurements:
         self._workload, self._ranks, self._store, self._progress, self.room = workload, ranks, store, progress, room
         self._began, self.total_s, self.limit_s = time.monotonic(), 1.0, 0.0  # that planning will, and may, take
         self.links = Links()
-        self.per_transfer = 0.0  # seconds of the engine for a redistribution in one direction
         self._known: dict[bool, _Known] = {}  # by whether a device is alone
         for alone in (True, False):
             device = device_of(workload, 1 if alone else ranks.on_host)
@@ -235,8 +234,7 @@ class Measurements:
         elif devices == self._ranks.num > 1:
             what = "measuring the links"
             self.say(what)
-            measure = partial(measured_links, meshes, self._workload.largest, device)
-            self.links, self.per_transfer = self._ranks.trying(what, lambda _: measure())
+            self.links = self._ranks.trying(what, lambda _: measured_links(meshes, self._workload.largest, device))
         elif devices > 1:
             here = self._ranks.num
             note = f"the links between {devices} devices were not measured, as {here} run here: 5 GB/s are assumed"
@@ -416,12 +414,7 @@ class Measurements:
         loss = HostCost(per_pass=sum(noted[:2]), host=sum(noted[2:])) if noted else HostCost()
         if not (times := self._times(alone)):
             self._note("nothing could be profiled in the memory there is: times are those of a typical slow core")
-        return replace(self._without_times[alone], times=Calibrated(times), loss=loss, per_transfer=self._engine(alone))
-
-    def _engine(self, alone: bool) -> Times:
-        """The engine's time for a redistribution, where that is not in the times of those that were measured."""
-        moved = any(one.op == "redistribute" for one in self._known[alone].times)
-        return Times() if moved else Times(self.per_transfer, self.per_transfer)
+        return replace(self._without_times[alone], times=Calibrated(times), loss=loss)
 
     @cached_property
     def _without_times(self) -> dict[bool, Costs]:
@@ -440,7 +433,6 @@ class Measurements:
             microbatch=workload.microbatch,
             on_cpu=workload.device.type == "cpu",
             recorded=workload.recorded,
-            per_transfer=self._engine(False),
         )
         return {True: alone, False: with_overhead(replace(alone, update=slowest), workload, ranks)}
 

@@ -85,17 +85,14 @@ def profile(
         for placed in placement.calls:
             one = local_op_of(workload, placement, placed, place)
             if placed.call.name in times and not one.is_empty and one.op not in VIEWS:
-                of_call = times[placed.call.name]
-                messages = (
-                    internal_messages(placed, placement.graph, mesh, one, workload.batch_norm)
-                    if together
-                    else InternalMessages()
-                )
-                rows_here.append((one, _without(of_call, messages, mesh, links)))
+                messages = InternalMessages()
+                if together:
+                    messages = internal_messages(placed, placement.graph, mesh, one, workload.batch_norm)
+                rows_here.append((one, _without(times[placed.call.name], messages, mesh, links)))
                 waited |= {one} if messages.axes else set()
         if together:
-            for step, shape, dtype, seconds in profiled.transfers:
-                rows_here.append(_redistribution(placement, place, step, shape, dtype, seconds, links))
+            for transfer in profiled.transfers:
+                rows_here.append(_redistribution(placement, place, transfer, links))
                 waited.add(rows_here[-1][0])
         around = Times(*astuple(times[OUTSIDE]))
     measured: dict[LocalOp, list[Times]] = {}
@@ -158,26 +155,19 @@ def _without(times: CallTimes, messages: InternalMessages, mesh: Mesh, links: Li
 
 
 def _redistribution(
-    placement: Placement,
-    rank: int,
-    step: Step,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    times: CallTimes,
-    links: Links,
+    placement: Placement, rank: int, transfer: tuple[Step, tuple[int, ...], torch.dtype, CallTimes], links: Links
 ) -> tuple[LocalOp, Times]:
+    step, shape, dtype, times = transfer
     mesh = placement.mesh
     place = mesh.coordinates(rank)
     one = moved(step, shape, dtype_name(dtype), times.backward > 0, mesh, place)
     axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
-    traffic = step_elements(step, mesh, place, shape)
-    whole = one.inputs[0].bytes
-    reduced = {"reduce": (whole, 0), "copy": (0, whole)}.get(step.kind)
-    kind: Collective = "exchange" if reduced is None else "all_reduce"
-    sizes = (dtype.itemsize * traffic.forward, dtype.itemsize * traffic.backward) if reduced is None else reduced
-    return one, _without(
-        times, InternalMessages(axes, *(((kind, size),) if size else () for size in sizes)), mesh, links
-    )
+    traffic, whole = step_elements(step, mesh, place, shape), one.inputs[0].bytes
+    kind: Collective = "all_reduce" if step.kind in ("reduce", "copy") else "exchange"
+    sizes = dtype.itemsize * traffic.forward, dtype.itemsize * traffic.backward
+    sizes = {"reduce": (whole, 0), "copy": (0, whole)}.get(step.kind, sizes)
+    ways = (((kind, size),) if size else () for size in sizes)
+    return one, _without(times, InternalMessages(axes, *ways), mesh, links)
 
 
 def mean(times: Sequence[Times]) -> Times:

@@ -27,7 +27,7 @@ from convoy.plans.place import Placement
 from convoy.plans.plan import Plan, plan_text
 from convoy.units import seconds
 
-_KEPT = ("update", "loss", "per_transfer", "per_parameter", "host_per_parameter", "on_cpu")  # of `Costs`
+_KEPT = ("update", "loss", "per_parameter", "host_per_parameter", "on_cpu")  # of `Costs`
 _UNLIKE = 1.25  # A prediction that is so many times what a run took, or the other way round, contradicts it
 _LATE = 0.9  # from this part of a GPU's time on its host may have been late
 
