@@ -103,7 +103,7 @@ def parts_beside(before: Summary | None, after: Summary | None) -> dict[str, Bot
 
 def of_all_stages(summaries: Sequence[Summary]) -> Summary | None:
     """The first of some summaries, with the layers that other ranks run; None of none."""
-    layers = {name: spent for one in reversed(summaries) for name, spent in one.layers.items()}
+    layers = {name: seconds_of for summary in reversed(summaries) for name, seconds_of in summary.layers.items()}
     return replace(summaries[0], layers=layers) if summaries else None
 
 
@@ -119,10 +119,10 @@ def layer_groups(placement: Placement, most: int = MOST) -> dict[str, list[str]]
     for depth in range(max((layer.count(".") + 1 for layer in has_parameters), default=1), 0, -1):
         modules = {layer: ".".join(layer.split(".")[:depth]) for layer in has_parameters}
         heavy = {modules[layer] for layer, is_heavy in has_parameters.items() if is_heavy}
-        groups, last = {}, ""
+        groups, group = {}, ""
         for layer, module in modules.items():
-            last = module if module in heavy or not last else last
-            groups.setdefault(last, []).append(layer)
+            group = module if module in heavy or not group else group
+            groups.setdefault(group, []).append(layer)
         if len(groups) <= most:
             break
     return groups
@@ -231,6 +231,6 @@ def comparison_text(comparison: Comparison) -> str:
         names = ["computes", "waits"]
         if len(measured) > 1:
             names = ["computes: predicted", "measured", "waits: predicted", "measured"]
-        rows = [(one.title, *cells(one.computes, one.waits)) for one in comparison.groups]
+        rows = [(group.title, *cells(group.computes, group.waits)) for group in comparison.groups]
         lines += ["", *table(("layer", *names), rows, names)]
     return "\n".join([*lines, *comparison.notes])

@@ -138,8 +138,8 @@ class Explanation:
         planned, staging = self.planned, self.scored.staging
         sentences = [*planned.notes, *(planned.search.notes if planned.search is not None else ())]
         passes = [] if staging is None else [staging.in_flight(stage) for stage in range(staging.number)]
-        again = what_is_recomputed(self.scored.placement, None if staging is None else staging.staged, passes)
-        sentences += [] if again is None else [again]
+        recomputed = what_is_recomputed(self.scored.placement, None if staging is None else staging.staged, passes)
+        sentences += [] if recomputed is None else [recomputed]
         if self.efficiency > _TOO_GOOD:
             sentences.append(f"{planned.speedup:.1f} × on {planned.devices} devices is more than can be: {_AGAIN}")
         if self.is_too_slow:
@@ -191,13 +191,13 @@ class Explanation:
             "changes": list(map(asdict, self.changes)),
             "candidates": [
                 {
-                    "plan": _plan(one),
-                    "update_s": one.seconds,
-                    "measured_s": planned.measured.get(one.plan),
-                    "speedup": planned.speedup_of(one),
-                    "memory": _memory(one.memory),
+                    "plan": _plan(plan),
+                    "update_s": plan.seconds,
+                    "measured_s": planned.measured.get(plan.plan),
+                    "speedup": planned.speedup_of(plan),
+                    "memory": _memory(plan.memory),
                 }
-                for one in planned.candidates
+                for plan in planned.candidates
             ],
             "schedule": scored.staging.schedule if scored.staging is not None else None,
             "bubble": scored.bubble,
@@ -248,11 +248,11 @@ def _changes(answer: Explanation) -> Iterator[Change]:
         text = f"a batch of {2 * planned.workload.batch} (another training)"
         yield Change("batch", text, 2 * total / update_s, update_s)
     waiting = sorted((layer for layer in answer.layers if layer.exposed_s > 0), key=lambda layer: -layer.exposed_s)
-    for name, other in alternatives(planned, scored, [layer.layer for layer in waiting[:_LAYERS]]).items():
-        strategy, update_s = ",".join(scored.placement.mesh.beside_stages(other.strategy)), total + other.extra_s
+    for name, best in alternatives(planned, scored, [layer.layer for layer in waiting[:_LAYERS]]).items():
+        strategy, update_s = ",".join(scored.placement.mesh.beside_stages(best.strategy)), total + best.extra_s
         yield Change("strategy", f"{name or 'the network'} by {strategy}", total / update_s, update_s)
     text = "devices that compute the layers twice as fast"
-    yield again("compute", text, times=lambda one: costs.times(one) * 0.5)
+    yield again("compute", text, times=lambda op: costs.times(op) * 0.5)
     update = replace(costs.update, per_byte=costs.update.per_byte / 2, per_tensor=costs.update.per_tensor / 2)
     yield again("optimizer", "an optimizer that is twice as fast", update=update)
     if costs.input.per_pass or costs.input.per_sample:
@@ -267,8 +267,8 @@ def _twice_the_batch(planned: Planned, scored: Scored) -> float | None:
     if scored.passes > 1:
         return scored.again(costs, 2 * scored.passes)
     try:
-        larger = workload.resized(2 * workload.samples) if workload.resized is not None else None
-        return None if larger is None else predict(larger.place(scored.plan), costs).total
+        twice = workload.resized(2 * workload.samples) if workload.resized is not None else None
+        return None if twice is None else predict(twice.place(scored.plan), costs).total
     except ConvoyError:
         return None
 

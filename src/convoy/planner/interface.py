@@ -64,10 +64,10 @@ class FoundPlan(Plan):
         best = self._planned().best
         return best.passes if best.staging is not None else None
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Plan):
+    def __eq__(self, plan: object) -> bool:
+        if not isinstance(plan, Plan):
             return NotImplemented
-        return (self.mesh, self.layers, self.stages) == (other.mesh, other.layers, other.stages)
+        return (self.mesh, self.layers, self.stages) == (plan.mesh, plan.layers, plan.stages)
 
     __hash__ = Plan.__hash__
 
@@ -147,13 +147,13 @@ def plan(
             f"{running} ranks run, but the plan is for {devices} devices: start {devices} ranks, or only one"
         )
     check_given(model)
-    first = example[0] if isinstance(example, tuple) else example
-    batch = len(first) if global_batch is None else global_batch
+    images = example[0] if isinstance(example, tuple) else example
+    batch = len(images) if global_batch is None else global_batch
     if microbatches is not None and not 1 <= microbatches <= batch:
         raise ConvoyError(f"microbatches={microbatches} cannot be made of {batch} samples: give at most {batch}")
     if passes > 0 and batch % passes:
         raise ConvoyError(f"{batch} samples cannot be divided into {passes} equal passes: give a multiple of that")
-    ranks, again = Ranks.here() if running > 1 else Ranks(), as_recompute(recompute)
+    ranks, layers = Ranks.here() if running > 1 else Ranks(), as_recompute(recompute)
     workload = workload_of(
         model,
         example,
@@ -163,9 +163,9 @@ def plan(
         microbatch=-(-batch // microbatches) if microbatches else 0,
         precision=precision,
         optimizer=optimizer,
-        recompute=again,
+        recompute=layers,
     )
-    requested = [score] if isinstance(score, str | Path | Plan) else list(score)
+    texts = [score] if isinstance(score, str | Path | Plan) else list(score)
     question = Question(
         workload,
         devices,
@@ -173,11 +173,11 @@ def plan(
         store=ProfileStore(store if isinstance(store, Path) else None) if store else None,
         fixes=[fix] if isinstance(fix, str) else list(fix),
         memory_limit=memory_limit,
-        plans=[Plan.parse(one, num_devices=devices) for one in requested],
+        plans=[Plan.parse(text, num_devices=devices) for text in texts],
     )
-    runs = not requested and not ranks.any(lacks_numbers(model))
+    runs = not texts and not ranks.any(lacks_numbers(model))
     with ConsoleReporter(Console(stderr=True, highlight=False, quiet=ranks.rank > 0)) as reporter:
-        planned = make_plan(question, ranks, reporter.prepare, partial(race, model, again) if runs else None)
+        planned = make_plan(question, ranks, reporter.prepare, partial(race, model, layers) if runs else None)
     best = planned.best.plan
     return FoundPlan(best.mesh, best.layers, best.stages, planned)
 

@@ -5,7 +5,7 @@ The fields are called as `convoy plan --json` has them.
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 from convoy.errors import ConvoyError
@@ -96,13 +96,13 @@ def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
         members.setdefault(placed.call.layer, []).append(placed)
         for name in placed.call.inputs:
             first_user.setdefault(name, placed.call.layer)
-    stages, spent = stages_of_layers(scored), times_of_layers(scored)
+    stages, times = stages_of_layers(scored), times_of_layers(scored)
     exposed = [scored.timeline.exposed(rank) for rank in ranks]
-    sent, held = _sent(scored, first_user), defaultdict[str, int](int)
+    sends, holds = _sent(scored, first_user), defaultdict[str, int](int)
     for name, layer in first_user.items():
         if placement.graph.values[name].origin == "parameter":
-            held[layer] += placement.local_bytes(name, ranks[stages[layer]])
-    next_best = _next_best(planned, scored, {name: spent[name, "forward"] + spent[name, "backward"] for name in stages})
+            holds[layer] += placement.local_bytes(name, ranks[stages[layer]])
+    next_best = _next_best(planned, scored, {name: times[name, "forward"] + times[name, "backward"] for name in stages})
     layers = []
     for name, placed_calls in members.items():
         stage, rank = stages[name], ranks[stages[name]]
@@ -115,13 +115,13 @@ def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
                 strategy=next((placed.strategy for placed in placed_calls if is_choosing(placed.call)), ()),
                 takes=placement.local_shape(inputs[0], rank) if inputs else (),
                 gives=placement.local_shape(outputs[0], rank) if outputs else (),
-                forward_s=spent[name, "forward"],
-                backward_s=spent[name, "backward"],
-                copies_s=spent[name, "copy"],
+                forward_s=times[name, "forward"],
+                backward_s=times[name, "backward"],
+                copies_s=times[name, "copy"],
                 exposed_s=exposed[stage].get(name, 0.0),
-                messages_s=spent[name, "messages"],
-                sent_bytes=sent.get(name, 0),
-                parameter_bytes=held[name],
+                messages_s=times[name, "messages"],
+                sent_bytes=sends.get(name, 0),
+                parameter_bytes=holds[name],
                 next_best=next_best.get(name),
             )
         )
@@ -142,12 +142,12 @@ def stages_of_layers(scored: Scored) -> dict[str, int]:
 def times_of_layers(scored: Scored) -> dict[tuple[str, str], float]:
     """Seconds of every layer by kind of computing, and of its `messages`, on the rank of its stage that computes
     longest."""
-    ranks, stages, spent = busiest_ranks(scored), stages_of_layers(scored), defaultdict[tuple[str, str], float](float)
+    ranks, stages, times = busiest_ranks(scored), stages_of_layers(scored), defaultdict[tuple[str, str], float](float)
     for span in scored.timeline.spans:
         task = span.task
         if task.rank == ranks[stages.get(task.layer, 0)] and task.name != ADDING:
-            spent[task.layer, task.kind if task.stream == "compute" else "messages"] += span.end - span.start
-    return spent
+            times[task.layer, task.kind if task.stream == "compute" else "messages"] += span.end - span.start
+    return times
 
 
 def busiest_ranks(scored: Scored) -> tuple[int, ...]:
@@ -160,21 +160,21 @@ def alternatives(planned: Planned, scored: Scored, layers: Iterable[str]) -> dic
     """The best other strategy of each of some layers, on one axis, all else as it is: every one is predicted."""
     plan, mesh = scored.plan, scored.placement.mesh
     workload = planned.workload.through(plan.num_stages, scored.passes, plan.parts)
-    current: dict[str, Strategy] = {}
+    strategy_of: dict[str, Strategy] = {}
     for placed in scored.placement.calls:
         if is_choosing(placed.call):
-            current.setdefault(placed.call.layer, placed.strategy)
+            strategy_of.setdefault(placed.call.layer, placed.strategy)
     best: dict[str, NextBest] = {}
     axes = [axis for axis in mesh.axes if axis != mesh.stage_axis]
-    for layer, axis, strategy in product(filter(current.__contains__, layers), axes, AXIS_STRATEGIES):
-        if strategy == current[layer][axis]:
+    for layer, axis, strategy in product(filter(strategy_of.__contains__, layers), axes, AXIS_STRATEGIES):
+        if strategy == strategy_of[layer][axis]:
             continue
-        strategies = (*current[layer][:axis], strategy, *current[layer][axis + 1 :])
+        strategies = (*strategy_of[layer][:axis], strategy, *strategy_of[layer][axis + 1 :])
         try:
-            other = replace(scored, placement=workload.place(compact(mesh, {**current, layer: strategies})))
+            changed = replace(scored, placement=workload.place(compact(mesh, {**strategy_of, layer: strategies})))
         except ConvoyError:
             continue
-        extra_s = other.again(planned.costs) - scored.seconds
+        extra_s = changed.again(planned.costs) - scored.seconds
         if layer not in best or extra_s < best[layer].extra_s:
             best[layer] = NextBest(strategies, extra_s)
     return best
@@ -187,14 +187,14 @@ def _next_best(planned: Planned, scored: Scored, work_s: dict[str, float]) -> di
         return {}
     if search is not None and search.best.plan == scored.plan:
         return {
-            layer: NextBest(one.other, one.seconds - search.best.seconds)
-            for one in search.next_best
-            if one.other is not None
-            for layer in one.layers
+            layer: NextBest(tie.other, tie.seconds - search.best.seconds)
+            for tie in search.next_best
+            if tie.other is not None
+            for layer in tie.layers
         }
     choosing = dict.fromkeys(placed.call.layer for placed in scored.placement.calls if is_choosing(placed.call))
-    longest = sorted(choosing, key=lambda name: -work_s[name])
-    return alternatives(planned, scored, longest[: max(1, _PREDICTIONS // ((len(AXIS_STRATEGIES) - 1) * axes))])
+    names = sorted(choosing, key=lambda name: -work_s[name])
+    return alternatives(planned, scored, names[: max(1, _PREDICTIONS // ((len(AXIS_STRATEGIES) - 1) * axes))])
 
 
 def _sent(scored: Scored, first_user: dict[str, str]) -> dict[str, int]:
@@ -202,12 +202,13 @@ def _sent(scored: Scored, first_user: dict[str, str]) -> dict[str, int]:
     placement, staging = scored.placement, scored.staging
     layers = {placed.call.name: placed.call.layer for placed in placement.calls}
     makers = {name: placed.call.layer for placed in placement.calls for name in placed.call.outputs}
-    in_every_pass = [(layers.get(one.call, ""), one.ranks) for one in transfer_traffic(placement)]
-    if staging is not None:
-        in_every_pass += [(makers[one.crossing.value], one.ranks) for one in cut_traffic(placement, staging.staged)]
+    messages = [(layers.get(message.call, ""), message.ranks) for message in transfer_traffic(placement)]
+    for crossed in cut_traffic(placement, staging.staged) if staging is not None else ():
+        messages.append((makers[crossed.crossing.value], crossed.ranks))
     of_ranks: dict[str, list[int]] = defaultdict(lambda: [0] * placement.mesh.num_devices)
-    for layer, ranks in in_every_pass:
-        of_ranks[layer] = [n + scored.passes * sum(astuple(one)) for n, one in zip(of_ranks[layer], ranks, strict=True)]
+    for layer, ranks in messages:
+        for rank, traffic in enumerate(ranks):
+            of_ranks[layer][rank] += scored.passes * (traffic.forward + traffic.backward)
     for name, numbers in gradient_traffic(placement).items():
         layer = first_user.get(name, "")
         of_ranks[layer] = [sum(pair) for pair in zip(of_ranks[layer], numbers, strict=True)]

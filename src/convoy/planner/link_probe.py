@@ -76,24 +76,24 @@ class _Probe:
     def _slowdown(self, message_s: float, num_bytes: int) -> float:
         """How many times as long kernels of a GPU take beside messages, which take some of its processors; at least 1.
         An all-reduce of `num_bytes` takes `message_s` seconds."""
-        left, out = (torch.ones(_SIDE, _SIDE, device=self._device) for _ in range(2))
+        matrix, out = (torch.ones(_SIDE, _SIDE, device=self._device) for _ in range(2))
 
         def compute() -> None:
-            torch.mm(left, left, out=out)
+            torch.mm(matrix, matrix, out=out)
 
-        alone = self._clock.spent(compute).device
+        alone_s = self._clock.spent(compute).device
         buffer = torch.ones(num_bytes // 4, device=self._device)
-        messages = 1 + math.ceil(_BESIDE * IN_A_ROW * alone / max(message_s, 1e-6))
+        messages = 1 + math.ceil(_BESIDE * IN_A_ROW * alone_s / max(message_s, 1e-6))
         rows = gather_ints([messages], self._world)  # all send as many, and begin together
         self._clock.wait()
         pending = [collectives.start_all_reduce(buffer, self._group) for _ in range(max(row[0] for row in rows))]
         start = self._clock.now()
         for _ in range(IN_A_ROW):
             compute()
-        beside = self._clock.between(start, self._clock.now()) / IN_A_ROW
-        for one in pending:
-            one.wait()
-        rows = gather_ints([round(1e6 * max(1.0, beside / alone))], self._world)
+        beside_s = self._clock.between(start, self._clock.now()) / IN_A_ROW
+        for message in pending:
+            message.wait()
+        rows = gather_ints([round(1e6 * max(1.0, beside_s / alone_s))], self._world)
         return max(row[0] for row in rows) / 1e6
 
     def _exchange(self, x: Tensor) -> object:

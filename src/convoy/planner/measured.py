@@ -1,7 +1,7 @@
 """What the planner knows of the devices at hand: measured here, or looked up in the profile store.
 
-The network is profiled as a whole: by samples, filters and channels, and under the plans that are given or that the
-search proposes. The optimizer is timed on tensors of its own. Devices that take unequal times for equal work are found
+The network is profiled as a whole, as a layer that is timed alone, over and over, finds its data in the caches: by
+samples, filters and channels, and under the plans that are given or that the search proposes. The optimizer is timed on tensors of its own. Devices that take unequal times for equal work are found
 out here, too.
 """
 
@@ -114,9 +114,9 @@ def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int =
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 1e-3)
         optimizer.step()  # makes the state
-        spent = [clock.spent(optimizer.step, in_a_row=1) for _ in range(repetitions)]
-        measured.append((tensors * numel * 4, tensors, median(one.device for one in spent)))
-        issued.append((tensors, median(one.host for one in spent)))
+        runs = [clock.spent(optimizer.step, in_a_row=1) for _ in range(repetitions)]
+        measured.append((tensors * numel * 4, tensors, median(run.device for run in runs)))
+        issued.append((tensors, median(run.host for run in runs)))
     host, host_per_tensor = issuing(issued)
     update = Update.fit(measured, state=memory_of_updates(make).state)
     return replace(update, host=host, host_per_tensor=host_per_tensor)
@@ -236,8 +236,8 @@ class Measurements:
             self.say(what)
             self.links = self._ranks.trying(what, lambda _: measured_links(meshes, self._workload.largest, device))
         elif devices > 1:
-            here = self._ranks.num
-            note = f"the links between {devices} devices were not measured, as {here} run here: 5 GB/s are assumed"
+            running = self._ranks.num
+            note = f"the links between {devices} devices were not measured, as {running} run here: 5 GB/s are assumed"
             self.links = ASSUMED_LINKS
         if note:
             self._note(note)
@@ -259,7 +259,7 @@ class Measurements:
                 self._run(fitting, afresh)
 
     def _is_known(self, job: Job, times: Mapping[LocalOp, Times]) -> bool:
-        return all(one in times for one in self._local_ops(job))
+        return all(op in times for op in self._local_ops(job))
 
     def _times(self, alone: bool) -> dict[LocalOp, Times]:
         """Those of one device alone, or of one beside others; where nothing is known, the other way round."""
@@ -275,11 +275,11 @@ class Measurements:
     def _fitting(self, job: Job) -> Job | None:
         """A job in passes that fit into memory, and at which no process was killed where there was as little; None
         where even the smallest do not."""
-        smaller: Job | None = job
+        fit: Job | None = job
         room = self.room * (self._ranks.on_host if job.alone and self._workload.device.type == "cpu" else 1)
-        while smaller is not None and (smaller.memory > _ROOM * room or self.room <= self._ended(smaller)):
-            smaller = smaller.halved()
-        return smaller
+        while fit is not None and (fit.memory > _ROOM * room or self.room <= self._ended(fit)):
+            fit = fit.halved()
+        return fit
 
     def _noted(self, alone: bool, name: str) -> Any:
         return self._store.noted(self._known[alone].device, name) if self._store is not None else None
@@ -343,12 +343,12 @@ class Measurements:
 
     def _compare(self, known: _Known, times_now: Mapping[LocalOp, Times]) -> None:
         """Bring kept times to the machine's pace of now, or forget them where it is another one."""
-        shared = [one for one in times_now if one in known.kept]
-        before, now = (sum(times[one].total for one in shared) for times in (known.kept, times_now))
+        both = [op for op in times_now if op in known.kept]
+        before, now = (sum(times[op].total for op in both) for times in (known.kept, times_now))
         if not before or not now:
             return
         if max(before, now) <= _PACE * min(before, now):
-            known.kept = {one: times * (now / before) for one, times in known.kept.items()}
+            known.kept = {op: times * (now / before) for op, times in known.kept.items()}
             return
         known.kept = {}
         self._note(
@@ -361,19 +361,19 @@ class Measurements:
         placement = job.placement
         places = dict.fromkeys([0] if job.alone else self._ranks.places(placement.mesh))
         ops = (local_op_of(job.workload, placement, placed, place) for place in places for placed in placement.calls)
-        return list(dict.fromkeys(one for one in ops if not one.is_empty and one.op not in VIEWS))
+        return list(dict.fromkeys(op for op in ops if not op.is_empty and op.op not in VIEWS))
 
     def lacking(self, job: Job) -> float:
         """The part of a job's computing time that was not measured, as it is predicted; 0 where memory lacks for it."""
         measured, fitting = self._known[job.alone].times, self._fitting(job)
         times = Calibrated(measured)
-        seconds = {one: times(one).total for one in self._local_ops(fitting)} if fitting is not None else {}
-        return sum(of_op for one, of_op in seconds.items() if one not in measured) / (sum(seconds.values()) or 1.0)
+        seconds = {op: times(op).total for op in self._local_ops(fitting)} if fitting is not None else {}
+        return sum(of_op for op, of_op in seconds.items() if op not in measured) / (sum(seconds.values()) or 1.0)
 
     def expected_s(self, job: Job) -> float:
         """About the seconds that a pass will take, by what is known."""
         times = Calibrated(self._times(job.alone), self._roofline)
-        return sum(times(one).total for one in self._local_ops(self._fitting(job) or job))
+        return sum(times(op).total for op in self._local_ops(self._fitting(job) or job))
 
     def unknown(self, jobs: Sequence[Job]) -> list[Job]:
         """The jobs of which something was not measured, and the first two, which are measured afresh."""
@@ -386,8 +386,8 @@ class Measurements:
             return None
         matrix = torch.full((_MATRIX, _MATRIX), 0.5, device=self._workload.device)
         clock = DeviceClock(self._workload.device)
-        spent = min(clock.spent(lambda: matrix @ matrix, in_a_row=1).device for _ in range(20))  # some undisturbed
-        return Roofline(_REACHED * 2 * _MATRIX**3 / max(spent, 1e-9), 1e10, 1e-5)
+        seconds = min(clock.spent(lambda: matrix @ matrix, in_a_row=1).device for _ in range(20))  # some undisturbed
+        return Roofline(_REACHED * 2 * _MATRIX**3 / max(seconds, 1e-9), 1e10, 1e-5)
 
     def slowdowns(self) -> tuple[float, ...]:
         """How many times as long as in the mean each rank computes, by the seconds that each took for equal work; empty
@@ -423,8 +423,8 @@ class Measurements:
         self.give_back_memory()
         timed = partial(measure_update, workload.optimizer, workload.device)
         first = ranks.first(timed)
-        everyone = ranks.gather(ranks.trying("timing the optimizer", lambda _: timed())) if ranks.num > 1 else []
-        slowest = max(everyone, key=lambda update: update.per_byte, default=first)
+        updates = ranks.gather(ranks.trying("timing the optimizer", lambda _: timed())) if ranks.num > 1 else []
+        slowest = max(updates, key=lambda update: update.per_byte, default=first)
         alone = Costs(
             times=Calibrated({}),
             links=self.links,

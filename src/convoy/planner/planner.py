@@ -51,7 +51,9 @@ _MEASURING = 0.6  # the part of that after which nothing more is profiled
 _FIXED_S, _PASSES, _RACE_UPDATES = 8.0, 5, 5
 # The part of a rank's memory that the tensors of a racer may take: the network that is copied comes on top
 _RACE_ROOM = {"cpu": 1.0, "cuda": 0.6}
-_RACERS = 2  # of the plans that are predicted to be fastest, beside plain `sample`
+# Of the plans that are predicted to be fastest, beside plain `sample`, however clear the prediction is: the case that a
+# race is for, times that were measured beside other work, predicted a factor of two
+_RACERS = 2
 _NOTHING_PROFILED = "nothing could be profiled in the memory there is: times are those of a typical slow core"
 _SETTLED = 0.02  # the part of a plan's computing time that need not be measured
 
@@ -122,9 +124,9 @@ def score(
     Without a number of passes, stages take the fastest one. Within `memory_limit`, the bytes of a rank, they take the
     fastest passes and the faster of the schedules that fit."""
 
-    def price(one: Scored) -> tuple[bool, float]:
-        fits = memory_limit is None or one.memory.total <= memory_limit
-        return not fits, one.seconds if fits else one.memory.total
+    def price(result: Scored) -> tuple[bool, float]:
+        fits = memory_limit is None or result.memory.total <= memory_limit
+        return not fits, result.seconds if fits else result.memory.total
 
     def in_passes(number: int | None) -> Scored:
         update = workload.through(plan.num_stages, number, plan.parts)
@@ -133,7 +135,7 @@ def score(
         if staging is None:
             return scored(plan, placement, costs, update.passes)
         ordered = map(staging.scheduled, workload.schedules)
-        return min((scored(plan, placement, costs, update.passes, one) for one in ordered), key=price)
+        return min((scored(plan, placement, costs, update.passes, order) for order in ordered), key=price)
 
     if passes is not None or plan.num_stages == 1 or workload.in_passes is None or not workload.counts:
         return in_passes(passes)
@@ -216,7 +218,7 @@ class _Planning:
             measured.loads += ranks.gather(watch.read())
         doubts = list(beside_others(measured.loads))
         if store is not None:
-            expected = {one.plan: one.seconds for one in planned.candidates} | dict(planned.measured)
+            expected = {plan.plan: plan.seconds for plan in planned.candidates} | dict(planned.measured)
             name, batch = self.workload.name, self.workload.batch
             doubts += ranks.first(lambda: list(unlike_runs(store, device, name, batch, expected)))
         measured.end()
@@ -250,6 +252,8 @@ class _Planning:
         question, ranks, measured, workload = self.question, self.ranks, self.measured, self.workload
         devices, plans = question.devices, question.plans
         uneven = len(set(workload.shares or ())) > 1  # what ranks compute has then sizes, and so times, of their own
+        # Plans that are given run in the passes and the schedule of `convoy train --plan`: the best ones would promise a
+        # speed that no command gives
         as_run = replace(workload, schedules=(workload.default_schedule,)) if plans else workload
         profiled: list[Proposal] = []
         while True:
@@ -260,20 +264,20 @@ class _Planning:
             proposals = ranks.first(partial(self._proposals, costs))
             scores = [score(as_run, plan, costs, passes, self.limit) for plan, passes in proposals]
             scores, left_out = _fitting(scores, costs, self.limit)
-            scores.sort(key=lambda one: one.seconds)
+            scores.sort(key=lambda result: result.seconds)
             best = ranks.broadcast((scores[0].plan, scores[0].passes))
-            of_interest = [one for one in proposals if one[0].num_stages > 1] if plans else [best]
-            new = [one for one in of_interest if one not in profiled]
-            lacking = ranks.broadcast([one for one in new if measured.lacking(plan_job(workload, *one)) > _SETTLED])
-            lacking = [one for one in lacking if one[0].num_stages > 1 or not uneven]
-            if devices == 1 or not lacking or not measured.has_time(_MEASURING):
+            of_interest = [pair for pair in proposals if pair[0].num_stages > 1] if plans else [best]
+            pairs = [pair for pair in of_interest if pair not in profiled]
+            pairs = ranks.broadcast([pair for pair in pairs if measured.lacking(plan_job(workload, *pair)) > _SETTLED])
+            pairs = [pair for pair in pairs if pair[0].num_stages > 1 or not uneven]
+            if devices == 1 or not pairs or not measured.has_time(_MEASURING):
                 break
-            profiled += lacking
-            measured.profile([plan_job(workload, *one) for one in lacking])
-        scores.sort(key=lambda one: one.plan != best[0])  # rank 0's best comes first on every rank
+            profiled += pairs
+            measured.profile([plan_job(workload, *pair) for pair in pairs])
+        scores.sort(key=lambda result: result.plan != best[0])  # rank 0's best comes first on every rank
         measured.give_back_memory()
         plain, limit = Plan.by_samples(devices), self.limit
-        if limit is not None and not plans and not question.fixes and all(one.plan != plain for one in scores):
+        if limit is not None and not plans and not question.fixes and all(result.plan != plain for result in scores):
             with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
                 needs = score(workload, plain, costs).memory.total
                 left_out.append(f"{plain} is left out: it needs {size(needs)} on a device, of {size(int(limit))}")
@@ -321,40 +325,41 @@ def _raced(
     """The plan that is measured to be fastest comes first: of those that are predicted to be so, of plain `sample`, of
     the rivals, and of any that is predicted to be faster than the one which wins. All ranks call it; a ConvoyError
     where none can be run."""
-    plain, took, notes = Plan.by_samples(planned.devices), dict[Plan, float](), list(planned.notes)
-    failure: ConvoyError | None = None
-    longest_s, device = 0.0, planned.workload.device
-    gpus = [device] if device.type == "cuda" else []
-    fitting = [one for one in planned.candidates if one.memory.total <= _RACE_ROOM[device.type] * measured.room]
-    first = [one for place, one in enumerate(planned.candidates) if place < _RACERS or one.plan in (plain, *rivals)]
-    for one in first:
-        if one not in fitting:
-            notes.append(f"{one.plan} did not race: {size(one.memory.total)} on each device leave too little memory")
-    racers = [one for one in first if one in fitting]
+    times, notes, failure = dict[Plan, float](), list(planned.notes), None
+    longest_s, device, wanted = 0.0, planned.workload.device, {Plan.by_samples(planned.devices), *rivals}
+    gpus, room = [device] if device.type == "cuda" else [], _RACE_ROOM[device.type] * measured.room
+    wanted |= {racer.plan for racer in planned.candidates[:_RACERS]}
+    fit = [racer for racer in planned.candidates if racer.memory.total <= room]
+    for racer in planned.candidates:
+        if racer.plan in wanted and racer not in fit:
+            needs = size(racer.memory.total)
+            notes.append(f"{racer.plan} did not race: {needs} on each device leave too little memory")
+    racers = [racer for racer in fit if racer.plan in wanted]
     while racers:
         plan = ranks.broadcast(racers[0].plan)
-        if len(took) > 1 and not is_in_time(longest_s):
+        if len(times) > 1 and not is_in_time(longest_s):
             notes.append(f"{plan} did not race: there was no more time")
             break
-        began, racer = time.monotonic(), next(one for one in fitting if one.plan == plan)
+        began, racer = time.monotonic(), next(racer for racer in fit if racer.plan == plan)
         measured.say(f"racing {plan}")
         measured.give_back_memory()  # of the one before it
         try:
             with measured.attempt(plan_job(planned.workload, plan, racer.passes)), torch.random.fork_rng(devices=gpus):
-                took[plan] = ranks.trying(f"racing {plan}", partial(race, planned, racer))
+                times[plan] = ranks.trying(f"racing {plan}", partial(race, planned, racer))
         except ConvoyError as error:
             failure = error
             notes.append(f"{plan} left the race: {error}")
-            took[plan] = math.inf
+            times[plan] = math.inf
         longest_s = max(longest_s, time.monotonic() - began)
-        best = min(fitting, key=lambda one: took.get(one.plan, math.inf))
-        waiting = [one for one in fitting if one.plan not in took]
-        racers = [one for one in waiting if one in first] or [one for one in waiting if one.seconds < best.seconds]
-    took = {plan: seconds for plan, seconds in took.items() if seconds < math.inf}
-    if not took and failure is not None:
+        best = min(fit, key=lambda racer: times.get(racer.plan, math.inf))
+        waiting = [racer for racer in fit if racer.plan not in times]
+        racers = [racer for racer in waiting if racer.plan in wanted]
+        racers = racers or [racer for racer in waiting if racer.seconds < best.seconds]
+    times = {plan: seconds for plan, seconds in times.items() if seconds < math.inf}
+    if not times and failure is not None:
         raise TooLargeError(str(failure)) if getattr(failure, "out_of_memory", False) else failure
-    ranking = sorted(planned.candidates, key=lambda one: (one.plan not in took, took.get(one.plan, one.seconds)))
-    return replace(planned, candidates=tuple(ranking), notes=tuple(notes), measured=took)
+    order = sorted(planned.candidates, key=lambda plan: (plan.plan not in times, times.get(plan.plan, plan.seconds)))
+    return replace(planned, candidates=tuple(order), notes=tuple(notes), measured=times)
 
 
 def passes_of(workload: Workload, plan: Plan) -> int | None:
@@ -373,14 +378,14 @@ def _on_speeds(slowdowns: Sequence[float], shares: tuple[int, ...] | None) -> st
 
 def _fitting(scores: Sequence[Scored], costs: Costs, limit: float | None) -> tuple[list[Scored], list[str]]:
     """The plans that fit into memory, and a note on each of the others; a TooLargeError where none fits."""
-    too_large = [one for one in scores if limit is not None and one.memory.total > limit]
+    too_large = [plan for plan in scores if limit is not None and plan.memory.total > limit]
     errors = []
-    for one in sorted(too_large, key=lambda one: one.memory.total):
-        what = f"the plan {shorten(str(one.plan), LONGEST)} does not fit: it"
-        errors.append(nothing_fits(one.placement, costs, one.memory.total, limit or 0.0, what, one.staging))
+    for plan in sorted(too_large, key=lambda plan: plan.memory.total):
+        what = f"the plan {shorten(str(plan.plan), LONGEST)} does not fit: it"
+        errors.append(nothing_fits(plan.placement, costs, plan.memory.total, limit or 0.0, what, plan.staging))
     if len(too_large) == len(scores):
         raise errors[0]
-    return [one for one in scores if one not in too_large], [str(error) for error in errors]
+    return [plan for plan in scores if plan not in too_large], [str(error) for error in errors]
 
 
 def propose(
@@ -422,10 +427,10 @@ def _smallest(workload: Workload, devices: int, costs: Costs, limit: float, refu
     if not isinstance(refused, TooLargeError) or not workload.counts or devices == 1:
         return refused
     try:
-        one = score(workload, Plan(Mesh((STAGE,), (devices,))), costs, memory_limit=limit)
+        result = score(workload, Plan(Mesh((STAGE,), (devices,))), costs, memory_limit=limit)
     except ConvoyError:  # fewer layers than devices
         return refused
-    passes = f"{one.passes} pass{'es' * (one.passes > 1)}"
-    what = f"no plan fits: {one.plan} in {passes}, of equal work, still"
-    other = nothing_fits(one.placement, costs, one.memory.total, limit, what)
-    return other if one.memory.total < refused.needed else refused
+    passes = f"{result.passes} pass{'es' * (result.passes > 1)}"
+    what = f"no plan fits: {result.plan} in {passes}, of equal work, still"
+    error = nothing_fits(result.placement, costs, result.memory.total, limit, what)
+    return error if result.memory.total < refused.needed else refused

@@ -67,8 +67,8 @@ def recalled(
     for rank in range(mesh.num_devices):
         part = placement if staging is None else staging.staged.part(placement, mesh.stage_of(rank))
         for placed in part.calls:
-            one = local_op(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
-            if one not in measured and not one.is_empty and one.op not in VIEWS:
+            op = local_op(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
+            if op not in measured and not op.is_empty and op.op not in VIEWS:
                 return None
     return scored(plan, placement, costs, passes, staging)
 
@@ -85,11 +85,11 @@ def unlike_runs(
     """A sentence on every plan that is expected to be much faster or slower than it was in its last run. `plans` have
     the seconds of an update that are predicted, or were measured now."""
     for plan, predicted in plans.items():
-        last = store.noted(device, _of_run(name, batch, plan))
-        if isinstance(last, float) and last > 0 and max(last / predicted, predicted / last) > _UNLIKE:
+        last_s = store.noted(device, _of_run(name, batch, plan))
+        if isinstance(last_s, float) and last_s > 0 and not 1 / _UNLIKE <= last_s / predicted <= _UNLIKE:
             yield (
-                f"{plan} is expected to take {seconds(predicted)} an update, and took {seconds(last)} in the last run "
-                "here: if the machine was busy at either time, convoy profile --clear forgets what was measured"
+                f"{plan} is expected to take {seconds(predicted)} an update, and took {seconds(last_s)} in the last "
+                "run here: if the machine was busy at either time, convoy profile --clear forgets what was measured"
             )
 
 
@@ -117,15 +117,15 @@ def measured_ops(
     """
     times_of: dict[LocalOp, list[Times]] = defaultdict(list)
     for update in updates:
-        spent: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        seconds_of: dict[tuple[int, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         for segment in update.segments():
             if segment.kind in ("forward", "backward") and segment.call:
-                spent[segment.run, segment.call][segment.kind == "backward"] += segment.seconds
-                spent[segment.run, segment.call][2] += segment.host
+                seconds_of[segment.run, segment.call][segment.kind == "backward"] += segment.seconds
+                seconds_of[segment.run, segment.call][2] += segment.host
         of_update: dict[LocalOp, list[Times]] = defaultdict(list)
         for run, placement in enumerate(map(typed, update.placements)):
             for placed in placement.calls:
-                forward, backward, issuing = spent.get((run, placed.call.name), (0.0, 0.0, math.inf))
+                forward, backward, issuing = seconds_of.get((run, placed.call.name), (0.0, 0.0, math.inf))
                 op = local_op(placed, placement, rank, batch_norm=batch_norm, microbatch=microbatch)
                 if issuing > _LATE * (forward + backward) or op.is_empty or op.op in VIEWS:
                     continue
@@ -134,6 +134,6 @@ def measured_ops(
         for op, times in of_update.items():
             times_of[op].append(mean(times))
     return {
-        op: Times(median(one.forward for one in times), median(one.backward for one in times))
+        op: Times(median(run.forward for run in times), median(run.backward for run in times))
         for op, times in times_of.items()
     }

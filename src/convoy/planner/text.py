@@ -33,8 +33,8 @@ def explanation_text(answer: Explanation, first: Sequence[str] = ()) -> str:
     changes = [(change.change, f"{change.gain:.2f} ×", seconds(change.update_s)) for change in answer.changes]
     total, headers = scored.seconds or 1.0, ("time", "seconds", "of the update", "even share of one device's")
     parts = [
-        (one.part, seconds(one.seconds), rough_percent(one.seconds / total), seconds(one.even_share_s))[: 3 + several]
-        for one in answer.parts
+        (row.part, seconds(row.seconds), rough_percent(row.seconds / total), seconds(row.even_share_s))[: 3 + several]
+        for row in answer.parts
     ]
     sections: tuple[Iterable[str], ...] = (
         [*first, "; ".join(filter(None, (lead, planned.warning(scored.seconds))))],
@@ -57,10 +57,10 @@ def _passes(answer: Explanation) -> str:
     if scored.staging is None:
         return ""
     best = f"{plural(scored.passes, 'pass', 'passes')}, schedule {scored.staging.schedule}"
-    usual = passes_of(workload, scored.plan) or 1
-    requested = f"{plural(usual, 'pass', 'passes')}, schedule {workload.default_schedule}"
-    other = f", as convoy train runs it with --plan auto; given as a plan, it runs in {requested}"
-    return f"in {best}{other if best != requested else ''}"
+    number = passes_of(workload, scored.plan) or 1
+    requested = f"{plural(number, 'pass', 'passes')}, schedule {workload.default_schedule}"
+    more = f", as convoy train runs it with --plan auto; given as a plan, it runs in {requested}"
+    return f"in {best}{more if best != requested else ''}"
 
 
 def _figures(answer: Explanation) -> Iterator[str]:
@@ -81,17 +81,17 @@ def _figures(answer: Explanation) -> Iterator[str]:
 
 def _candidates(answer: Explanation) -> list[str]:
     planned, raced = answer.planned, answer.planned.measured
-    alone = [] if any(one.placement.mesh.num_devices == 1 for one in planned.candidates) else [planned.serial]
+    alone = [] if any(plan.placement.mesh.num_devices == 1 for plan in planned.candidates) else [planned.serial]
     rows = [
         (
-            "→" if one is answer.scored else " ",
-            seconds(one.seconds),
-            f"{planned.speedup_of(one):.2f} ×",
-            size(one.memory.total),
-            *([seconds(raced[one.plan]) if one.plan in raced else "-"] if raced else []),
-            shorten(str(one.plan), _LONGEST),
+            "→" if plan is answer.scored else " ",
+            seconds(plan.seconds),
+            f"{planned.speedup_of(plan):.2f} ×",
+            size(plan.memory.total),
+            *([seconds(raced[plan.plan]) if plan.plan in raced else "-"] if raced else []),
+            shorten(str(plan.plan), _LONGEST),
         )
-        for one in (*planned.candidates, *alone)
+        for plan in (*planned.candidates, *alone)
     ]
     headers = ("", "update", "speed-up", "memory", *(["measured"] if raced else []), "plan")
     return table(headers, rows, headers[1:-1])
@@ -131,7 +131,7 @@ def _layers(answer: Explanation) -> list[str]:
         for layer in with_row
     ]
     if small_layers := [layer for layer in answer.layers if layer not in with_row]:
-        computes_s, waits_s = (sum(getattr(one, name) for one in small_layers) for name in ("computes_s", "exposed_s"))
+        computes_s, waits_s = (sum(getattr(row, name) for row in small_layers) for name in ("computes_s", "exposed_s"))
         sent = size(sum(layer.sent_bytes for layer in small_layers))
         name = f"{len(small_layers)} other{'s' * (len(small_layers) > 1)}"
         rows.append(("", name, "", "", "", seconds(computes_s), seconds(waits_s), sent, "", ""))

@@ -127,13 +127,13 @@ def _rows(
     steps, traffic = messages_of("")
     output = [["", "output", "", "", steps, size(traffic.forward), size(traffic.backward), "", ""]] if steps else []
     most = _most([*messages, *crossings], ranks)
-    return rows, output, (most.forward, most.backward, max(sum(one[r] for one in gradients.values()) for r in ranks))
+    return rows, output, (most.forward, most.backward, max(sum(sent[r] for sent in gradients.values()) for r in ranks))
 
 
 def _stages(placement: Placement, staged: StagedGraph, memory: Sequence[Memory]) -> list[str]:
     numbers, rows = ("forward", "backward", "parameters", "activations"), []
     for number, row in enumerate(rows_of_stages(placement, staged), 1):
-        most = max((memory[rank] for rank in row.ranks), key=lambda one: one.total)
+        most = max((memory[rank] for rank in row.ranks), key=lambda held: held.total)
         sizes = row.received_bytes.forward, row.received_bytes.backward, most.parameters, most.activations
         rows.append([*stage_cells(number, row), *map(size, sizes)])
     return table(("stage", "begins at", "ranks", "takes the output of", *numbers), rows, numbers)
@@ -181,7 +181,7 @@ def setting_text(training: bool, parts: Sequence[int], num_ranks: int, capture: 
 def _most(sent: Sequence[Sent | Crossed], ranks: Sequence[int]) -> Traffic:
     """Traffic of the rank that sends most forward, and of the one that sends most backward."""
     sums = [sum((message.ranks[rank] for message in sent), Traffic()) for rank in ranks]
-    return Traffic(max(one.forward for one in sums), max(one.backward for one in sums))
+    return Traffic(max(total.forward for total in sums), max(total.backward for total in sums))
 
 
 _DIMS = {(4, 2): "rows", (4, 3): "columns", (5, 3): "rows", (5, 4): "columns", (3, 2): "length", (2, 1): "features"}

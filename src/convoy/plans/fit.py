@@ -189,7 +189,7 @@ def _resized(plan: Plan, sizes: tuple[int, ...]) -> Plan:
 def across(mesh: Mesh, per_host: int) -> tuple[str, ...]:
     """Names of the axes whose groups have ranks in several hosts, where ranks are numbered host by host."""
     hosts_of = {axis: [{rank // per_host for rank in ranks} for ranks in mesh.groups((axis,))] for axis in mesh.axes}
-    return tuple(mesh.names[axis] for axis, hosts in hosts_of.items() if any(len(one) > 1 for one in hosts))
+    return tuple(mesh.names[axis] for axis, hosts in hosts_of.items() if any(len(group) > 1 for group in hosts))
 
 
 def note_on_hosts(plan: Plan, per_host: int) -> list[str]:

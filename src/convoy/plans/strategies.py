@@ -20,7 +20,8 @@ class Strategy:
     exchanges: bool = True  # whether ranks send each other activations for it in every pass
 
 
-# What an axis does with a layer
+# What an axis does with a layer. The search has an order of its own (`AXIS_STRATEGIES`), since the first of two equally
+# fast plans wins.
 STRATEGIES = {
     "sample": Strategy("S", "divides the batch", "", "data batch dp ddp samples images n", exchanges=False),
     "filter": Strategy(

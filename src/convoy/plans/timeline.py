@@ -1,7 +1,8 @@
 """An update as a timeline: what ran on which stream of which rank, when, and after what.
 
 A predicted update (`convoy.planner.cost.simulation`) and a measured one (`convoy.engine.watched`) are the same
-`Timeline`, so that "predicted beside measured" is two of them side by side.
+`Timeline`, so that "predicted beside measured" is two of them side by side, summarized by the same method. What a run
+compares are medians over its watched updates, part by part: no two updates are alike.
 """
 
 from collections import defaultdict

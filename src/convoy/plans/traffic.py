@@ -126,7 +126,7 @@ def transfer_traffic(placement: Placement) -> list[Sent]:
             if key not in elements_of:
                 elements_of[key] = [step_elements(step, mesh, place, value.shape) for place in places]
             traffics = (elements * value.dtype.itemsize for elements in elements_of[key])
-            ranks = tuple(one if name in differentiable else Traffic(one.forward) for one in traffics)
+            ranks = tuple(sent if name in differentiable else Traffic(sent.forward) for sent in traffics)
             messages.append(Sent(calls[number], name, step, ranks))
     return messages
 
@@ -150,8 +150,8 @@ def gradient_traffic(placement: Placement) -> dict[str, tuple[int, ...]]:
     for value in graph.parameters() if graph.training else ():
         if axes := placement.layouts.get(value.name, WHOLE).copied:
             count, width = mesh.size(tuple(axes)), value.dtype.itemsize
-            held = (placement.local_bytes(value.name, rank) for rank in range(mesh.num_devices))
-            traffic[value.name] = tuple(width * all_reduce_elements(size // width, count) for size in held)
+            sizes = (placement.local_bytes(value.name, rank) for rank in range(mesh.num_devices))
+            traffic[value.name] = tuple(width * all_reduce_elements(size // width, count) for size in sizes)
     return traffic
 
 

@@ -37,18 +37,18 @@ class LayerBox:
 def _boxes_of(graph: Graph, stages: Sequence[int]) -> list[LayerBox]:
     """The boxes of a network in their rows; none is in two of the `stages` of its calls."""
     consumers = graph.consumers()
-    made: dict[str, int] = {}
+    box_of: dict[str, int] = {}
     boxes: list[LayerBox] = []
     for call, stage in zip(graph.calls, stages, strict=True):
-        sources = [name for name in call.inputs if name in made]
-        before = list(dict.fromkeys(made[name] for name in sources))
+        sources = [name for name in call.inputs if name in box_of]
+        before = list(dict.fromkeys(box_of[name] for name in sources))
         box = boxes[before[0]] if len(sources) == 1 and OPERATIONS[call.op].follows else None
         if box and len(consumers[sources[0]]) == 1 and sources[0] in box.calls[-1].outputs and box.stage == stage:
             box.calls.append(call)
         else:
             depth = 1 + max((boxes[number].depth for number in before), default=-1)
             boxes.append(box := LayerBox(len(boxes), [call], before, depth, stage))
-        made |= dict.fromkeys(call.outputs, box.number)
+        box_of |= dict.fromkeys(call.outputs, box.number)
     return boxes
 
 
@@ -98,7 +98,7 @@ class NetworkDrawing:
         self._answer = answer
         self._placement = placement = answer.scored.placement
         self._ranks = busiest_ranks(answer.scored)
-        self._strategies = {one.call.name: one.strategy for one in placement.calls if is_choosing(one.call)}
+        self._strategies = {placed.call.name: placed.strategy for placed in placement.calls if is_choosing(placed.call)}
         boxes = _boxes_of(placement.graph, stages_of_calls(answer.scored))
         edges, self.omitted = _in_lanes(boxes)
         heights: dict[int, int] = {}
@@ -185,8 +185,8 @@ class NetworkDrawing:
             facts |= {"waits": seconds(waits_s), "sends": size(sum(layer.sent_bytes for layer in layers))}
         held = sum(layer.parameter_bytes for layer in layers)
         facts["parameters"] = size(held) if held else ""
-        if other := next((layer.next_best for layer in layers if layer.strategy and layer.next_best is not None), None):
-            facts["next best"] = f"{','.join(mesh.beside_stages(other.strategy))}, {extra(other.extra_s)} an update"
+        if best := next((layer.next_best for layer in layers if layer.strategy and layer.next_best is not None), None):
+            facts["next best"] = f"{','.join(mesh.beside_stages(best.strategy))}, {extra(best.extra_s)} an update"
         return {
             "look": strategies[0] if strategies else "stage" if strategy else "follows",
             "tall": height == _TALL,

@@ -71,8 +71,8 @@ def plan_page(answer: Explanation, command: str = "") -> str:
         status=re.split(":| in | per |;", answer.verdict.sentence)[0].lower(),
         status_kind="good" if answer.verdict.kind == "compute" else "warn",
         axes=", ".join(mesh.beside_stages(mesh.names)),
-        bars=[(one, [part for part in parts_of(planned, one) if part.seconds > 0]) for one in plans],
-        longest=max(one.seconds for one in plans) or 1.0,
+        bars=[(plan, [part for part in parts_of(planned, plan) if part.seconds > 0]) for plan in plans],
+        longest=max(plan.seconds for plan in plans) or 1.0,
         colors={part: _COLOR.get(kind, kind) for part, kind in PARTS.items()},
         network=NetworkDrawing(answer),
         strategies={name: strategy for name, strategy in STRATEGIES.items() if name in used},
@@ -128,8 +128,8 @@ def _drawn(spans: Sequence[Span], total: float) -> list[tuple[str, str, str, str
         start, end, kind = span.start, span.end, _kind(span.task)
         if end <= start:
             continue
-        before, began, ended, titles = merged[-1] if merged else ("", 0.0, 0.0, list[str]())
-        if before == kind and start - ended < 1e-4 * total and end - start < _THIN * total:
+        last_kind, began, ended, titles = merged[-1] if merged else ("", 0.0, 0.0, list[str]())
+        if last_kind == kind and start - ended < 1e-4 * total and end - start < _THIN * total:
             merged[-1] = kind, began, end, [*titles, _title(span)]
         else:
             merged.append((kind, start, end, [_title(span)]))
@@ -177,7 +177,7 @@ def machines_page(
         facts=[f"batch {first.batch}", what],
         status="predicted, not measured",
         status_kind="warn",
-        rows=[(one, one.row(images, prices[number] if prices else None)) for number, one in enumerate(predictions)],
+        rows=[(row, row.row(images, prices[number] if prices else None)) for number, row in enumerate(predictions)],
         picture=Markup(_picture(predictions)),
         command=command,
     )
@@ -187,16 +187,16 @@ def _picture(predictions: Sequence[Prediction]) -> str:
     with ax.house_style():
         figure = ax.new_figure()
         axes = ax.add_axes(figure, "Images a second by data parallelism", "devices")
-        for number, one in enumerate(predictions):
+        for number, row in enumerate(predictions):
             color = _COLORS[number % len(_COLORS)]
-            counts = [count for count, _ in one.curve]
-            rates = [rate for _, rate in one.curve]
+            counts = [count for count, _ in row.curve]
+            rates = [rate for _, rate in row.curve]
             axes.fill_between(
-                counts, [r / one.within for r in rates], [r * one.within for r in rates], color=color, alpha=0.18, lw=0
+                counts, [r / row.within for r in rates], [r * row.within for r in rates], color=color, alpha=0.18, lw=0
             )
-            axes.plot(counts, rates, color=color, label=one.machine.label, marker="o", markersize=3.4)
+            axes.plot(counts, rates, color=color, label=row.machine.label, marker="o", markersize=3.4)
             # from here on twice as many devices are less than 1.7 times as fast
-            bend = next((at for at, (_, more) in pairwise(one.curve) if more < 1.7 * at[1]), None)
+            bend = next((at for at, (_, more) in pairwise(row.curve) if more < 1.7 * at[1]), None)
             if bend is not None:
                 axes.plot(*([number] for number in bend), color=color, marker="D", markersize=7, fillstyle="none")
         axes.set_xscale("log", base=2)
