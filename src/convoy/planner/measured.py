@@ -1,8 +1,8 @@
 """What the planner knows of the devices at hand: measured here, or looked up in the profile store.
 
-The network is profiled as a whole, as a layer that is timed alone, over and over, finds its data in the caches: by
-samples, filters and channels, and under the plans that are given or that the search proposes. The optimizer is timed on tensors of its own. Devices that take unequal times for equal work are found
-out here, too.
+The network is profiled as a whole, since a layer that is timed by itself, over and over, finds its data in the caches:
+by samples, filters and channels, and under the plans that are given or that the search proposes. The optimizer is timed
+on tensors of its own. Devices that take unequal times for equal work are found out here, too.
 """
 
 import contextlib

@@ -252,8 +252,8 @@ class _Planning:
         question, ranks, measured, workload = self.question, self.ranks, self.measured, self.workload
         devices, plans = question.devices, question.plans
         uneven = len(set(workload.shares or ())) > 1  # what ranks compute has then sizes, and so times, of their own
-        # Plans that are given run in the passes and the schedule of `convoy train --plan`: the best ones would promise a
-        # speed that no command gives
+        # given plans run in the passes and the schedule of `convoy train --plan`: the best ones would promise a speed
+        # that no command gives
         as_run = replace(workload, schedules=(workload.default_schedule,)) if plans else workload
         profiled: list[Proposal] = []
         while True:

@@ -39,8 +39,8 @@ def cut_points(graph: Graph) -> tuple[int, ...]:
     """The calls before which a network may be cut: those that are the first of their layers, but for the very first.
 
     Not the addition at the end of a residual block, which the block itself calls: its name stands for its first layer,
-    so that a cut before it could not be written in a plan. A layer that is called again later, such as one activation for a whole network, begins where it is called first; so
-    does one with others in it, which stands for the first of them.
+    so that a cut before it could not be written in a plan. A layer that is called again later, such as one activation
+    for a whole network, begins where it is called first; so does one with others in it.
 
     >>> from torch import nn
     >>> graph = capture(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)), [(4, 3, 8, 8)])
