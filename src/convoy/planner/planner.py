@@ -276,11 +276,6 @@ class _Planning:
             measured.profile([plan_job(workload, *pair) for pair in pairs])
         scores.sort(key=lambda result: result.plan != best[0])  # rank 0's best comes first on every rank
         measured.give_back_memory()
-        plain, limit = Plan.by_samples(devices), self.limit
-        if limit is not None and not plans and not question.fixes and all(result.plan != plain for result in scores):
-            with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
-                needs = score(workload, plain, costs).memory.total
-                left_out.append(f"{plain} is left out: it needs {size(needs)} on a device, of {size(int(limit))}")
         return tuple(scores), costs, left_out
 
     def _proposals(self, costs: Costs) -> list[Proposal]:

@@ -55,7 +55,7 @@ _HEADERS = ("stage", "layer", "work", "strategy", "gives", "sent for its input",
 def explain(
     placement: Placement,
     memory: Sequence[Memory],
-    plan: Plan | None = None,
+    plan: Plan,
     capture: str = "",
     staged: StagedGraph | None = None,
     notes: Iterable[str] = (),
@@ -74,8 +74,8 @@ def explain(
         output = [[str(stage + 1), *row] for row in of_output] or output
         totals = [max(pair) for pair in zip(totals, totals_of_part, strict=True)]
     first = 0 if staged is not None else 1  # column
-    lines = [f"plan {plan}" if plan is not None else f"mesh {mesh}"]
-    lines += [setting_text(graph.training, list(map(len, placement.batch.parts)), mesh.num_devices, capture), ""]
+    parts = list(map(len, placement.batch.parts))
+    lines = [f"plan {plan}", setting_text(graph.training, parts, mesh.num_devices, capture), ""]
     cells = [[cell or "-" for cell in row[first:]] for row in (*rows, *output)]
     lines += [*table(_HEADERS[first:], cells, _NUMBERS), ""]
     if staged is not None:
@@ -89,7 +89,7 @@ def explain(
     lines += notes
     for note in dict.fromkeys(placed.placed.note for placed in calls if placed.placed.note):
         lines.append(f"{note}: {listed([placed.call.layer for placed in calls if placed.placed.note == note])}")
-    if plan is not None and any(ranks > 1 for ranks in mesh.beside_stages(mesh.sizes)):
+    if any(ranks > 1 for ranks in mesh.beside_stages(mesh.sizes)):
         layers = [placed.call.layer for placed in calls if placed.call.op in COMPUTE]
         if unmatched := [layer for layer in layers if plan.pattern(layer) is None]:
             lines.append(f"replicated, as no pattern matches them: {listed(unmatched)}")

@@ -5,11 +5,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 from convoy.graph.graph import Call, Graph
 from convoy.plans.layout import WHOLE, Layout, Split, indices
 from convoy.plans.mesh import Axes, Mesh
+from convoy.plans.plan import Plan
 from convoy.plans.transfer import Step
 
 COMPUTE = ("conv", "linear")  # kinds of calls that a plan divides; all others follow
@@ -89,17 +89,6 @@ class Placed:
     note: str = field(default="")  # why the call runs whole on every rank although the plan says otherwise; else empty
 
 
-class Strategies(Protocol):
-    """The part of a plan that placing needs."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """The devices."""
-
-    def strategy(self, layer: str, op: str) -> tuple[str, ...]:
-        """The strategy of a layer on each mesh axis."""
-
-
 @dataclass(frozen=True)
 class PlacedCall:
     """A call, how it is divided, and how its inputs get there."""
@@ -172,7 +161,7 @@ class Memory:
         return self.parameters + self.gradients + self.buffers + self.activations
 
 
-def sample_axes(layers: Iterable[tuple[str, str]], plan: Strategies) -> tuple[int, ...]:
+def sample_axes(layers: Iterable[tuple[str, str]], plan: Plan) -> tuple[int, ...]:
     """The axes on which some of the layers, each with its name and op, is divided by samples: each rank is given the
     samples of its place on them."""
     strategies = [plan.strategy(layer, op) for layer, op in layers if op in COMPUTE]
