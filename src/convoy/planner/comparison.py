@@ -107,9 +107,9 @@ def of_all_stages(summaries: Sequence[Summary]) -> Summary | None:
     return replace(summaries[0], layers=layers) if summaries else None
 
 
-def layer_groups(placement: Placement, most: int = MOST) -> dict[str, list[str]]:
+def layer_groups(placement: Placement) -> dict[str, list[str]]:
     """The layers of every group, in the order of the network. Layers are together that are in the same module, of the
-    deepest level at which there are at most `most`; layers without parameters belong to what comes before them. Where
+    deepest level at which there are at most `MOST`; layers without parameters belong to what comes before them. Where
     even the outermost modules are too many, they are not put together any further."""
     has_parameters: dict[str, bool] = {}
     for call in (placed.call for placed in placement.calls):
@@ -123,7 +123,7 @@ def layer_groups(placement: Placement, most: int = MOST) -> dict[str, list[str]]
         for layer, module in modules.items():
             group = module if module in heavy or not group else group
             groups.setdefault(group, []).append(layer)
-        if len(groups) <= most:
+        if len(groups) <= MOST:
             break
     return groups
 

@@ -144,8 +144,8 @@ class Workload:
                 f"{count} ranks cannot share {len(pieces)} {what[len(pieces) > 1]}: use fewer sample ranks"
             )
         if self.shares is not None and count == len(self.shares):
-            ends = [round(self.samples * done / sum(self.shares)) for done in accumulate(self.shares)]
-            return tuple(itertools.starmap(range, pairwise([0, *ends])))
+            ends = [round(self.samples * end / sum(self.shares)) for end in accumulate(self.shares, initial=0)]
+            return tuple(itertools.starmap(range, pairwise(ends)))
         if self.bound and self.shares is not None and count > 1:
             raise ConvoyError(
                 f"the shares are those of {len(self.shares)} parts of the batch, but the plan divides it into {count}"
