@@ -157,7 +157,8 @@ def test_what_was_killed_is_not_tried_again_with_as_little_memory(tmp_path: Path
     def tried(room: float) -> int:
         return next(one.workload.samples for one in planned(room, store)[0] if one.name == "sample")
 
-    Measurements(workload, Ranks(), store, room=room)._mark(job, room)  # and no more: it was killed
+    killed = Measurements(workload, Ranks(), store, room=room).attempt(job)
+    killed.__enter__()  # and no more
     assert tried(room) == 32 and tried(2 * room) == 64
     assert store.noted(device_of(workload, 1), job.mark) is None  # it has ended by itself
 

@@ -93,12 +93,9 @@ def _beside(before: Summary | None, after: Summary | None, read: Callable[[Summa
 
 def parts_beside(before: Summary | None, after: Summary | None) -> dict[str, Both]:
     """The parts of an update, predicted and measured."""
-    names = {name for summary in (before, after) if summary is not None for name in summary.parts}
-    return {
-        part: _beside(before, after, lambda summary, part=part: summary.parts.get(part))  # type: ignore[misc]
-        for part in PARTS
-        if part != "stages" or part in names
-    }
+    both = [summary.parts if summary is not None else {} for summary in (before, after)]
+    names = [part for part in PARTS if part != "stages" or any(part in parts for parts in both)]
+    return {name: Both(*(parts.get(name) for parts in both)) for name in names}
 
 
 def of_all_stages(summaries: Sequence[Summary]) -> Summary | None:
@@ -156,14 +153,15 @@ def groups_beside(
 
 def stages_beside(before: Sequence[Summary], after: Sequence[Summary]) -> tuple[Group, ...]:
     """What a rank of each stage computes, and waits for the others."""
+
+    def computes(summary: Summary) -> float:
+        return sum(summary.parts.get(part, 0.0) for part in ("forward", "backward", "packing"))
+
     rows = []
     for number, measured in enumerate(after):
-        predicted = before[number] if before else None
-        computes, waits = (
-            _beside(predicted, measured, lambda one, parts=parts: sum(one.parts.get(part, 0.0) for part in parts))  # type: ignore[misc]
-            for parts in (("forward", "backward", "packing"), ("stages",))
-        )
-        rows.append(Group(f"stage {number + 1}", computes, waits, (number + 1,)))
+        pair = before[number] if before else None, measured
+        waits = _beside(*pair, lambda summary: summary.parts.get("stages", 0.0))
+        rows.append(Group(f"stage {number + 1}", _beside(*pair, computes), waits, (number + 1,)))
     return tuple(rows)
 
 

@@ -254,12 +254,9 @@ class Measurements:
             if fitting is not job:
                 number = plural(fitting.workload.samples, "sample")
                 self._note(f"{job.name} was profiled in passes of {number}, not {job.workload.samples}, for memory")
-            known = self._known[job.alone]
-            if not self._is_known(fitting, known.new if afresh else known.times):
+            times = self._known[job.alone].new if afresh else self._known[job.alone].times
+            if not all(op in times for op in self._local_ops(fitting)):
                 self._run(fitting, afresh)
-
-    def _is_known(self, job: Job, times: Mapping[LocalOp, Times]) -> bool:
-        return all(op in times for op in self._local_ops(job))
 
     def _times(self, alone: bool) -> dict[LocalOp, Times]:
         """Those of one device alone, or of one beside others; where nothing is known, the other way round."""
@@ -299,14 +296,12 @@ class Measurements:
         where one was, with as little memory."""
         if self.room <= self._ended(job):
             raise ConvoyError("a process was killed in it when there was as little memory")
-        self._mark(job, self.room)
+        device = self._known[job.alone].device
+        self._keep(lambda store: store.note(device, job.mark, self.room))
         try:
             yield
         finally:
-            self._mark(job, None)
-
-    def _mark(self, job: Job, room: float | None) -> None:
-        self._keep(lambda store: store.note(self._known[job.alone].device, job.mark, room))
+            self._keep(lambda store: store.note(device, job.mark, None))
 
     def _run(self, job: Job, afresh: bool) -> None:
         known, start, watch = self._known[job.alone], time.monotonic(), HostWatch()
@@ -374,10 +369,6 @@ class Measurements:
         """About the seconds that a pass will take, by what is known."""
         times = Calibrated(self._times(job.alone), self._roofline)
         return sum(times(op).total for op in self._local_ops(self._fitting(job) or job))
-
-    def unknown(self, jobs: Sequence[Job]) -> list[Job]:
-        """The jobs of which something was not measured, and the first two, which are measured afresh."""
-        return [*jobs[:2], *(job for job in jobs[2:] if not self._is_known(job, self._known[job.alone].times))]
 
     @cached_property
     def _roofline(self) -> Roofline | None:

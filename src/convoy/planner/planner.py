@@ -229,7 +229,8 @@ class _Planning:
         measured, devices = self.measured, self.question.devices
         alone_s = (self.workload.alone or self.workload).passes * measured.expected_s(jobs[0])
         racing_s = 0.0 if race is None or devices == 1 else (_RACERS + 1) * _RACE_UPDATES * alone_s / devices
-        profiling_s = sum(_PASSES * measured.expected_s(job) for job in measured.unknown(jobs))
+        jobs = [*jobs[:2], *filter(measured.lacking, jobs[2:])]  # the first two are measured afresh
+        profiling_s = sum(_PASSES * measured.expected_s(job) for job in jobs)
         measured.limit_s = _limit_s(alone_s)
         measured.total_s = self.ranks.broadcast(min(_FIXED_S + profiling_s + racing_s, measured.limit_s))
 
