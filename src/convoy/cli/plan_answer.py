@@ -43,9 +43,9 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
     """Plan, print and write the result; the exit status."""
     number, per_device, place = request.num_devices, recipe.parallel.cores_per_device, launch.find_place()
     if place is not None:
-        asked = number if request.devices is not None or request.score else None
+        devices = number if request.devices is not None or request.score else None
         work = partial(_answer, request, recipe, place.num_ranks)
-        return run_as_rank(place, asked, request.device, work, per_device)
+        return run_as_rank(place, devices, request.device, work, per_device)
     device = choose_device(request.device)
     if device.type == "cuda":
         fits = torch.cuda.device_count() >= number
@@ -111,8 +111,8 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
     notes = [*notes_on_size, *settled.notes]
     workload = workload_of_recipe(recipe, model, shape, devices, device, ranks.group)
     _check_plans(request, recipe, model, workload)
-    sizes, smaller = divisible_sizes(recipe, model, devices)
-    first = [smaller] if smaller is not None else []
+    sizes, cut_note = divisible_sizes(recipe, model, devices)
+    first = [cut_note] if cut_note is not None else []
     pieces = len(sizes)
     if recipe.batch_norm == "microbatch" and pieces < devices:
         first = [
@@ -121,10 +121,10 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
         ]
     if devices > ranks.num:
         if device.type == "cuda":
-            this = torch.cuda.get_device_name(device)
+            name = torch.cuda.get_device_name(device)
         else:
-            this = f"{torch.get_num_threads()} core{'s' if torch.get_num_threads() > 1 else ''} of this machine"
-        notes.append(f"each device is taken to be as this one: {this}")
+            name = f"{torch.get_num_threads()} core{'s' if torch.get_num_threads() > 1 else ''} of this machine"
+        notes.append(f"each device is taken to be as this one: {name}")
     input_cost = None
     if request.images_per_second is not None:  # beside the computation on a GPU, from the same cores on a CPU
         input_cost = HostCost(per_sample=1 / request.images_per_second, beside=device.type == "cuda")

@@ -74,14 +74,14 @@ def profile(
     place = 0 if alone else ranks.places(mesh)[ranks.rank]
     rows_here: list[tuple[LocalOp, Times]] = []
     meetings: set[LocalOp] = set()  # in which a rank waits for others, so that they say nothing about its speed
-    around, own_s, slowest_s = Times(), 0.0, 0.0
+    around, pass_s, slowest_s = Times(), 0.0, 0.0
     if not alone or ranks.rank == 0:
         if together:
             try_out(workload, placement, place)
         with autocast(workload):
             groups = Groups(mesh) if together else None
             profiled = _profiler(workload, placement, place, groups).run(agree, slowest, enough)
-        times, own_s, slowest_s = profiled.calls, profiled.seconds, profiled.slowest
+        times, pass_s, slowest_s = profiled.calls, profiled.seconds, profiled.slowest
         for placed in placement.calls:
             op = local_op_of(workload, placement, placed, place)
             if placed.call.name in times and not op.is_empty and op.op not in VIEWS:
@@ -97,16 +97,16 @@ def profile(
         around = Times(*astuple(times[OUTSIDE]))
     measured: dict[LocalOp, list[Times]] = {}
     arounds: list[Times] = []
-    answers = ranks.gather((rows_here, around, meetings, own_s, slowest_s))
+    answers = ranks.gather((rows_here, around, meetings, pass_s, slowest_s))
     by_rank = () if alone else _of_each_rank([rows for rows, *_ in answers], set().union(*(row[2] for row in answers)))
     is_even = bool(by_rank) and max(by_rank) <= ALIKE * min(by_rank)  # otherwise the timeline knows who waits for whom
     late = max(slowest for *_, slowest in answers) / max(seconds for *_, seconds, _ in answers)
-    for rank, (rows, other, *_) in enumerate(answers):
+    for rank, (rows, around_rank, *_) in enumerate(answers):
         factor = late * (max(by_rank) / by_rank[rank] if is_even else 1.0)
         for op, times_here in rows:
             measured.setdefault(op, []).append(times_here * factor)
         if rows:
-            arounds.append(other * factor)
+            arounds.append(around_rank * factor)
     return Profiled({op: mean(times) for op, times in measured.items()}, mean(arounds), by_rank)
 
 

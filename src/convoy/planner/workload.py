@@ -44,8 +44,8 @@ def memory_of_updates(make: MakeOptimizer) -> Update:
     parameter.grad = torch.zeros_like(parameter)
     optimizer = make([parameter])
     optimizer.step()
-    held = sum(x.numel() for x in optimizer.state[parameter].values() if isinstance(x, Tensor))
-    return Update(state=float(round(held / len(parameter))))
+    numbers = sum(x.numel() for x in optimizer.state[parameter].values() if isinstance(x, Tensor))
+    return Update(state=float(round(numbers / len(parameter))))
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class Workload:
         the samples of every pass."""
         if stages == 1 or not self.counts or self.in_passes is None:
             return self
-        preferred, counts = passes or PARTS_PER_STAGE * stages, self.counts_for(parts)
-        count = next((number for number in counts if number >= preferred), counts[-1])
+        least, counts = passes or PARTS_PER_STAGE * stages, self.counts_for(parts)
+        count = next((number for number in counts if number >= least), counts[-1])
         return self if count == self.passes else self.in_passes(count)
 
     def counts_for(self, parts: int) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ class Plan:
     def __post_init__(self) -> None:
         for sentence, *path in _problems(self.mesh, self.layers, self.stages):
             raise _WrongError(sentence, *path)
-        object.__setattr__(self, "layers", tuple((pattern, dict(given)) for pattern, given in self.layers))
+        object.__setattr__(self, "layers", tuple((pattern, dict(strategies)) for pattern, strategies in self.layers))
         names = tuple(map(str, self.stages))
         object.__setattr__(self, "stages", names if len(names) in (0, self.num_stages) else ("", *names))
 
@@ -157,7 +157,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The mapping that `parse` reads as this plan."""
         mesh = dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
-        document = {"mesh": mesh, "layers": {pattern: dict(given) for pattern, given in self.layers}}
+        document = {"mesh": mesh, "layers": {pattern: dict(strategies) for pattern, strategies in self.layers}}
         if self.stages:
             document["stages"] = list(self.stages if self.stages[0] else self.stages[1:])
         return document
@@ -171,8 +171,8 @@ class Plan:
         text = _line(self.mesh, self.layers)
         if text is None:
             layers = (
-                f"{pattern} {','.join(f'{axis}:{strategy}' for axis, strategy in given.items()) or 'replicate'}"
-                for pattern, given in self.layers
+                f"{pattern} {','.join(f'{axis}:{strategy}' for axis, strategy in strategies.items()) or 'replicate'}"
+                for pattern, strategies in self.layers
             )
             text = f"{self.mesh}: {'; '.join(layers) or 'every layer replicate'}"
         return f"{text}; stages begin at {', '.join(self.stages[not self.stages[0] :])}" if self.stages else text
@@ -285,7 +285,7 @@ def _problems(mesh: Mesh, layers: Sequence[tuple[Any, Any]], stages: Any) -> Ite
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST:
             quoted = " in quotes" if str(size).isdigit() and isinstance(size, str) and len(size) < 7 else ""
             yield f"the size of axis {name} is {show(size)}{quoted}: write a whole number from 1, e.g. 2", *path
-    earlier: list[str] = []
+    patterns: list[str] = []
     for pattern, strategies in layers:
         path = "layers", str(pattern)
         if not isinstance(pattern, str) or not pattern.strip():
@@ -297,15 +297,15 @@ def _problems(mesh: Mesh, layers: Sequence[tuple[Any, Any]], stages: Any) -> Ite
         for axis, strategy in strategies.items():
             if problem := _wrong_strategy(axis, strategy, mesh):
                 yield f"{pattern} {problem}", *path, str(axis)
-        if pattern in earlier:
+        if pattern in patterns:
             yield f"the pattern {pattern} is there twice: leave one out", *path
-        for first in earlier:
+        for first in patterns:
             if not set("?[") & set(first) and fnmatch.fnmatchcase(pattern, first):
                 yield (
                     f"{pattern} comes after {first}, which matches the same layers first: put {pattern} above it",
                     *path,
                 )
-        earlier.append(pattern)
+        patterns.append(pattern)
     yield from ((sentence, "stages") for sentence in _wrong_stages(stages, mesh))
 
 

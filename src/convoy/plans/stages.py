@@ -131,18 +131,18 @@ class Stages:
     def owners(self, graph: Graph) -> dict[str, int]:
         """The stage that keeps each parameter and buffer that the network uses, the last for those that it returns; a
         ConvoyError where two stages use the same one."""
-        kept = {value.name for value in graph.values.values() if value.origin in ("parameter", "buffer")}
+        tensors = {value.name for value in graph.values.values() if value.origin in ("parameter", "buffer")}
         first_users: dict[str, tuple[int, str]] = {}
         for call, stage in zip(graph.calls, self.of_calls(graph), strict=True):
-            for name in kept.intersection(call.inputs):
-                first, layer = first_users.setdefault(name, (stage, call.layer))
-                if first != stage:
+            for name in filter(tensors.__contains__, call.inputs):
+                begin, layer = first_users.setdefault(name, (stage, call.layer))
+                if begin != stage:
                     raise ConvoyError(
-                        f"layers {layer} and {call.layer} share {name}, and are in stages {first + 1} and {stage + 1}: "
+                        f"layers {layer} and {call.layer} share {name}, and are in stages {begin + 1} and {stage + 1}: "
                         "let one stage have both, by the list stages of a YAML plan, or divide otherwise"
                     )
         last = self.number - 1
-        for name in (ref.name for ref in leaves(graph.output, Ref) if ref.name in kept):
+        for name in (ref.name for ref in leaves(graph.output, Ref) if ref.name in tensors):
             stage, _ = first_users.setdefault(name, (last, ""))
             if stage != last:
                 raise ConvoyError(

@@ -90,13 +90,13 @@ def _received(step: Step, mesh: Mesh, receiver: Coordinates, shape: tuple[int, .
     for dim, size in enumerate(shape):
         split = step.source.split(dim)
         places = {place: mesh.index(place, split.axes) if split else 0 for place in members}
-        missing = set(step.target.parts(dim, mesh, receiver, size))
+        indices_left = set(step.target.parts(dim, mesh, receiver, size))
         numbers: dict[int, int] = {}
         for place in sorted(members, key=lambda place: (places[place] != places[receiver], places[place])):
             if places[place] not in numbers:
-                part = missing.intersection(step.source.parts(dim, mesh, place, size))
+                part = indices_left.intersection(step.source.parts(dim, mesh, place, size))
                 numbers[places[place]] = len(part)
-                missing -= part
+                indices_left -= part
         for place in members:
             elements[place] *= numbers[places[place]]
     return elements

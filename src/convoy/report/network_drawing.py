@@ -162,10 +162,10 @@ class NetworkDrawing:
             layers = [unseen.pop(name) for name in names if name in unseen]
             computes_s = sum(computes[call.name] for call in box.calls) + sum(layer.copies_s for layer in layers)
             drawn_boxes.append(self._box(box, layers, computes_s))
-        most = max((drawn["spent"] for drawn in drawn_boxes), default=0.0) or 1.0
-        for drawn in drawn_boxes:
-            full, waits = (_WIDTH * drawn[name] / most for name in ("spent", "waits"))
-            drawn["bar"], drawn["waiting"] = f"{full - waits:.1f}", f"{waits:.1f}" if waits >= 0.5 else ""
+        most = max((row["spent"] for row in drawn_boxes), default=0.0) or 1.0
+        for row in drawn_boxes:
+            full, waits = (_WIDTH * row[name] / most for name in ("spent", "waits"))
+            row["bar"], row["waiting"] = f"{full - waits:.1f}", f"{waits:.1f}" if waits >= 0.5 else ""
         return drawn_boxes
 
     def _box(self, box: LayerBox, layers: Sequence[Layer], computes_s: float) -> dict[str, Any]:
@@ -174,13 +174,13 @@ class NetworkDrawing:
         strategy = self._strategies.get(main.name, ())
         strategies, height, name = mesh.beside_stages(strategy), self._height(box), main.layer or main.name or main.op
         gives = box.calls[-1].outputs
-        shown = shape(self._placement.local_shape(gives[0], self._ranks[box.stage])) if gives else ""
+        shape_text = shape(self._placement.local_shape(gives[0], self._ranks[box.stage])) if gives else ""
         waits_s = sum(layer.exposed_s for layer in layers)
         chips = [("stage", str(box.stage + 1))] if len(self._ranks) > 1 else []
         chips += [(kind, STRATEGIES[kind].letter) for kind in strategies]
         left = 11 + len(chips) * (_CHIP + 3) if chips else 10
         room = (_WIDTH - left - 8) / _BOLD if height == _TALL else (_WIDTH - left - _COST) / _LIGHT
-        facts = self._facts(box, layers, strategies) | {"gives on this rank": shown, "computes": seconds(computes_s)}
+        facts = self._facts(box, layers, strategies, shape_text) | {"computes": seconds(computes_s)}
         if self._answer.planned.devices > 1:
             facts |= {"waits": seconds(waits_s), "sends": size(sum(layer.sent_bytes for layer in layers))}
         held = sum(layer.parameter_bytes for layer in layers)
@@ -197,12 +197,12 @@ class NetworkDrawing:
             "chips": [(kind, letter, 6 + number * (_CHIP + 3)) for number, (kind, letter) in enumerate(chips)],
             "left": left,
             "name": _name_in(name, "" if strategy else _verb(main), int(room)),
-            "shape": shown,
+            "shape": shape_text,
             "spent": computes_s + waits_s,
             "waits": waits_s,
         }
 
-    def _facts(self, box: LayerBox, layers: Sequence[Layer], strategies: Sequence[str]) -> dict[str, str]:
+    def _facts(self, box: LayerBox, layers: Sequence[Layer], strategies: Sequence[str], gives: str) -> dict[str, str]:
         mesh = self._placement.mesh
         axes = zip(strategies, mesh.beside_stages(mesh.names), strict=False)
         follows = [f"{call.layer or call.name} ({call.op})" for call in box.calls[1:]]
@@ -212,6 +212,7 @@ class NetworkDrawing:
             "work": box.calls[0].op,
             "with it": f"{', '.join(follows[:6])}{' …' if len(follows) > 6 else ''}",
             "takes on this rank": shape(layers[0].takes) if layers else "",
+            "gives on this rank": gives,
         }
 
 
