@@ -4,7 +4,6 @@ It is written in one line (`sample=2,filter=2`), as YAML or as a mapping. Each f
 which are checked once, where a `Plan` is made; where a file is wrong, its line is looked up then.
 """
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from convoy.errors import ConvoyError
 from convoy.files import expanded, read_text
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.strategies import STRATEGIES, WORDS, of_layer, show, strategy_error
+from convoy.terminal import did_you_mean
 
 # patterns over module names, each with a strategy for the mesh axes that it names
 Layers = tuple[tuple[str, Mapping[str, str]], ...]
@@ -247,9 +247,8 @@ def _of_mapping(document: Any) -> Plan:
         raise _WrongError(f"a plan has the keys mesh and layers, but this is {_kind(document)}: {_FORM}")
     for key in document:
         if key not in _KEYS:
-            matches = difflib.get_close_matches(str(key), _KEYS, 1)
-            hint = f"did you mean {matches[0]}?" if matches else "a plan has the keys mesh and layers"
-            raise _WrongError(f"the key {show(key)} is unknown: {hint}", str(key))
+            hint = did_you_mean(str(key), _KEYS, otherwise="a plan has the keys mesh and layers")
+            raise _WrongError(f"the key {show(key)} is unknown{hint}", str(key))
 
     def section(key: str, example: str) -> Mapping[Any, Any]:
         value = document.get(key)
@@ -312,9 +311,8 @@ def _problems(mesh: Mesh, layers: Sequence[tuple[Any, Any]], stages: Any) -> Ite
 def _wrong_strategy(axis: Any, strategy: Any, mesh: Mesh) -> str:
     """What is wrong with a layer's strategy on an axis; empty where nothing is."""
     if axis not in mesh.names:
-        matches = difflib.get_close_matches(str(axis), mesh.names, 1)
-        hint = f"did you mean {matches[0]}?" if matches else f"the mesh has {', '.join(mesh.names) or 'no axes'}"
-        return f"names an axis {show(axis)} that is not in the mesh: {hint}"
+        hint = did_you_mean(str(axis), mesh.names, otherwise=f"the mesh has {', '.join(mesh.names) or 'no axes'}")
+        return f"names an axis {show(axis)} that is not in the mesh{hint}"
     if axis == STAGE:
         return (
             f"has {show(strategy)} on axis {STAGE}, which divides the network and no layer: leave it out here, and "
