@@ -1,6 +1,7 @@
 """All that is said of a plan, computed once, for text, page and JSON, whose names the fields have: where its time goes,
 what holds it up, and the one change that would help most."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -266,11 +267,9 @@ def _twice_the_batch(planned: Planned, scored: Scored) -> float | None:
     workload, costs = planned.workload, planned.costs
     if scored.passes > 1:
         return scored.again(costs, 2 * scored.passes)
-    try:
-        twice = workload.resized(2 * workload.samples) if workload.resized is not None else None
-        return None if twice is None else predict(twice.place(scored.plan), costs).total
-    except ConvoyError:
-        return None
+    with contextlib.suppress(ConvoyError):
+        return predict(workload.resized(2 * workload.samples).place(scored.plan), costs).total
+    return None
 
 
 def _faster(links: Links, factor: float) -> Links:

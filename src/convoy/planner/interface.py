@@ -38,30 +38,30 @@ from convoy.terminal import Console
 class FoundPlan(Plan):
     """A plan that the planner has found; it goes wherever a plan goes, and equals the plan that was written by hand."""
 
-    planned: Planned | None = field(default=None, repr=False, compare=False)  # what was predicted of it, and of others
+    planned: Planned = field(kw_only=True, repr=False)  # what was predicted of it, and of others
 
     def explain(self) -> str:
         """Why this plan: verdict, where the time goes, what would change it, and every layer, as text."""
-        return explanation_text(Explanation(self._planned()))
+        return explanation_text(Explanation(self.planned))
 
     def to_document(self) -> dict[str, Any]:
         """The explanation as JSON has it."""
-        return Explanation(self._planned()).document()
+        return Explanation(self.planned).document()
 
     @property
     def seconds(self) -> float:
         """Predicted, of one update."""
-        return self._planned().best.seconds
+        return self.planned.best.seconds
 
     @property
     def speedup(self) -> float:
         """Predicted, over one device."""
-        return self._planned().speedup
+        return self.planned.speedup
 
     @property
     def microbatches(self) -> int | None:
         """Parts of the batch that go through the stages, for `convoy.parallelize`; None where there are no stages."""
-        best = self._planned().best
+        best = self.planned.best
         return best.passes if best.staging is not None else None
 
     def __eq__(self, plan: object) -> bool:
@@ -74,11 +74,6 @@ class FoundPlan(Plan):
     def __reduce__(self) -> tuple[Any, ...]:
         # copies go to other processes and files, without the reasons
         return Plan, (self.mesh, self.layers, self.stages)
-
-    def _planned(self) -> Planned:
-        if self.planned is None:
-            raise ConvoyError("this plan was not found by the planner, so there is nothing to explain: use convoy.plan")
-        return self.planned
 
 
 def plan(
@@ -179,7 +174,7 @@ def plan(
     with ConsoleReporter(Console(stderr=True, highlight=False, quiet=ranks.rank > 0)) as reporter:
         planned = make_plan(question, ranks, reporter.prepare, partial(race, model, layers) if runs else None)
     best = planned.best.plan
-    return FoundPlan(best.mesh, best.layers, best.stages, planned)
+    return FoundPlan(best.mesh, best.layers, best.stages, planned=planned)
 
 
 _MOST = 8  # updates under a plan

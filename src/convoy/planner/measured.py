@@ -149,7 +149,7 @@ class Job:
     def halved(self) -> "Job | None":
         """The job in passes of half as many samples; None where there are none."""
         workload, samples = self.workload, self.workload.samples // 2
-        if workload.resized is None or samples < 2 * self.plan.parts:  # a single sample may have no statistics
+        if samples < 2 * self.plan.parts:  # a single sample may have no statistics
             return None
         microbatch = min(workload.microbatch, samples // self.plan.parts)  # so that each part has one
         return replace(self, workload=replace(workload.resized(samples), microbatch=microbatch))

@@ -137,7 +137,7 @@ def score(
         ordered = map(staging.scheduled, workload.schedules)
         return min((scored(plan, placement, costs, update.passes, order) for order in ordered), key=price)
 
-    if passes is not None or plan.num_stages == 1 or workload.in_passes is None or not workload.counts:
+    if passes is not None or plan.num_stages == 1 or not workload.counts:
         return in_passes(passes)
     best = in_best_passes(workload.counts_for(plan.parts), plan.num_stages, in_passes, price)
     assert best is not None

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -48,16 +48,17 @@ def memory_of_updates(make: MakeOptimizer) -> Update:
     return Update(state=float(round(numbers / len(parameter))))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """A network and one weight update of it."""
 
     name: str  # for people
     graph: Graph  # a pass in training, over the samples of all devices together, with the types that autocast gives it
     outputs: tuple[str, ...]  # names of the values that the network returns
-    passes: int = 1  # forward and backward passes before an update
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    channels_last: bool = False
+    batch: int  # samples of an update
+    passes: int  # forward and backward passes before an update
+    device: torch.device
+    channels_last: bool
     batch_norm: BatchNorm = "sync"
     microbatch: int = 0  # samples of each, where the batch is made of such; 0 where it is not
     precision: torch.dtype | None = None  # in which autocast has layers compute; None for the type of the weights
@@ -74,15 +75,12 @@ class Workload:
     # the update as one device by itself does it, in passes of its own; None where they are the same
     alone: "Workload | None" = field(default=None, repr=False, compare=False)
     # parameters and buffers by name, and images of any number, as far as they are at hand
-    contents: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
-    # with another number of samples of a pass; None where the network is not at hand
-    resized: Callable[[int], "Workload"] | None = field(default=None, repr=False, compare=False)
-    total: int = 0  # samples of an update; 0 for passes that are all equal
+    contents: Mapping[str, Tensor] = field(repr=False, compare=False)
+    resized: Callable[[int], "Workload"] = field(repr=False, compare=False)  # with another number of samples of a pass
     # Numbers of passes that an update may have where they go through stages one after the other, ascending; empty where
     # stages are out of the question
-    counts: tuple[int, ...] = ()
-    # in one of the `counts`
-    in_passes: Callable[[int], "Workload"] | None = field(default=None, repr=False, compare=False)
+    counts: tuple[int, ...]
+    in_passes: Callable[[int], "Workload"] = field(repr=False, compare=False)  # in one of the `counts`
     schedules: tuple[Schedule, ...] = SCHEDULES  # that the passes through stages may have
 
     @property
@@ -96,11 +94,6 @@ class Workload:
         return self.graph.shape(self.graph.inputs[0])[0]
 
     @property
-    def batch(self) -> int:
-        """Samples of an update."""
-        return self.total or self.samples * self.passes
-
-    @property
     def samples_of_passes(self) -> list[int]:
         """Samples of every pass of an update."""
         return [len(part) for part in balanced(self.batch, self.passes)]
@@ -108,7 +101,7 @@ class Workload:
     def through(self, stages: int, passes: int | None = None, parts: int = 1) -> "Workload":
         """The workload in a number of passes, or as many as go well through so many stages, where `parts` ranks share
         the samples of every pass."""
-        if stages == 1 or not self.counts or self.in_passes is None:
+        if stages == 1 or not self.counts:
             return self
         least, counts = passes or PARTS_PER_STAGE * stages, self.counts_for(parts)
         count = next((number for number in counts if number >= least), counts[-1])
@@ -215,12 +208,15 @@ def workload_of(
     def made(batch: int, number: int) -> Workload:
         graph = graph_at(math.ceil(batch / number))
         outputs = tuple(dict.fromkeys(ref.name for ref in leaves(graph.output, Ref)))
-        workload = Workload(graph=graph, outputs=outputs, passes=number, total=batch, **training)
-        return replace(
-            workload,
+        return Workload(
+            graph=graph,
+            outputs=outputs,
+            batch=batch,
+            passes=number,
+            counts=_counts(graph, batch, number, training),
             resized=lambda samples: made(samples * number, number),
-            counts=_counts(workload),
             in_passes=lambda passes: made(batch, passes),
+            **training,
         )
 
     return made(global_batch, passes)
@@ -240,15 +236,15 @@ def _scaled(captured: Mapping[int, Graph], samples: int) -> Graph | None:
     return captured[sizes[0]].scaled(captured[sizes[1]], samples)
 
 
-def _counts(workload: Workload) -> tuple[int, ...]:
+def _counts(graph: Graph, batch: int, passes: int, training: Mapping[str, Any]) -> tuple[int, ...]:
     """The numbers of passes that an update can be divided into, each of whole microbatches if there are any; only
-    its own where samples of a pass are computed with together."""
-    graph, microbatch = workload.graph, workload.microbatch
+    `passes` where samples of a pass are computed with together."""
     normed = any(call.op == "batch_norm" and call.attributes["training"] for call in graph.calls)
-    is_whole = normed and (workload.batch_norm != "microbatch" or not microbatch)
-    if is_whole or (workload.samples > 1 and coupling(graph) is not None):
-        return (workload.passes,)
-    pieces = -(-workload.batch // (microbatch or 1))
+    microbatch = training.get("microbatch", 0)
+    is_whole = normed and (training.get("batch_norm") != "microbatch" or not microbatch)
+    if is_whole or (graph.shape(graph.inputs[0])[0] > 1 and coupling(graph) is not None):
+        return (passes,)
+    pieces = -(-batch // (microbatch or 1))
     return tuple(sorted({-(-pieces // together) for together in range(1, pieces + 1)}))
 
 
