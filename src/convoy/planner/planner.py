@@ -406,7 +406,7 @@ def propose(
         refused = error
     known = result.best.seconds if plans else math.inf
     staged = search_stages(workload, devices, costs, fixes=fixes, memory_limit=memory_limit, known=known)
-    cut = [(one.plan, one.passes) for one in staged]
+    cut = [(plan.plan, plan.passes) for plan in staged]
     if refused is not None and not cut:
         raise _smallest(workload, devices, costs, memory_limit, refused) if memory_limit is not None else refused
     plain = Plan.by_samples(devices)
