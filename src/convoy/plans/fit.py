@@ -16,6 +16,7 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan, strategies_on
 from convoy.plans.strategies import STRATEGIES, of_layer, strategy_error
 from convoy.terminal import brief, did_you_mean
+from convoy.units import plural
 
 _OF_THE_NETWORK = "its weights are used by the network itself, which only * matches"
 
@@ -93,7 +94,7 @@ def check_size(where: str, axes: str, count: int, strategy: str, size: int, grou
         ways += ["give this layer sample or replicate on it in a YAML plan"]
         only = "only " if size else ""
         raise ConvoyError(
-            f"{where} has {only}{_several(size, STRATEGIES[strategy].unit)} for the {count} ranks of {_axis(axes)}: "
+            f"{where} has {only}{plural(size, STRATEGIES[strategy].unit)} for the {count} ranks of {_axis(axes)}: "
             f"{', '.join(ways[:-1])}{', or ' if len(ways) > 1 else ''}{ways[-1]}"
         )
 
@@ -101,7 +102,7 @@ def check_size(where: str, axes: str, count: int, strategy: str, size: int, grou
 def check_devices(mesh: Mesh, num_devices: int) -> None:
     """Refuse a mesh of another number of ranks than there are devices."""
     if mesh.num_devices != num_devices:
-        needs = f"the plan's mesh {mesh} needs {_several(mesh.num_devices, 'device')}"
+        needs = f"the plan's mesh {mesh} needs {plural(mesh.num_devices, 'device')}"
         raise ConvoyError(
             f"{needs}, but there {'is' if num_devices == 1 else 'are'} {num_devices}: start it with "
             f"--devices {mesh.num_devices} (a script: torchrun --nproc-per-node {mesh.num_devices}), or change the "
@@ -111,10 +112,6 @@ def check_devices(mesh: Mesh, num_devices: int) -> None:
 
 def _axis(names: str) -> str:
     return f"axes {names}" if "·" in names else f"axis {names}"
-
-
-def _several(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' if number != 1 else ''}"
 
 
 @dataclass(frozen=True)
