@@ -361,7 +361,7 @@ def _sentence(answer: Explanation, kind: Bottleneck, layer: Layer | None) -> str
         mostly = f", most of all in {name} ({share(layer.work_s)})"
     if kind == "communication" and waits_s < answer.lost(*_SENDING) / 3:
         form = "spread"
-    engine_s, longest = answer.spent(ENGINE), max(stages, key=lambda stage: stage.computes_s, default=None)
+    engine_s, stage = answer.spent(ENGINE), max(stages, key=lambda stage: stage.computes_s, default=None)
     return _SENTENCES[form].format(
         name=name,
         mostly=mostly,
@@ -376,7 +376,7 @@ def _sentence(answer: Explanation, kind: Bottleneck, layer: Layer | None) -> str
         devices=answer.planned.devices,
         ratio=answer.computing_ratio(),
         bubble=rough_percent(scored.bubble),
-        stage=stages.index(longest) + 1 if longest is not None else 0,
-        stage_waits=share(longest.waits_s) if longest is not None else "",
-        begins=(longest.begins if longest is not None else "") or "the beginning",
+        stage=stages.index(stage) + 1 if stage is not None else 0,
+        stage_waits=share(stage.waits_s) if stage is not None else "",
+        begins=(stage.begins if stage is not None else "") or "the beginning",
     )

@@ -69,8 +69,8 @@ def plans_to_profile(workload: Workload, mesh: Mesh) -> Iterator[tuple[str, Plan
     """Plans to profile on a mesh of one axis, each with a name; a layer that cannot have the strategy is by samples, or
     whole where that cannot be either."""
 
-    def possible(layer: str, preferred: str) -> Strategy:
-        for strategy in (preferred, "sample"):
+    def possible(layer: str, choice: str) -> Strategy:
+        for strategy in (choice, "sample"):
             axes = (0,) if strategy == "sample" else ()
             with contextlib.suppress(ConvoyError):
                 batch = Batch(mesh, axes, workload.parts(mesh.size(axes)) if axes else (range(workload.samples),))

@@ -81,7 +81,7 @@ def _figures(answer: Explanation) -> Iterator[str]:
 
 def _candidates(answer: Explanation) -> list[str]:
     planned, raced = answer.planned, answer.planned.measured
-    alone = [] if any(plan.placement.mesh.num_devices == 1 for plan in planned.candidates) else [planned.serial]
+    serial = [] if any(plan.placement.mesh.num_devices == 1 for plan in planned.candidates) else [planned.serial]
     rows = [
         (
             "→" if plan is answer.scored else " ",
@@ -91,7 +91,7 @@ def _candidates(answer: Explanation) -> list[str]:
             *([seconds(raced[plan.plan]) if plan.plan in raced else "-"] if raced else []),
             shorten(str(plan.plan), _LONGEST),
         )
-        for plan in (*planned.candidates, *alone)
+        for plan in (*planned.candidates, *serial)
     ]
     headers = ("", "update", "speed-up", "memory", *(["measured"] if raced else []), "plan")
     return table(headers, rows, headers[1:-1])
@@ -155,17 +155,17 @@ def trace(**sources: Timeline) -> dict[str, Any]:
     of each is a process, and the processes of a rank stand below each other."""
     events: list[dict[str, Any]] = []
     for number, (source, timeline) in enumerate(sources.items()):
-        present = {(span.task.rank, span.task.stream) for span in timeline.spans}
-        streams = [stream for stream in get_args(Stream) if any(stream == other for _, other in present)]
+        pairs = {(span.task.rank, span.task.stream) for span in timeline.spans}
+        streams = [stream for stream in get_args(Stream) if any(stream == other for _, other in pairs)]
         threads = {stream: place for place, stream in enumerate(streams, 1)}
         # viewers treat process 0 as the kernel's
-        processes = {rank: 1 + rank * len(sources) + number for rank in sorted({rank for rank, _ in present})}
+        processes = {rank: 1 + rank * len(sources) + number for rank in sorted({rank for rank, _ in pairs})}
         for rank, process in processes.items():
             names: list[tuple[str, int, dict[str, Any]]] = [
                 ("process_name", 0, {"name": f"{source} rank {rank}"}),
                 ("process_sort_index", 0, {"sort_index": process}),
             ]
-            for stream in (stream for stream in streams if (rank, stream) in present):
+            for stream in (stream for stream in streams if (rank, stream) in pairs):
                 names.append(("thread_name", threads[stream], {"name": stream}))
                 names.append(("thread_sort_index", threads[stream], {"sort_index": threads[stream]}))
             events += [
