@@ -35,7 +35,7 @@ from convoy.data import Batch, DataSet, Order, mix, open_data, training_batches
 from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
-from convoy.planner import make_plan
+from convoy.planner import Question, make_plan
 from convoy.planner.cost.prediction import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan, plan_text
@@ -271,14 +271,13 @@ def _predict(
             plans[text] = plan
         except ConvoyError as error:
             result.notes.append(f"{text}: {error}")
-    planned = make_plan(
+    question = Question(
         replace(workload, by_speed=None, schedules=(recipe.parallel.schedule or "1f1b",)),
         ranks.num,
-        Ranks.here() if ranks.num > 1 else Ranks(),
         store=ProfileStore() if keep else None,
         plans=list(plans.values()),
-        progress=say,
     )
+    planned = make_plan(question, Ranks.here() if ranks.num > 1 else Ranks(), say)
     by_plan = {one.plan: one for one in planned.candidates}
     for text, plan in plans.items():
         result.predictions[text] = _prediction(planned.serial if ranks.num == 1 else by_plan[plan])
