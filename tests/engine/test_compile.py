@@ -124,4 +124,4 @@ def stretches_of_resnet50() -> int:
 @pytest.mark.slow
 def test_exchanges_are_not_compiled_and_a_deep_network_is_a_handful_of_graphs() -> None:
     run_ranks(compiled_around, 2, timeout=120)
-    assert run_ranks(stretches_of_resnet50, 2, timeout=120) == [5, 5]
+    assert run_ranks(stretches_of_resnet50, 2, timeout=120) == [1, 1]

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from odd_nets import UNSEEN, Layers, base
+from odd_nets import base
 from own_loops import IMAGES, LABELS, loss_of, rank, ranks_net, small
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -118,10 +118,6 @@ def checkpointed(plan: str) -> None:
     checkpoint(ranks_net(plan)[0], IMAGES.clone().requires_grad_(), use_reentrant=False).sum().backward()
 
 
-def noisy() -> nn.Module:
-    return Layers(lambda net, x: net.fc(UNSEEN["choice"](net.conv(F.dropout(x, 0.5)).mean((2, 3)))))
-
-
 NORM = lambda **options: lambda: base(lambda: nn.BatchNorm2d(6, **options)).double()  # noqa: E731
 OUTSIDE, WRONG_SIZE = "outside of the network.*convoy.penalty", torch.zeros(2, 3, 8, 8, dtype=torch.float64)
 MISTAKES: dict[str, list[tuple[Script, str]]] = {
@@ -135,7 +131,6 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
         (unfrozen, r"set requires_grad, then call convoy\.parallelize"),
         (replaced, "0 was replaced or taken out after convoy.par"),
         (lambda plan: nn.parallel.DistributedDataParallel(ranks_net(plan)[0])(IMAGES[:4]), "add gradients twice: take"),
-        (made(noisy, EXAMPLE.float()), "network draws random numbers that belong to no"),
         (changed(lambda net: net[0].weight.register_hook(lambda gradient: gradient)), r"0\.weight has a gradient hook"),
         (changed(lambda net: net[0].register_full_backward_hook(print)), r"\(0\._backward_hooks.*has a backward hook"),
     ],

@@ -12,9 +12,7 @@ Inputs are the network's own where they are at hand, and others like them where 
 maximum over noise mispredicts branches, and takes twice as long as one over equal numbers.
 """
 
-import itertools
 import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +29,7 @@ from convoy.comm.redistribution import Redistribution, Transfer
 from convoy.engine.allocation import get_ahead, page_faults
 from convoy.engine.program import Program
 from convoy.engine.shards import cut
-from convoy.engine.watched import DeviceClock
+from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.graph.graph import Value
 from convoy.ops.context import StepContext
 from convoy.ops.statistics import RunningStatistics
@@ -182,6 +180,8 @@ _MADE_UP = "made up"  # the name of the time of transfers, of what stands in for
 _GROWS = 1000  # more pages than this make a pass slower
 _PATIENCE_S = 10.0
 
+Ways = tuple[dict[str, float], dict[str, float]]  # seconds by the names of calls, forward and backward
+
 
 @dataclass(frozen=True)
 class CallTimes:
@@ -245,8 +245,8 @@ class Profiler:
         mesh, values = placement.mesh, placement.graph.values
         place = mesh.coordinates(rank)
 
+        self._placement = placement
         self._timed: list[TimedTransfer] = []
-        self._now: Callable[[], Any] = self._clock.now
         self._ahead = 4
         self._grew = False
 
@@ -270,7 +270,7 @@ class Profiler:
 
     def try_out(self) -> None:
         """One pass, of which nothing is kept; torch.OutOfMemoryError where it does not fit."""
-        self._pass()
+        self._pass(self._clock)
 
     def run(
         self,
@@ -290,15 +290,15 @@ class Profiler:
             settled=lambda: not self._grew,
         )
         passes = middle_half(passes, lambda one: one.slowest)
-        names = dict.fromkeys(name for one in passes for name in (*one.forward, *one.backward))
-        calls = {
-            name: _middle([[getattr(one, way).get(name, 0.0) for way in _WAYS] for one in passes]) for name in names
-        }
-        marked_s = [sum(getattr(one, way) for one in calls.values()) or 1.0 for way in _WAYS[2:]]
+        names = dict.fromkeys(name for one in passes for way in one.ways[:2] for name in way)
+        times = {name: _middle([[way.get(name, 0.0) for way in one.ways] for one in passes]) for name in names}
+        marked_s = [
+            sum(getattr(one, way) for one in times.values()) or 1.0 for way in ("host_forward", "host_backward")
+        ]
         part = [median_low(one.whole[way] for one in passes) / marked_s[way] for way in (0, 1)]
         calls = {
             name: replace(one, host_forward=part[0] * one.host_forward, host_backward=part[1] * one.host_backward)
-            for name, one in calls.items()
+            for name, one in times.items()
             if name != _MADE_UP
         }
         transfer_times = map(_middle, zip(*(one.transfers for one in passes), strict=True))
@@ -311,59 +311,55 @@ class Profiler:
 
     def _measured(self, slowest: Callable[[float], float]) -> "_Pass":
         """A pass; where memory still grew in it, it need not grow in the next ones."""
-        host: tuple[dict[str, float], dict[str, float]] = {}, {}
+        host: Ways = ({}, {})
         issuing = [(0.0, 0.0)] * len(self._timed)
         whole: tuple[float, ...] = 0.0, 0.0
         if self._clock.is_queue:  # first what the host takes, then what the device does where the host is ahead
-            self._now = self._clock.host
+            host_clock = self._clock.of_host()
             self._clock.wait()
-            whole = tuple(sum(way.spans(operator.sub).values()) for way in self._pass(marks=False))
+            whole = tuple(sum(way.values()) for way in self._pass(host_clock, marks=False))
             self._clock.wait()
-            forward, backward = self._pass()
-            host = forward.spans(operator.sub), backward.spans(operator.sub)
+            host = self._pass(host_clock)
             issuing = [timed_transfer.issuing() for timed_transfer in self._timed]
             self._clock.wait()
             self._clock.delay(sum(sum(way.values()) for way in host))
         faults = page_faults()
-        self._now = self._clock.now
-        forward, backward = self._pass()
+        device = self._pass(self._clock)
         new_pages = page_faults() - faults
         self._grew = self._device.type == "cpu" and self._ahead > 0 and new_pages > _GROWS
         if self._grew:
             self._ahead -= 1
             get_ahead(4 * new_pages)
-        forward_s, backward_s = (
-            way.spans(lambda end, start: self._clock.between(start, end)) for way in (forward, backward)
-        )
         transfer_s = [timed_transfer.taken() for timed_transfer in self._timed]
-        seconds = sum(
-            seconds_of_call
-            for way in (forward_s, backward_s)
-            for name, seconds_of_call in way.items()
-            if name != _MADE_UP
-        )
-        seconds += sum(map(sum, transfer_s))
+        seconds = sum(sum(way.values()) - way.get(_MADE_UP, 0.0) for way in device) + sum(map(sum, transfer_s))
         transfers = [(*both, *issuing_s) for both, issuing_s in zip(transfer_s, issuing, strict=True)]
-        return _Pass(forward_s, backward_s, *host, whole, transfers, seconds, slowest(seconds))
+        return _Pass((*device, *host), whole, transfers, seconds, slowest(seconds))
 
-    def _pass(self, marks: bool = True) -> "tuple[_Stopwatch, _Stopwatch]":
-        """One forward and one backward pass, with marks at the moments of `_now`: of each call, or of both ends."""
+    def _pass(self, clock: DeviceClock, marks: bool = True) -> Ways:
+        """The seconds of one forward and one backward pass by a clock: of each call, or in all."""
         self._context.statistics = RunningStatistics()
         self._context.enter(0, 0, self._sizes, self._device)
         torch.clear_autocast_cache()  # an update in training begins without weights that are cast already
         for tensor in self._tensors:
             tensor.grad = None
-        forward, backward = _Stopwatch(self._now), _Stopwatch(self._now)
-        forward.mark(OUTSIDE)
-        outputs = self._program(self._tensors, _Marks(forward, backward) if marks else None)
-        forward.mark(OUTSIDE)
+        watched = WatchedUpdate(clock)
+        watched.mark("rest")
+        outputs = self._program(self._tensors, watched.of_pass(self._placement) if marks else None)
+        watched.mark("input")  # what comes from the loss counts for neither way
         differentiable = [output for output in outputs if output.requires_grad]
         if differentiable:
             gradients = [torch.full_like(output, 1.0 / max(1, output.numel())) for output in differentiable]
-            backward.mark(OUTSIDE)
+            watched.mark("backward")
             torch.autograd.backward(differentiable, gradients)
-            backward.mark(OUTSIDE)
-        return forward, backward
+            watched.mark("input")
+        ways: Ways = ({}, {})
+        is_back = False
+        for segment in watched.segments():
+            is_back |= segment.kind == "backward"
+            name = _MADE_UP if segment.kind == "transfer" else segment.call
+            if segment.kind != "input":
+                ways[is_back][name] = ways[is_back].get(name, 0.0) + segment.seconds
+        return ways
 
 
 @dataclass(frozen=True)
@@ -371,17 +367,11 @@ class _Pass:
     """Seconds of a pass on this rank, by call and by transfer, and those of the rank that took longest for it; `whole`
     are the host's, forward and backward, while it reads no clock."""
 
-    forward: Mapping[str, float]
-    backward: Mapping[str, float]
-    host_forward: Mapping[str, float]
-    host_backward: Mapping[str, float]
+    ways: tuple[Mapping[str, float], ...]  # forward and backward, on the device and of the host
     whole: tuple[float, ...]
     transfers: Sequence[tuple[float, float, float, float]]
     seconds: float
     slowest: float
-
-
-_WAYS = "forward", "backward", "host_forward", "host_backward"  # as `CallTimes` has them
 
 
 def _middle(passes: Sequence[Sequence[float]]) -> CallTimes:
@@ -400,45 +390,3 @@ def middle_half(measurements: Sequence[T], seconds: Callable[[T], float]) -> lis
     """
     quarter = len(measurements) // 4
     return sorted(measurements, key=seconds)[quarter : len(measurements) - quarter]
-
-
-class _Stopwatch:
-    """Marks at moments; each names what begins there."""
-
-    def __init__(self, now: Callable[[], Any]) -> None:
-        self._now = now
-        self._marks: list[tuple[str, Any]] = []
-
-    def mark(self, name: str) -> None:
-        self._marks.append((name, self._now()))
-
-    def spans(self, between: Callable[[Any, Any], float]) -> dict[str, float]:
-        """Seconds from each mark to the next, added up by name; `between` is given the later moment first."""
-        seconds: dict[str, float] = {}
-        for (name, start), (_, end) in itertools.pairwise(self._marks):
-            seconds[name] = seconds.get(name, 0.0) + between(end, start)
-        return seconds
-
-
-class _Marks:
-    """Sees every instruction of a program: marks where it begins, and where its backward pass will."""
-
-    def __init__(self, forward: _Stopwatch, backward: _Stopwatch) -> None:
-        self._forward, self._backward = forward, backward
-        self._seen: set[Any] = set()
-
-    def before(self, name: str) -> None:
-        self._forward.mark(name or _MADE_UP)
-
-    def after(self, name: str, results: Sequence[Any]) -> None:
-        self._forward.mark(OUTSIDE)
-        for tensor in results:
-            node = tensor.grad_fn if isinstance(tensor, Tensor) else None
-            if node is not None and node not in self._seen:
-                self._seen.add(node)
-                node.register_prehook(partial(_marked, self._backward, name or _MADE_UP))
-
-
-def _marked(backward: _Stopwatch, name: str, _: Any) -> None:
-    """Knows nothing of `_seen`: in a circle through a node, which Python does not see, the weights would stay."""
-    backward.mark(name)

@@ -49,6 +49,9 @@ class DeviceClock:
         self.is_queue = device.type == "cuda"
         self._device, self.host = device, host
 
+    def of_host(self) -> "DeviceClock":
+        return DeviceClock(torch.device("cpu"), self.host)
+
     def now(self) -> Any:
         if not self.is_queue:
             return self.host()

@@ -192,7 +192,7 @@ def probed(
                     f"{recipe.model.name} gives {logits.shape[1]} logits for an image, but the data has {num_classes} "
                     "classes: build the network for as many classes, or choose another model"
                 )
-        return probe(plain, shape, device, samples, lowered(recipe), recipe.batch_norm, not as_graph)
+        return probe(plain, shape, device, samples, lowered(recipe))
     except (ConvoyError, torch.OutOfMemoryError):
         raise
     except (CaptureError, RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
@@ -263,6 +263,8 @@ def merged(
     if recipe.batch_norm != "microbatch":
         return num, f"all {num}: batch_norm={recipe.batch_norm} is over the whole batch"
     merge = found.merge(sizes, device, _memory(recipe, found, device), sharing)
+    if found.graph is None:
+        return 1, "one by one: the network cannot be captured"
     if found.draws and not found.owned:
         return 1, "one by one: the network draws random numbers in a way of its own"
     if not found.separable:
