@@ -37,9 +37,8 @@ def test_missing_weight_gradients_are_noticed() -> None:
     assert any(run_ranks(broken, 2))
 
 
-def passes_of_many_kinds(plan: str, parts: int, returns_memory: bool = False) -> tuple[float, list[int]]:
-    """The worst difference from one device where what a stage waits for after an update is not what comes, and for how
-    many parts of each kind it waits in the end."""
+def passes_of_many_kinds(plan: str, parts: int, returns_memory: bool = False) -> float:
+    """The worst difference from one device where passes of many sizes and schedules follow each other."""
     plain, worst = build("chain")[0], 0.0
     x, y = torch.randn(9, 3, 8, 8, dtype=torch.float64), torch.randint(0, 6, (9,))
     net = convoy.parallelize(copy.deepcopy(plain), plan, x[:4], microbatches=parts, checks=False)
@@ -63,7 +62,7 @@ def passes_of_many_kinds(plan: str, parts: int, returns_memory: bool = False) ->
         mine = convoy.local_samples(net, 3)
         with torch.no_grad():
             worst = max(worst, relative(net(x[mine]), plain(x[mine])))
-    return worst, [len(waiting) for waiting in network._expected.values() if any(waiting[0])]
+    return worst
 
 
 def two_networks_in_turns() -> float:
@@ -82,13 +81,11 @@ def two_networks_in_turns() -> float:
 
 
 @pytest.mark.slow
-def test_what_a_stage_waits_for_may_come_later() -> None:
+def test_passes_of_other_kinds_and_networks_may_follow() -> None:
     for found in run_ranks(two_networks_in_turns, 2):
         assert found < 1e-12, found
     for plan, parts, returns_memory in (("stage=2", 4, False), ("stage=3", 2, True)):
-        found = run_ranks(passes_of_many_kinds, int(plan[-1]), plan, parts, returns_memory)
-        assert max(worst for worst, _ in found) < 1e-12, found
-        assert bool(found[-1][1]) is not returns_memory, "the last stage waits for no update: this shows nothing"
+        assert max(run_ranks(passes_of_many_kinds, int(plan[-1]), plan, parts, returns_memory)) < 1e-12, plan
 
 
 END = Sent(to=-1, part=-1, back=False, pending=Pending([], lambda: torch.empty(0)))

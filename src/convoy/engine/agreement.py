@@ -43,20 +43,12 @@ class Form:
         return args, {name: next(rest) if value is Tensor else value for name, value in self.named}
 
     def caller(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the tensors alone, whose parameters are called as those of `forward`."""
+        """A function of the tensors alone."""
 
         def call(*tensors: Any) -> Any:
             args, kwargs = self.fill(tensors)
             return forward(*args, **kwargs)
 
-        names = [f"input_{place}" for place in range(len(self.positional))]
-        for place, name in enumerate(list(inspect.signature(forward).parameters)[: len(names)]):
-            names[place] = name
-        names = [n for n, value in zip(names, self.positional, strict=True) if value is Tensor]
-        names += [name for name, value in self.named if value is Tensor]
-        call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in dict.fromkeys(names)]
-        )
         return call
 
 
