@@ -228,10 +228,14 @@ def _samples_apart(graph: Graph, call: Call, half_call: Call, shared: Collection
         args, kwargs = replace_leaves((of.args, of.kwargs), Ref, lambda ref: by_name[ref.name])
         return leaves(of.function(*args, **kwargs), Tensor)
 
-    if not all(graph.values[name].dtype.is_floating_point for name in call.inputs):
+    types = {name: graph.values[name].dtype for name in call.inputs}
+    if not all(dtype.is_floating_point or dtype.is_complex for dtype in types.values()):
         return False
     with drawing(0, cpu):
-        whole = {name: torch.randn(graph.shape(name), dtype=torch.float64) for name in call.inputs}
+        whole = {
+            name: torch.randn(graph.shape(name), dtype=torch.complex128 if dtype.is_complex else torch.float64)
+            for name, dtype in types.items()
+        }
         state = torch.get_rng_state()
         try:
             halves = [

@@ -156,25 +156,6 @@ def test_a_parameter_that_one_rank_uses_and_shares_that_weigh_alike() -> None:
     assert all(worst < 1e-12 < 1e-3 < unweighted for worst, unweighted in run_ranks(used_by_some, 3))
 
 
-def broken_off() -> str:
-    def fail(gradient: Tensor) -> None:
-        raise ValueError("as asked")
-
-    net, x, y = make()
-    reducer_of(net)
-    handle = net.conv.weight.register_hook(fail)
-    with pytest.raises(ValueError, match="as asked"):
-        loss_of(net, x, y).backward()
-    handle.remove()
-    with pytest.raises(RuntimeError) as caught:
-        loss_of(net, x, y).backward()
-    return str(caught.value)
-
-
-def test_a_pass_after_one_that_broke_off_is_refused() -> None:
-    assert all("broke off" in text for text in run_ranks(broken_off, 2))
-
-
 def test_the_engine_tells_the_end_of_a_backward_pass() -> None:
     """torch's private `queue_callback`; without it, gradients could not be added by the end of `backward()`."""
     events: list[str] = []
