@@ -301,7 +301,7 @@ def start_receive(x: Tensor, source: int, group: dist.ProcessGroup, tag: int = 0
 def gather_ints(numbers: Sequence[int], group: Group) -> list[list[int]]:
     """Equally many whole numbers from every rank of a group. They travel between CPUs: a GPU would have to finish all
     that it was asked before. Where a user has joined all ranks by NCCL alone, they go through the group `beside` that
-    one."""
+    one; groups of fewer ranks are made for tensors of both."""
     if group is not None and "cpu:" not in dist.get_backend_config(group):
         group = beside(group)
     return cast(list[list[int]], all_gather(torch.tensor(list(numbers), dtype=torch.int64), group).tolist())

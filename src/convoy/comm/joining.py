@@ -1,9 +1,9 @@
 """Joining the other ranks, and leaving them: addresses and networks, the process group, the wait at the end.
 
-Before they have a process group the ranks meet in a key-value store: on one host a file, on several hosts a server that
-listens on one address alone. The store is the same for all restarts of a job, so that ranks would read addresses of
-processes that are gone; and they cannot ask how often ranks were restarted, as each host counts for itself. So every
-generation of ranks uses keys of its own (`generation_store`).
+Before they have a process group the ranks meet in a key-value store: on one host a file, which only its user can open
+where a port has no password, on several hosts a server that listens on one address alone. The store is the same for all
+restarts of a job, so that ranks would read addresses of processes that are gone; and they cannot ask how often ranks
+were restarted, as each host counts for itself. So every generation of ranks uses keys of its own (`generation_store`).
 """
 
 import atexit

@@ -3,7 +3,8 @@ exchange.
 
 Objects travel as JSON, packed into tensors on the CPU: for what is small and rare. Who writes it can change results,
 but have nothing run: numbers, texts and lists stand for themselves, anything else is an object whose one key says what
-it is, and of classes only Convoy's are made, of these such as hold data, by their fields. A group of None is one rank
+it is, and of classes only Convoy's are made, of these such as hold data, by their fields (a pickle of which some names
+are allowed can still set attributes of the classes that it names). A group of None is one rank
 alone. All ranks of a group call the same function.
 """
 

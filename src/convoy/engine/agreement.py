@@ -1,4 +1,5 @@
-"""Ranks tell each other what they are about to do, so that one that does something else gets a sentence, not a hang.
+"""Ranks tell each other what they are about to do, so that one that does something else gets a sentence, not a hang:
+three numbers, in the message by which they know how many samples each has.
 
 A pass is told by its signature: the kinds of its inputs, what of them is no tensor, modes and numbers of samples.
 """

@@ -3,9 +3,10 @@
 One pass over several microbatches uses the device better, and is exact where the network treats every microbatch as it
 would by itself. Batch norm, which couples samples, and dropout, which draws random numbers, run so that they do.
 Whether anything else does is read off the captured graph (`coupling`). Before, networks were run both ways in the
-run's own precision: under TF32 and in bf16 kernels change with the size of the batch, by more than any tolerance. A
-call without a rule is tried by itself, on random numbers in float64, where the network's weights, which may be next to
-zero at first, cannot hide what it does.
+run's own precision: under TF32, through fifty layers of batch norm, rounding that differs by the size of the batch
+passed a tolerance of 1 %, and ResNet-50 ran 32 samples at a time, at a fifth of its speed. A call without a rule is
+tried by itself, on random numbers in float64, where the network's weights, which may be next to zero at first, cannot
+hide what it does.
 """
 
 from collections import Counter

@@ -2,7 +2,8 @@
 
 Where the other ranks of the mesh are at hand all run together, and what redistributes activations is timed too. Where
 they are not nothing is sent: what would come from others is made up, of the right shape. All else is what the engine
-runs, in its order, so that a call finds in the caches what it will find there in training.
+runs, in its order, so that a call finds in the caches what it will find there in training: a layer that is timed alone,
+over and over, finds its data there.
 
 Measurements are repeated until they are steady: code is loaded when it first runs, memory that the process has never
 had comes from the kernel page by page, and the C library needs some rounds until its free blocks fit. A fixed number of

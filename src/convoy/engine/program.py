@@ -6,7 +6,9 @@ as it is (`compiled`).
 
 Stretches of calls are run again in the backward pass where the placement says so (`ops/recompute.py`). Torch's
 checkpoint drops what autograd keeps of them and leaves the graph of the backward pass as it is, so that gradients are
-computed, added up and sent in the same order as without.
+computed, added up and sent in the same order as without; an autograd function of our own would add up those of its
+inputs in another order, and give all at its end. A stretch ends at every redistribution: to send again is dear, and
+would have to be in the order of the forward pass while gradients travel. What ranks exchange inside it is kept.
 """
 
 import itertools

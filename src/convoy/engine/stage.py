@@ -247,7 +247,9 @@ class Stage(Network):
             trim_heap()
 
     def _release_gradients(self, sources: Container[int]) -> None:
-        """Let go of the gradients that earlier stages had received before they ran the part forward that has come."""
+        """Let go of the gradients that earlier stages had received before they ran the part forward that has come.
+        gloo says that a send is done only to who waits for it, so that all parts' values would stay until the end of
+        the update; to wait for what has arrived takes no time."""
         (schedule, parts), part = self._order, self._begun - self._first - 1
 
         def is_received(sent: Sent) -> bool:

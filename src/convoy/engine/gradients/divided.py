@@ -3,7 +3,8 @@
 Each rank holds a part of such a gradient. What treats numbers one by one works on the part; a norm or a sum is taken
 over the parts of all ranks; anything else would look at one part as if it were the whole, and is refused. So
 `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler` and a loop of one's own over `p.grad.norm()` give on every rank
-what they give on one device. All ranks must ask for the same.
+what they give on one device. All ranks must ask for the same. Optimizers see plain tensors (`clear`), so that their
+fused forms, their speed and their state are as ever.
 """
 
 import math
