@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from convoy.comm.groups import Groups
-from convoy.comm.redistribution import Redistribution, Transfer
+from convoy.comm.redistribution import Transfer, chained
 from convoy.engine.allocation import get_ahead, page_faults
 from convoy.engine.program import Program
 from convoy.engine.shards import cut
@@ -162,18 +162,14 @@ class TimedTransfer(Transfer):
         self._ways.append((start, self._clock.now(), issuing))
         return result
 
-    def taken(self) -> tuple[float, float]:
-        """Seconds of the last time, forward and backward."""
-        return self._both([self._clock.between(start, end) for start, end, _ in self._ways])
-
-    def issuing(self) -> tuple[float, float]:
-        """Those of the host."""
-        return self._both([seconds for *_, seconds in self._ways])
-
-    @staticmethod
-    def _both(ways: list[float]) -> tuple[float, float]:
-        forward, backward, *_ = (*ways, 0.0, 0.0)
-        return forward, backward
+    def seconds(self) -> tuple[float, float, float, float]:
+        """Of the last time, forward and backward: all of them, and those of the host."""
+        (forward, forward_host), (backward, backward_host), *_ = (
+            *((self._clock.between(start, end), issuing) for start, end, issuing in self._ways),
+            (0.0, 0.0),
+            (0.0, 0.0),
+        )
+        return forward, backward, forward_host, backward_host
 
 
 OUTSIDE = ""  # the name of the time that belongs to no call
@@ -255,11 +251,11 @@ class Profiler:
             part = steps[-1].target.local_shape(shape, mesh, place)
             return lambda x: StandIn.apply(x, part, channels_last)
 
-        def timed(steps: tuple[Step, ...], shape: tuple[int, ...]) -> Redistribution:
+        def timed(steps: tuple[Step, ...], shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
             assert groups is not None
             transfers = [TimedTransfer(self._clock, step, mesh, place, groups, shape, channels_last) for step in steps]
             self._timed += transfers
-            return Redistribution(transfers)
+            return chained(transfers)
 
         ranks = groups or _NoOthers(mesh, rank)
         transfer = timed if groups else stand_in
@@ -321,7 +317,7 @@ class Profiler:
             whole = tuple(sum(way.values()) for way in self._pass(host_clock, marks=False))
             self._clock.wait()
             host = self._pass(host_clock)
-            issuing = [timed_transfer.issuing() for timed_transfer in self._timed]
+            issuing = [timed_transfer.seconds()[2:] for timed_transfer in self._timed]
             self._clock.wait()
             self._clock.delay(sum(sum(way.values()) for way in host))
         faults = page_faults()
@@ -331,7 +327,7 @@ class Profiler:
         if self._grew:
             self._ahead -= 1
             get_ahead(4 * new_pages)
-        transfer_s = [timed_transfer.taken() for timed_transfer in self._timed]
+        transfer_s = [timed_transfer.seconds()[:2] for timed_transfer in self._timed]
         seconds = sum(sum(way.values()) - way.get(_MADE_UP, 0.0) for way in device) + sum(map(sum, transfer_s))
         transfers = [(*both, *issuing_s) for both, issuing_s in zip(transfer_s, issuing, strict=True)]
         return _Pass((*device, *host), whole, transfers, seconds, slowest(seconds))
