@@ -107,16 +107,11 @@ def distance(
 ) -> dict[str, float]:
     """What differs from the serial run, which every rank makes for itself, and how much of itself; run on every rank.
 
-    Args:
-        batches: sizes of the global batch, one after the other; gradients and buffers are compared after each size.
-        steps: weight updates; weights and outputs in evaluation are compared after them.
-        sabotage: name in `SABOTAGES`.
-        size: of images.
-        device: where all of it runs.
-        microbatches: over how many parts of the batch batch norm takes its statistics one by one.
-        turns: made parallel in evaluation and in inference mode, and evaluated so before every update.
-        schedule: of `microbatches` parts of the batch through stages; "loop" leaves them to a pass of the network.
-        tolerance: of the weights; all else is within `TOLERANCE`.
+    Global batches have the `batches`' sizes in turn; gradients and buffers are compared after each size, weights and
+    outputs in evaluation after all `steps`, to `tolerance`. `sabotage` is a name in `SABOTAGES`, `size` that of images.
+    Batch norm takes statistics over `microbatches` parts of the batch one by one, which go through stages by `schedule`
+    ("loop" leaves them to a pass of the network). With `turns` the network is made parallel in evaluation and in
+    inference mode, and evaluated so before every update.
     """
     (model, shape), serial = build(name, size), Serial(build(name, size)[0].to(device), not name.startswith(UNCAPTURED))
     model.to(device).train(not turns)

@@ -4,7 +4,6 @@ import copy
 import re
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -183,29 +182,6 @@ def undisturbed(plan: str) -> None:
 def test_ranks_that_go_together_are_not_disturbed() -> None:
     for plan in ("sample=2", "filter=2", "stage=2"):
         run_ranks(undisturbed, 2, plan)
-
-
-def later(accumulated: int) -> int:
-    """In which update a penalty is noticed that begins with the fourth, in each of its passes."""
-    net, mine = ranks_net("sample=2")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    for update in range(60):
-        optimizer.zero_grad()
-        for number in range(accumulated):
-            with convoy.accumulate(net) if number < accumulated - 1 else nullcontext():
-                loss = loss_of(net, mine)
-                if update > 2:
-                    loss = loss + 1e-3 * sum((p**2).sum() for p in net.parameters())
-                try:
-                    loss.backward()
-                except ConvoyError:
-                    return update
-        optimizer.step()
-    return 1000
-
-
-def test_a_penalty_that_comes_later_is_noticed() -> None:
-    assert max(run_ranks(later, 2, 4)) < 60
 
 
 def all_given_the_same() -> int:
