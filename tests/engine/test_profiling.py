@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.ranks import Ranks
-from convoy.engine.profiling import OUTSIDE, Profile, Profiler
+from convoy.engine.profiling import OUTSIDE, Profiler
 from convoy.engine.watched import DeviceClock
 from convoy.models import create
 from convoy.planner import Workload, workload_of
@@ -47,17 +47,15 @@ def test_events_see_the_gpu_and_the_hosts_clock_the_host(gpu: FakeGpu, monkeypat
     assert late == pytest.approx(20e-6, rel=0.1), "without a delay events would see a late host"
 
 
-def profiled(clock: DeviceClock) -> Profile:
-    workload = workload_of(create("lenet"), torch.zeros(2, 1, 28, 28), 4)
-    profiler = Profiler(workload.place(Plan(Mesh((), ()))), 0, CPU, clock=clock)
-    return profiler.run()
-
-
 @pytest.mark.parametrize(("host", "device"), [(2.0**-13, 2.0**-16), (2.0**-16, 2.0**-13)])
-def test_a_profiling_on_a_gpu_has_both(gpu: FakeGpu, host: float, device: float) -> None:
+def test_a_profiling_on_a_gpu_has_both(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, host: float, device: float
+) -> None:
     """Each operation takes as long; so the seconds of every call are as those of its host, whoever is late."""
+    monkeypatch.setattr("convoy.engine.profiling.DeviceClock", lambda device: gpu.clock)
+    workload = workload_of(create("lenet"), torch.zeros(2, 1, 28, 28), 4)
     with Launches(gpu, host, device) as launched:
-        found = profiled(gpu.clock)
+        found = Profiler(workload.place(Plan(Mesh((), ()))), 0, CPU).run()
     assert launched.names
     for one in found.calls.values():
         assert one.forward / device == pytest.approx(one.host_forward / host)

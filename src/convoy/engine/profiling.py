@@ -233,10 +233,9 @@ class Profiler:
         microbatches: Sequence[int] = (),
         contents: Mapping[str, Tensor] | None = None,
         groups: Groups | None = None,
-        clock: DeviceClock | None = None,
     ) -> None:
         self._device = device
-        self._clock = clock or DeviceClock(device)
+        self._clock = DeviceClock(device)
         self._context = StepContext(batch_norm=batch_norm)  # type: ignore[arg-type]
         self._sizes = tuple(microbatches) or (placement.batch.num_samples,)
         mesh, values = placement.mesh, placement.graph.values

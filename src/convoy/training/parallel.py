@@ -16,7 +16,7 @@ from convoy.engine.gradients.local_sgd import LocalSgd
 from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
 from convoy.engine.gradients.reducer import GradientReducer
 from convoy.engine.gradients.tree import TreeReducer
-from convoy.engine.parallelize import take_part
+from convoy.engine.parallelize import Options, take_part
 from convoy.engine.stage import Flight
 from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
@@ -54,11 +54,7 @@ class TrainedNetwork:
             model,
             plan,
             example,
-            batch_norm=recipe.batch_norm,
-            loss="part",
-            seed=recipe.seed,
-            compile=recipe.compile,
-            recompute=recipe.recompute,
+            Options(recipe.batch_norm, "part", recipe.seed, compile=recipe.compile, recompute=recipe.recompute),
             devices=plan.mesh.num_devices,
         )
         if self.engine.counts_passes and plan.mesh.num_devices > 1:
