@@ -198,10 +198,10 @@ def exchange(sends: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | No
     example = next(x for x in sends if x is not None)
     pieces = example.new_empty(sum(counts)).split(counts)
     parts = [x if shape is None else x.view(shape) for x, shape in zip(pieces, shapes, strict=True)]
-    mine = sends[place(group)]
+    local_part = sends[place(group)]
     start_exchange_into(sends, parts, group).wait()
-    if mine is not None:
-        parts[place(group)].copy_(mine)
+    if local_part is not None:
+        parts[place(group)].copy_(local_part)
     return parts
 
 

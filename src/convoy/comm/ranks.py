@@ -32,7 +32,7 @@ from convoy.plans.mesh import Axes, Mesh
 
 T = TypeVar("T")
 
-_DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 def to_json(value: Any) -> bytes:
@@ -73,14 +73,14 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if type(value) is list:
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     name, parts = next((name, parts) for name, (kind, parts, _) in _KINDS.items() if kind in (type(value), object))
     return {name: _plain(parts(value))}
 
 
 def _from_plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [_from_plain(one) for one in value]
+        return [_from_plain(item) for item in value]
     if not isinstance(value, dict):
         return value
     ((name, parts),) = value.items()

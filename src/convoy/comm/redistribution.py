@@ -56,15 +56,15 @@ class Exchange:
         return self._send(x, self._arriving, self._leaving)
 
     def _send(self, x: Tensor, source: Assembly, target: Assembly) -> Tensor:
-        mine = source.regions[self._index].select(x)
+        local_part = source.regions[self._index].select(x)
         if self._is_idle:
-            return target([mine] * len(target.regions))
+            return target([local_part] * len(target.regions))
         sends = [None if region.empty else region.select(x) for region in source.regions]
         sends[self._index] = x.new_empty(0)
         shapes = [None if region.empty else region.shape for region in target.regions]
         shapes[self._index] = None
         parts = collectives.exchange(sends, shapes, self._group)
-        parts[self._index] = mine
+        parts[self._index] = local_part
         return target(parts)
 
 
@@ -74,14 +74,14 @@ def _routes(
     """What each rank sends to one that wants some indices: it has from itself what it holds, the rest from the first
     other one. `positions` say which part of every dimension each rank holds."""
     parts: list[dict[int, Indices]] = []
-    for dim, missing in enumerate(wanted):
+    for dim, needed in enumerate(wanted):
         held_parts = {place[dim]: box[dim] for place, box in zip(positions, held, strict=True)}
         own_position = positions[receiver][dim]
         by_position: dict[int, Indices] = {}
         for position in sorted(held_parts, key=lambda position: (position != own_position, position)):
-            by_position[position] = common(held_parts[position], missing)
-            missing = without(missing, held_parts[position])
-        assert not len(missing), f"nobody in the group holds {missing} of dimension {dim}"
+            by_position[position] = common(held_parts[position], needed)
+            needed = without(needed, held_parts[position])
+        assert not len(needed), f"nobody in the group holds {needed} of dimension {dim}"
         parts.append(by_position)
     return lambda sender: tuple(part[position] for part, position in zip(parts, positions[sender], strict=True))
 
@@ -115,7 +115,6 @@ class Transfer:
         self._mesh = mesh
         self._groups = groups
         self.source_shape = step.source.local_shape(shape, mesh, coordinates)
-        self.target_shape = step.target.local_shape(shape, mesh, coordinates)
         make: dict[str, Callable[[Coordinates], tuple[Move, Move]]] = {
             "reduce": self._reduce,
             "copy": self._copy,

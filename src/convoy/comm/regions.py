@@ -60,8 +60,8 @@ class Region:
         if not self._picks:
             put(target, part)
         elif self._runs:
-            for mine, theirs in self._pairs(target, part):
-                put(mine, theirs)
+            for target_run, part_run in self._pairs(target, part):
+                put(target_run, part_run)
         elif len(self._picks) == 1:
             by_index = target.index_add_ if accumulate else target.index_copy_
             by_index(self._picks[0][0], self._numbers(0, x), part)
@@ -107,13 +107,15 @@ class Assembly:
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """Put the parts together, one for each region."""
-        first, *rest = self._kept or [0]
+        first, *numbers = self._kept or [0]
         if self._kept and self.regions[first].full:
-            whole = parts[first].contiguous() if not rest else parts[first].clone(memory_format=torch.contiguous_format)
+            whole = (
+                parts[first].contiguous() if not numbers else parts[first].clone(memory_format=torch.contiguous_format)
+            )
         else:
             whole = parts[0].new_empty(self.shape) if self._covered else parts[0].new_zeros(self.shape)
-            rest = self._kept
-        for index in rest:
+            numbers = self._kept
+        for index in numbers:
             self.regions[index].write(whole, parts[index], accumulate=not self.disjoint)
         return whole
 

@@ -38,8 +38,8 @@ class Kind:
 
     def numbers(self) -> list[int]:
         """Equally many numbers for every kind."""
-        rest = [0] * (MOST_DIMS - len(self.strides))
-        return [DTYPES.index(self.dtype), int(self.needs_gradient), len(self.strides), *self.strides, *rest]
+        padding = [0] * (MOST_DIMS - len(self.strides))
+        return [DTYPES.index(self.dtype), int(self.needs_gradient), len(self.strides), *self.strides, *padding]
 
     @staticmethod
     def read(numbers: Sequence[int]) -> "Kind":
@@ -151,10 +151,10 @@ class StageLinks:
 
     def release(self, is_received: Callable[[Sent], bool]) -> None:
         """Drop the tensors that other ranks have received, which gloo does not do of its own accord."""
-        done = [sent for sent in self._sending if is_received(sent)]
-        for sent in done:
+        received = [sent for sent in self._sending if is_received(sent)]
+        for sent in received:
             sent.pending.wait()
-        self._sending = [sent for sent in self._sending if sent not in done]
+        self._sending = [sent for sent in self._sending if sent not in received]
 
     def knows(self, key: Any, back: bool = False) -> bool:
         """Whether the senders have said how their values lie in memory."""

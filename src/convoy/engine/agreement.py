@@ -39,9 +39,9 @@ class Form:
         return not self.named and all(value is Tensor for value in self.positional)
 
     def fill(self, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        rest = iter(tensors)
-        args = [next(rest) if value is Tensor else value for value in self.positional]
-        return args, {name: next(rest) if value is Tensor else value for name, value in self.named}
+        remaining_tensors = iter(tensors)
+        args = [next(remaining_tensors) if value is Tensor else value for value in self.positional]
+        return args, {name: next(remaining_tensors) if value is Tensor else value for name, value in self.named}
 
     def caller(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the tensors alone."""

@@ -279,30 +279,30 @@ class Profiler:
         takes this rank's seconds and gives those of the slowest of them."""
         passes = steady(
             partial(self._measured, slowest),  # no lambda: a traceback would keep it, and the groups
-            lambda one: one.slowest,
+            lambda measured_pass: measured_pass.slowest,
             agree,
             enough=enough,
             patience_s=_PATIENCE_S,
             settled=lambda: not self._grew,
         )
-        passes = middle_half(passes, lambda one: one.slowest)
-        names = dict.fromkeys(name for one in passes for way in one.ways[:2] for name in way)
-        times = {name: _middle([[way.get(name, 0.0) for way in one.ways] for one in passes]) for name in names}
+        passes = middle_half(passes, lambda measured_pass: measured_pass.slowest)
+        names = dict.fromkeys(name for member in passes for way in member.ways[:2] for name in way)
+        times = {name: _middle([[way.get(name, 0.0) for way in member.ways] for member in passes]) for name in names}
         marked_s = [
-            sum(getattr(one, way) for one in times.values()) or 1.0 for way in ("host_forward", "host_backward")
+            sum(getattr(seconds, way) for seconds in times.values()) or 1.0 for way in ("host_forward", "host_backward")
         ]
-        part = [median_low(one.whole[way] for one in passes) / marked_s[way] for way in (0, 1)]
+        part = [median_low(member.whole[way] for member in passes) / marked_s[way] for way in (0, 1)]
         calls = {
-            name: replace(one, host_forward=part[0] * one.host_forward, host_backward=part[1] * one.host_backward)
-            for name, one in times.items()
+            name: replace(call, host_forward=part[0] * call.host_forward, host_backward=part[1] * call.host_backward)
+            for name, call in times.items()
             if name != _MADE_UP
         }
-        transfer_times = map(_middle, zip(*(one.transfers for one in passes), strict=True))
+        transfer_times = map(_middle, zip(*(member.transfers for member in passes), strict=True))
+        transfers = [
+            (move.step, move.shape, move.dtype, times) for move, times in zip(self._timed, transfer_times, strict=True)
+        ]
         return Profile(
-            calls,
-            [(one.step, one.shape, one.dtype, times) for one, times in zip(self._timed, transfer_times, strict=True)],
-            mean(one.seconds for one in passes),
-            mean(one.slowest for one in passes),
+            calls, transfers, mean(member.seconds for member in passes), mean(member.slowest for member in passes)
         )
 
     def _measured(self, slowest: Callable[[float], float]) -> "_Pass":

@@ -40,14 +40,14 @@ from convoy.plans.stages import Crossing
 from convoy.plans.transfer import Step
 
 
-def overwriting(placed: PlacedCall, readers: Readers, made: Container[str] | None = None) -> Kernel | None:
+def overwriting(placed: PlacedCall, readers: Readers, local_values: Container[str] | None = None) -> Kernel | None:
     """The version of a call that writes its result over an input that nobody else reads; None where it must not. In a
-    stretch that will run again, only what the stretch itself has `made` may be overwritten."""
+    stretch that will run again, only the stretch's own results, `local_values`, may be overwritten."""
 
     def is_spare(source: str) -> bool:
         if placed.placed.inputs[source].partial:  # a rank that adds no bias gives a view, which autograd protects
             return False
-        return (made is None or source in made) and readers.is_spare(source, placed.transfers)
+        return (local_values is None or source in local_values) and readers.is_spare(source, placed.transfers)
 
     name = overwritten(placed.call, is_spare)
     if name is None:
@@ -352,9 +352,9 @@ class Program:
         for number, placed in _moved(placement.calls, endings):
             name, stretch = placed.call.name, stretch_of.get(number)
             ending = endings.get(name, Ending())
-            for joined in filter(None, (placed, ending.addition)):
-                for source, steps in joined.transfers.items():
-                    target = joined.placed.inputs[source]
+            for member in filter(None, (placed, ending.addition)):
+                for source, steps in member.transfers.items():
+                    target = member.placed.inputs[source]
                     self._transfer(source, target, steps, name, cast=(source, target) not in full_precision)
             inputs = [self._slot(source, placed.placed.inputs[source]) for source in placed.call.inputs]
             outputs = [self._slot(result, placed.placed.outputs[result]) for result in placed.call.outputs]
@@ -364,8 +364,8 @@ class Program:
             if name in inner_calls:
                 kernel: Kernel = Taking(inner_calls[name])
             else:
-                made = None if stretch is None else results[stretch]
-                kernel = overwriting(placed, readers, made) or self._built(placed, ending)
+                local_values = None if stretch is None else results[stretch]
+                kernel = overwriting(placed, readers, local_values) or self._built(placed, ending)
             if compile and isinstance(kernel, Recorded):
                 terms = self._new_slot()
                 self._add(kernel.compute, inputs, [*outputs, terms], name=name)
@@ -434,14 +434,15 @@ class Program:
         """Make one instruction of each stretch that is run again, which are at these places."""
         changing = self._changing()
         for place in reversed(places):
-            body, rest = self._instructions[place.start : place.stop], self._instructions[place.stop :]
-            inputs, outputs = _ends(body, {*self._outputs, *(slot for after in rest for slot in after.inputs)})
+            body, later = self._instructions[place.start : place.stop], self._instructions[place.stop :]
+            inputs, outputs = _ends(
+                body, {*self._outputs, *(slot for instruction in later for slot in instruction.inputs)}
+            )
             if compile:
                 body = compiled(body, outputs)
             updated = frozenset(changing.intersection(inputs))
             stretch = Stretch(freeing(body, outputs), inputs, outputs, updated, self._context)
-            joined = Instruction(stretch, inputs, outputs, alone=True)
-            self._instructions[place.start : place.stop] = [joined]
+            self._instructions[place.start : place.stop] = [Instruction(stretch, inputs, outputs, alone=True)]
 
     def _changing(self) -> set[int]:
         graph, layouts = self._placement.graph, self._placement.layouts
