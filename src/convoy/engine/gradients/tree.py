@@ -36,31 +36,34 @@ def middle(span: Span) -> int:
     return first + (1 << (last - first - 1).bit_length() - 1)
 
 
+def tree(span: Span) -> set[Span]:
+    """All parts of the tree over some leaves, down to these."""
+    if span[1] - span[0] < 2:
+        return {span} if span[0] < span[1] else set()
+    half = middle(span)
+    return {span} | tree((span[0], half)) | tree((half, span[1]))
+
+
 def subtrees(leaves: range, total: int) -> list[Span]:
     """The largest parts of the tree over `total` leaves that consist of the given consecutive leaves, in order."""
-
-    def within(span: Span) -> list[Span]:
-        first, last = max(span[0], leaves.start), min(span[1], leaves.stop)
-        if first >= last:
-            return []
-        if (first, last) == span:
-            return [span]
-        half = middle(span)
-        return within((span[0], half)) + within((half, span[1]))
-
-    return within((0, total))
+    spans: list[Span] = []
+    for first, last in sorted(tree((0, total)), key=lambda span: (span[0], -span[1])):
+        if leaves.start <= first and last <= leaves.stop and (not spans or first >= spans[-1][1]):
+            spans.append((first, last))
+    return spans
 
 
 class TreeSum(Generic[T]):
     """Adds parts of the tree over `total` leaves, coming from left to right, as soon as neighbours belong together."""
 
     def __init__(self, total: int, add: Callable[[T, T], T]) -> None:
-        self._total = total
+        self._tree = tree((0, total))
         self._add = add
         self._parts: list[tuple[Span, T]] = []
 
     def put(self, span: Span, value: T) -> None:
-        while self._parts and self._siblings(self._parts[-1][0], span):
+        # two parts beside each other are the halves of a third one if that is a part of the tree
+        while self._parts and self._parts[-1][0][1] == span[0] and (self._parts[-1][0][0], span[1]) in self._tree:
             left, partial = self._parts.pop()
             span, value = (left[0], span[1]), self._add(partial, value)
         self._parts.append((span, value))
@@ -69,17 +72,6 @@ class TreeSum(Generic[T]):
         """The sums that could be made, from left to right: one where all leaves are there. Begins anew."""
         parts, self._parts = self._parts, []
         return parts
-
-    def _siblings(self, left: Span, right: Span) -> bool:
-        if left[1] != right[0]:
-            return False
-        span = (0, self._total)
-        while span[0] < span[1]:
-            half = middle(span)
-            if half == left[1]:
-                return span == (left[0], right[1])
-            span = (span[0], half) if left[1] < half else (half, span[1])
-        return False
 
 
 def pieces_of(elements: Tensor, group: Group) -> list[Tensor]:
