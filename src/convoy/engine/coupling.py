@@ -201,7 +201,7 @@ def graph_of(plain: nn.Module, image_shape: tuple[int, ...], samples: int, train
 
 
 def _has_no_rule(call: Call) -> bool:
-    return call.op == "opaque" and not call.attributes.get("independent")
+    return call.op == "opaque" and not (call.attributes.get("independent") or call.updates)
 
 
 def _tried(graph: Graph, half: Graph) -> Graph:
