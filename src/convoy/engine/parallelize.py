@@ -59,7 +59,7 @@ def own_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(_MARK)}
 
 
-def _mark(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _mark(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     state[prefix + _name(network_of(model))] = torch.empty(0)
 
 
@@ -70,26 +70,18 @@ def _name(network: Network) -> str:
     return f"{_MARK}{text.replace('.', '·')}: save whole tensors by convoy.save"
 
 
-def _take(
-    model: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    metadata: Any,
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
+def _take(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Take the same parts, or cut them out of whole tensors; refuse all else."""
     network = network_of(model)
+    own_mark = prefix + _name(network)
     marks = [name for name in state if name.startswith(prefix + _MARK)]
     for mark in marks:
         del state[mark]
-        part_of_state, own_part = _text(mark, prefix), _text(prefix + _name(network), prefix)
-        if not same_part(part_of_state, own_part):
+        if not same_part(mark, own_mark):
+            part, own_part = (text.removeprefix(prefix + _MARK).partition(": save")[0] for text in (mark, own_mark))
             raise ConvoyError(
-                f"this state is {part_of_state}, and the network has {own_part}: save with convoy.save, or what "
-                "convoy.state_dict gives, and load with convoy.load or convoy.load_state_dict"
+                f"this state is {part.replace('·', '.')}, and the network has {own_part.replace('·', '.')}: save with "
+                "convoy.save, or what convoy.state_dict gives, and load with convoy.load or convoy.load_state_dict"
             )
     if marks:
         return
@@ -106,10 +98,6 @@ def _take(
                 f"{key} has the shape of one rank's part and does not say of which: load whole tensors, as "
                 "convoy.state_dict gives them, or a state as net.state_dict() gave it on this rank"
             )
-
-
-def _text(mark: str, prefix: str) -> str:
-    return mark.removeprefix(prefix + _MARK).partition(": save")[0].replace("·", ".")
 
 
 Model = TypeVar("Model", bound=nn.Module)
