@@ -34,7 +34,6 @@ class Uncaptured(Network):
         self.example, self.form = tuple((tuple(x.shape), x.dtype) for x in examples), form
         kinds = ((name, _op(layer)) for name, layer in self.model.named_modules())
         self.layers = tuple((name, op) for name, op in kinds if op)
-        self._evaluations = 0
 
     def place_parameters(self, axes: Axes | None = None) -> None:
         """Every rank has all parameters, and computes their whole gradients."""
@@ -64,12 +63,11 @@ class Uncaptured(Network):
 
         return replace(_joined(parts), Tensor, mine)
 
-    def _microbatches(self, total: int) -> list[tuple[int, int]]:
+    def _microbatches(self, total: int) -> list[tuple[int, int | None]]:
         """The sizes of the parts that run one after the other, and the keys of what they draw."""
         context = self.context
-        if not self.trains:
-            self._evaluations += 1
-            return [(total, fold(context.seed, -1, self._evaluations))]
+        if not self.trains:  # whoever draws then asks for other numbers in every pass
+            return [(total, None)]
         is_whole = context.batch_norm != "microbatch" or len(context.sizes) == 1
         parts = [(total, context.starts[0])] if is_whole else zip(context.sizes, context.starts, strict=True)
         return [(size, fold(context.seed, context.step, start)) for size, start in parts if size or is_whole]
@@ -90,8 +88,11 @@ class Uncaptured(Network):
 
 
 @contextmanager
-def drawing(key: int, device: torch.device) -> Iterator[None]:
-    """Within it random numbers follow from a key; the generators' own states stay as they were."""
+def drawing(key: int | None, device: torch.device) -> Iterator[None]:
+    """Within it random numbers follow from a key, if there is one; the generators' own states stay as they were."""
+    if key is None:
+        yield
+        return
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
