@@ -17,8 +17,7 @@ from safetensors import safe_open
 
 from convoy.data import DataConfig, pack
 from convoy.data.dataset import open_files
-from convoy.data.pack import index_file
-from convoy.data.packed import INDEX, Pack, PackOptions, damaged, unpack
+from convoy.data.packed import INDEX, Pack, PackOptions, damaged, index_file, unpack
 from convoy.errors import ConvoyError
 from data.made import (
     encoded,

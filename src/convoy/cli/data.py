@@ -197,12 +197,11 @@ def pack(
             tell(note)
         statistics = write(kind, opened, dest, stored, reporter.prepare, cores, tell)
     rows: list[dict[str, Any]] = []
-    for split, one in statistics.items():
-        row: dict[str, Any] = {"split": split, "images": one.images}
-        sizes = ({"original": one.original_bytes} if one.original_bytes else {}) | {"stored": one.stored_bytes}
-        for name, number in sizes.items():
-            row[f"{name}_bytes" if as_json else name] = number
-        rows.append(row | {"mean": list(one.mean), "std": list(one.std)})
+    for split, sums in statistics.items():
+        row: dict[str, Any] = {"split": split, "images": sums.images}
+        sizes = ({"original": sums.original_bytes} if sums.original_bytes else {}) | {"stored": sums.stored_bytes}
+        row |= {f"{name}_bytes" if as_json else name: number for name, number in sizes.items()}
+        rows.append(row | dict(zip(("mean", "std"), sums.moments, strict=True)))
     if as_json:
         options.show([{"pack": str(dest)} | row for row in rows], as_json)
         return 0
@@ -210,7 +209,7 @@ def pack(
     numbers = dict.fromkeys(("mean", "std"), lambda numbers: " ".join(f"{number:.3f}" for number in numbers))
     options.show(rows, right=("images", *words), formats={**words, **numbers})
     on_disk = sum(file.stat().st_size for file in dest.iterdir())
-    if on_disk > _PADDED * sum(one.stored_bytes for one in statistics.values()):
+    if on_disk > _PADDED * sum(sums.stored_bytes for sums in statistics.values()):
         click.echo(f"{dest} takes {size(on_disk)} on disk: tars add some 2 kB to every picture")
     return 0
 

@@ -1,10 +1,10 @@
 """Opens a data set: finds its format, splits it where it has no split, and settles size, channels and statistics."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,11 @@ MNIST: Statistics = ((0.1307,), (0.3081,))
 CIFAR10: Statistics = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 CIFAR100: Statistics = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_STATISTICS: dict[tuple[tuple[int, int, int] | None, int], Statistics] = {
+    ((28, 28, 1), 10): MNIST,
+    ((32, 32, 3), 10): CIFAR10,
+    ((32, 32, 3), 100): CIFAR100,
+}
 
 _LUMA = (0.299, 0.587, 0.114)
 
@@ -135,6 +140,34 @@ def num_changed(sizes: Sequence[int], old_sizes: Sequence[int]) -> int:
     return sum(size != old_size for size, old_size in zip(sizes, old_sizes, strict=False))
 
 
+def _open_parquet(path: Path, config: DataConfig, progress: Progress | None) -> Opened:
+    from convoy.data.parquet import open_parquet  # pyarrow takes a while to import
+
+    return open_parquet(path, config)
+
+
+def _has(suffix: str) -> Callable[[Path], bool]:
+    return lambda path: any(path.glob(f"*{suffix}")) or any(path.glob(f"*/*{suffix}"))
+
+
+class _Format(NamedTuple):
+    is_in: Callable[[Path], object]  # a folder
+    open: Callable[[Path, DataConfig, Progress | None], Opened]
+    suffix: str = ""  # of a file that may stand for the folder
+    is_split_by_name: bool = False
+
+
+# In the order in which they are looked for.
+_FORMATS = {
+    "pack": _Format(is_pack, lambda path, *_: Pack.open(path).opened()),
+    "mnist": _Format(find_mnist, lambda path, *_: open_mnist(path)),
+    "cifar": _Format(find_cifar, lambda path, *_: open_cifar(path)),
+    "parquet": _Format(_has(".parquet"), _open_parquet, ".parquet", is_split_by_name=True),
+    "webdataset": _Format(_has(".tar"), open_tars, ".tar", is_split_by_name=True),
+    "folder": _Format(find_folder, lambda path, config, _: open_folder(path, config), is_split_by_name=True),
+}
+
+
 def open_files(
     config: DataConfig, progress: Progress | None = None, *, to_evaluate: bool = False
 ) -> tuple[str, Opened]:
@@ -148,53 +181,33 @@ def open_files(
     if to_evaluate and path.is_dir() and config.format == "auto" and (folder := open_class(path)) is not None:
         return "class", folder
     kind = config.format if config.format != "auto" else _detect(path)
-    if path.is_file() and kind not in ("parquet", "webdataset"):
+    if path.is_file() and not _FORMATS[kind].suffix:
         raise ConvoyError(
             f"{shown(path)} is a file, but data.format={kind} needs a folder: set data.path to its folder"
         )
-    splits_by_name = kind in ("folder", "parquet", "webdataset") and path.is_dir()
     for option in ("train", "test", "image_column", "label_column"):
-        has_effect = kind == "parquet" if option.endswith("column") else splits_by_name
+        is_column = option.endswith("column")
+        has_effect = kind == "parquet" if is_column else _FORMATS[kind].is_split_by_name and path.is_dir()
         if getattr(config, option) is not None and not has_effect:
             raise ConvoyError(f"data.{option} would be ignored: {shown(path)} is read as {kind}; leave it out")
-    if kind == "parquet":
-        from convoy.data.parquet import open_parquet  # pyarrow takes a while to import
-
-        opened = open_parquet(path, config)
-    elif kind == "pack":
-        opened = Pack.open(path).opened()
-    elif kind == "webdataset":
-        opened = open_tars(path, config, progress)
-    elif kind == "folder":
-        opened = open_folder(path, config)
-    else:
-        opened = open_mnist(path) if kind == "mnist" else open_cifar(path)
+    opened = _FORMATS[kind].open(path, config, progress)
     check_labels(path, opened)
     return kind, opened
 
 
 def _detect(path: Path) -> str:
-    suffixes = {".parquet": "parquet", ".tar": "webdataset"}
-    if path.is_file():
-        if path.suffix in suffixes:
-            return suffixes[path.suffix]
+    is_file = path.is_file()
+    for kind, form in _FORMATS.items():
+        if form.suffix == path.suffix != "" if is_file else form.is_in(path):
+            return kind
+    if is_file:
+        is_archive = path.suffix in (".gz", ".tgz", ".zip", ".xz")
         advice = (
             "unpack it and set data.path to the folder"
-            if path.suffix in (".gz", ".tgz", ".zip", ".xz")
-            else ("a data set is a folder, a .parquet or a .tar")
+            if is_archive
+            else "a data set is a folder, a .parquet or a .tar"
         )
         raise ConvoyError(f"{shown(path)} is no data set: {advice}")
-    if is_pack(path):
-        return "pack"
-    if find_mnist(path):
-        return "mnist"
-    if find_cifar(path):
-        return "cifar"
-    for suffix, kind in suffixes.items():
-        if any(path.glob(f"*{suffix}")) or any(path.glob(f"*/*{suffix}")):
-            return kind
-    if find_folder(path):
-        return "folder"
     if not any(path.iterdir()):
         raise ConvoyError(f"data set {shown(path)} is an empty folder: set data.path to where the data is")
     raise ConvoyError(
@@ -257,11 +270,7 @@ def _statistics(config: DataConfig, opened: Opened, shape: tuple[int, int, int] 
                 f"{channels} channels: give {channels}, or set data.channels={len(config.mean)}"
             )
         return config.mean, config.std
-    table, num_classes = IMAGENET, len(opened.classes)
-    if shape == (28, 28, 1) and num_classes == 10:
-        table = MNIST
-    elif shape == (32, 32, 3) and num_classes in (10, 100):
-        table = CIFAR10 if num_classes == 10 else CIFAR100
+    table = _STATISTICS.get((shape, len(opened.classes)), IMAGENET)
     if len(table[0]) == channels:
         return table
     if channels == 3:

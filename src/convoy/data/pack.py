@@ -10,47 +10,37 @@ import uuid
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from functools import reduce
-from multiprocessing import connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors.numpy import save
 
 from convoy.data.decode import BadImage, finish_picture, open_picture, suffix_of, upright_size
 from convoy.data.files import Opened, keep_others_out, shown, writing
-from convoy.data.packed import INDEX, PER_SHARD, SPLITS, UNFINISHED, VERSION, PackOptions, Statistics, shard_name
-from convoy.data.processes import follow_parent, forkserver
+from convoy.data.packed import (
+    INDEX,
+    PER_SHARD,
+    SPLITS,
+    UNFINISHED,
+    VERSION,
+    PackOptions,
+    Statistics,
+    index_file,
+    shard_name,
+)
+from convoy.data.processes import Pool, SharedArray
 from convoy.data.sources import EncodedSource, Progress, Source
 from convoy.data.webdataset import CLASS_NAMES
-from convoy.errors import ConvoyError, MachineError
+from convoy.errors import ConvoyError
 from convoy.files import write_atomically, write_json, write_text
 
 _TAR_BLOCK = 512
 # Name of the folder of notes from the moment in which the pack is finished until it is removed.
 _FINISHED = ".packed-"
-
-
-class _Stored(NamedTuple):
-    data: bytes
-    suffix: str
-    statistics: Statistics
-
-
-class Known(NamedTuple):
-    """The notes on a complete shard: offset, size and CRC-32 of its pictures, and their statistics."""
-
-    number: int
-    offsets: list[int]
-    sizes: list[int]
-    crc32: list[int]
-    statistics: Statistics
 
 
 def pack(
@@ -73,33 +63,35 @@ def pack(
         "format": kind,
         "options": asdict(options),
         "classes": opened.classes,
-        "splits": {name: _known_again(source) for name, source in splits.items()},
+        # Marks by which the original is recognised: not sizes, as a picture may have been mended.
+        "splits": {
+            name: {key: value for key, value in source.fingerprint().items() if key != "sizes"}
+            for name, source in splits.items()
+        },
     }
     with _begun(folder, what):
         shards = [
-            _Shard(split, number, range(start, min(start + PER_SHARD, len(source))))
+            _Shard(folder, split, number, range(start, min(start + PER_SHARD, len(source))))
             for split, source in splits.items()
             for number, start in enumerate(range(0, len(source), PER_SHARD))
         ]
-        notes = _write_shards(folder, splits, shards, options, progress, processes, tell)
+        _write_shards(folder, splits, shards, options, progress, processes, tell)
         write_text(folder / CLASS_NAMES, "".join(f"{name}\n" for name in opened.classes))
         statistics: dict[str, Statistics] = {}
         arrays: dict[str, NDArray[Any]] = {}
         for split, source in splits.items():
-            parts = [notes[shard] for shard in shards if shard.split == split]
-            statistics[split] = reduce(Statistics.__add__, (item.statistics for item in parts), Statistics())
-            arrays |= index_arrays(split, source, parts)
+            parts = [(shard.number, shard.notes()) for shard in shards if shard.split == split]
+            notes = np.concatenate([rows for _, rows in parts if rows is not None])
+            numbers = np.concatenate([np.full(len(rows), number) for number, rows in parts if rows is not None])
+            arrays |= index_arrays(split, source, numbers, notes)
+            _, stored, _, original, pixels, *sums = notes.sum(axis=0).tolist()
+            statistics[split] = Statistics(len(notes), original, stored, pixels, tuple(sums[:3]), tuple(sums[3:]))
         document = what | {
             "statistics": {split: asdict(item) for split, item in statistics.items()},
             "shards": {shard.name: (folder / shard.name).stat().st_size for shard in shards},
         }
         write_atomically(folder / INDEX, lambda path: path.write_bytes(index_file(arrays, document)))
     return statistics
-
-
-def _known_again(source: Source) -> dict[str, Any]:
-    """The marks by which an interrupted pack recognises its original: not sizes, as a picture may have been mended."""
-    return {key: value for key, value in source.fingerprint().items() if key != "sizes"}
 
 
 @contextmanager
@@ -166,6 +158,7 @@ def _go_on(folder: Path, unfinished: Path, what: dict[str, Any]) -> None:
 class _Shard:
     """Consecutive samples of a split."""
 
+    folder: Path
     split: str
     number: int
     samples: range
@@ -175,47 +168,37 @@ class _Shard:
         return shard_name(self.split, self.number)
 
     @property
-    def places(self) -> slice:
-        return slice(self.samples.start, self.samples.stop)
+    def _notes(self) -> Path:
+        return self.folder / UNFINISHED / f"{self.name}.json"
 
-    def _notes(self, folder: Path) -> Path:
-        return folder / UNFINISHED / f"{self.name}.json"
-
-    def known(self, folder: Path) -> Known | None:
-        """The notes on a complete shard; None where it or its notes are incomplete or damaged."""
-        if not (self._notes(folder).exists() and (folder / self.name).exists()):
+    def notes(self) -> NDArray[np.int64] | None:
+        """What is known of the pictures of a complete shard, int64 [n, 11]: offset, size, CRC-32, bytes of the
+        original's file, pixels, and their sums and squares by channel. None
+        where it or its notes are incomplete or damaged."""
+        if not (self._notes.exists() and (self.folder / self.name).exists()):
             return None
         try:
-            checksum, _, text = self._notes(folder).read_bytes().partition(b" ")
-            if int(checksum) != zlib.crc32(text):
-                return None
-            offsets, sizes, sums, statistics = json.loads(text)
+            checksum, _, text = self._notes.read_bytes().partition(b" ")
+            notes = np.array(json.loads(text), np.int64)
         except (TypeError, ValueError):
             return None
-        statistics |= {key: tuple(statistics[key]) for key in ("sums", "squares")}
-        return Known(self.number, offsets, sizes, sums, Statistics(**statistics))
+        return notes if checksum == b"%d" % zlib.crc32(text) and notes.shape == (len(self.samples), 11) else None
 
-    def write(self, folder: Path, source: Source, labels: NDArray[np.int64], options: PackOptions) -> Known:
+    def write(self, source: Source, labels: NDArray[np.int64], options: PackOptions) -> None:
         """Write the tar, and then the notes on it. Raises BadImage."""
-        offsets, sizes, sums = [], [], []
-        statistics = Statistics()
+        notes: list[tuple[int, ...]] = []
 
         def fill(path: Path) -> None:
-            nonlocal statistics
             with path.open("wb") as file, tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-                for sample, label in zip(self.samples, labels.tolist(), strict=True):
-                    stored = packed_picture(source, sample, options)
-                    offsets.append(tar.offset + _TAR_BLOCK)
-                    sizes.append(len(stored.data))
-                    sums.append(zlib.crc32(stored.data))
-                    statistics += stored.statistics
-                    _add(tar, f"{sample:09d}{stored.suffix}", stored.data)
-                    _add(tar, f"{sample:09d}.cls", str(label).encode())
+                for sample in self.samples:
+                    data, suffix, counts = packed_picture(source, sample, options)
+                    notes.append((tar.offset + _TAR_BLOCK, len(data), zlib.crc32(data), *counts))
+                    _add(tar, f"{sample:09d}{suffix}", data)
+                    _add(tar, f"{sample:09d}.cls", str(labels[sample]).encode())
 
-        write_atomically(folder / self.name, fill)
-        text = json.dumps([offsets, sizes, sums, asdict(statistics)])
-        write_text(self._notes(folder), f"{zlib.crc32(text.encode())} {text}")
-        return Known(self.number, offsets, sizes, sums, statistics)
+        write_atomically(self.folder / self.name, fill)
+        text = json.dumps(notes)
+        write_text(self._notes, f"{zlib.crc32(text.encode())} {text}")
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -232,39 +215,29 @@ def _write_shards(
     progress: Progress | None,
     processes: int,
     tell: Callable[[str], object],
-) -> dict[_Shard, Known]:
-    notes = {shard: note for shard in shards if (note := shard.known(folder)) is not None}
+) -> None:
     total = sum(len(source) for source in splits.values())
-    done = sum(len(shard.samples) for shard in notes)
+    queue = deque(number for number, shard in enumerate(shards) if shard.notes() is None)
+    done = total - sum(len(shards[number].samples) for number in queue)
     if done:
         tell(f"going on after {done:,} of {total:,} pictures")
     if progress:
         progress("packing", done, total)
-    # A process for each shard, forked in milliseconds: a pool's queues have semaphores, which lie in /dev/shm.
-    context, queue = forkserver(__name__), deque(shard for shard in shards if shard not in notes)
-    writers: dict[connection.Connection, tuple[_Shard, BaseProcess]] = {}
+    labels = {split: SharedArray.of(source.labels) for split, source in splits.items()}
+    mend = f"run the same again to go on in {shown(folder)}"
+    pool = Pool("packs", mend, processes, _writer, shards, splits, labels, options)
     try:
-        while queue or writers:
-            while queue and len(writers) < processes:
-                shard = queue.popleft()
-                receiver, sender = context.Pipe(duplex=False)
-                source = splits[shard.split]
-                arguments = sender, shard, folder, source, source.labels[shard.places], options
-                writer = context.Process(target=_write, args=arguments, daemon=True)
-                writer.start()
-                sender.close()
-                writers[receiver] = shard, writer
-            for result in connection.wait(list(writers)):
-                assert isinstance(result, connection.Connection)
-                answer: Known | Exception = result.recv()
-                if isinstance(answer, Exception):
-                    raise answer
-                shard, process = writers.pop(result)
-                process.join()
-                notes[shard] = answer
-                done += len(shard.samples)
-                if progress:
-                    progress("packing", done, total)
+        with closing(pool):
+            pool.start(min(processes, len(queue)))
+            while queue or pool.num_sent:
+                room = min(len(queue), Pool.MOST_SENT - pool.num_sent)
+                pool.send([(queue.popleft(), 0, 0, 0, 0) for _ in range(room)])
+                for (number, *_), error in pool.receive():
+                    if error is not None:
+                        raise error
+                    done += len(shards[number].samples)
+                    if progress:
+                        progress("packing", done, total)
     except BadImage as bad:
         raise ConvoyError(
             f"{bad}: mend it, and pack again to go on; or remove it, and pack into a new folder (convoy data PATH "
@@ -273,50 +246,31 @@ def _write_shards(
     except KeyboardInterrupt:
         tell(f"the same command goes on after {done:,} of {total:,} pictures")
         raise
-    except EOFError as error:
-        raise MachineError(
-            f"a process that packs died, perhaps for lack of memory: run the same again to go on in {shown(folder)}"
-        ) from error
-    finally:
-        for _, process in writers.values():
-            process.kill()  # at once, not after the shard that it writes
-            process.join()
-    return notes
 
 
-def _write(
-    sender: connection.Connection,
-    shard: _Shard,
-    folder: Path,
-    source: Source,
-    labels: NDArray[np.int64],
-    options: PackOptions,
-) -> None:
-    follow_parent()
-    answer: Known | Exception
-    try:
-        answer = shard.write(folder, source, labels, options)
-    except Exception as error:
-        answer = error
-    sender.send(answer)
+def _writer(
+    shards: list[_Shard], splits: dict[str, Source], labels: dict[str, SharedArray], options: PackOptions
+) -> Callable[..., None]:
+    """In a worker: the function that writes a shard."""
+
+    def write(number: int, *_: int) -> None:
+        shard = shards[number]
+        shard.write(splits[shard.split], labels[shard.split].array, options)
+
+    return write
 
 
-def packed_picture(source: Source, sample: int, options: PackOptions) -> _Stored:
-    """A picture as the pack keeps it, unchanged where `options` ask for nothing else. Raises BadImage."""
-    name = source.name(sample)
-    data = b""
-    if isinstance(source, EncodedSource):
-        data = source.read(sample)
-        image = open_picture(data, name)
-    else:
-        image = source.load(sample)
-    size = upright_size(image)
-    short = min(size)
-    smaller = options.short_side is not None and short > options.short_side
-    width, height = size
+def packed_picture(source: Source, sample: int, options: PackOptions) -> tuple[bytes, str, tuple[int, ...]]:
+    """A picture as the pack keeps it, unchanged where `options` ask for nothing else; the end of its name; and the
+    bytes of the original's file, pixels, and their sums and squares by channel. Raises BadImage."""
+    name, side = source.name(sample), options.short_side
+    data = source.read(sample) if isinstance(source, EncodedSource) else b""
+    image = open_picture(data, name) if data else source.load(sample)
+    size = width, height = upright_size(image)
+    smaller = side is not None and min(size) > side
     if smaller:
-        assert options.short_side is not None
-        width, height = (max(round(side * options.short_side / short), options.short_side) for side in size)
+        assert side is not None
+        width, height = (max(round(length * side / min(size)), side) for length in size)
     image = finish_picture(image, name, (2 * width, 2 * height) if smaller else None)
     if smaller:
         image = image.resize((width, height), Image.Resampling.BICUBIC)
@@ -328,10 +282,10 @@ def packed_picture(source: Source, sample: int, options: PackOptions) -> _Stored
         suffix, stored = suffix_of(image), data
     else:
         suffix, stored = ".png", _encoded(image, "PNG")
-    counts = np.array(image.histogram(), np.int64).reshape(-1, 256) * np.ones((3 // len(image.getbands()), 1), np.int64)
-    values = np.arange(256)
-    sums, squares = (tuple((counts @ values**power).tolist()) for power in (1, 2))
-    return _Stored(stored, suffix, Statistics(1, len(data), len(stored), width * height, sums, squares))
+    histogram = np.array(image.histogram(), np.int64).reshape(-1, 256)
+    histogram = histogram * np.ones((3 // len(histogram), 1), np.int64)
+    sums, squares = ((histogram @ np.arange(256) ** power).tolist() for power in (1, 2))
+    return stored, suffix, (len(data), width * height, *sums, *squares)
 
 
 def _plain(image: Image.Image) -> bytes:
@@ -346,22 +300,18 @@ def _encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
         return file.getvalue()
 
 
-def index_arrays(split: str, source: Source, notes: list[Known]) -> dict[str, NDArray[Any]]:
+def index_arrays(
+    split: str, source: Source, shards: NDArray[np.int64], notes: NDArray[np.int64]
+) -> dict[str, NDArray[Any]]:
     """The arrays of a split: where its pictures lie, their labels, checksums and names."""
     names = [source.name(sample).encode("utf-8", "surrogatepass") for sample in range(len(source))]
-    shards = np.repeat([shard.number for shard in notes], [len(shard.offsets) for shard in notes])
+    offsets, sizes, checksums = notes[:, :3].T
     return {
         f"{split}.shard": shards.astype(np.int32),
-        f"{split}.offset": np.concatenate([shard.offsets for shard in notes]).astype(np.int64),
-        f"{split}.size": np.concatenate([shard.sizes for shard in notes]).astype(np.int32),
-        f"{split}.crc32": np.concatenate([shard.crc32 for shard in notes]).astype(np.uint32),
+        f"{split}.offset": offsets.copy(),
+        f"{split}.size": sizes.astype(np.int32),
+        f"{split}.crc32": checksums.astype(np.uint32),
         f"{split}.label": source.labels.astype(np.int32),
         f"{split}.name_end": np.cumsum([len(name) for name in names], dtype=np.int64),
         f"{split}.names": np.frombuffer(b"".join(names), np.uint8),
     }
-
-
-def index_file(arrays: dict[str, NDArray[Any]], document: dict[str, Any]) -> bytes:
-    """The content of an index: its arrays with their checksums, and a document on the whole."""
-    checksums = {name: zlib.crc32(array.data) for name, array in arrays.items()}
-    return bytes(save(arrays, {"convoy.pack": json.dumps(document | {"index": checksums})}))
