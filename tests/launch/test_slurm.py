@@ -10,13 +10,20 @@ import pytest
 
 from convoy.cli import main
 from convoy.errors import ConvoyError
-from convoy.launch.slurm import script
+from convoy.launch import slurm
+
+
+def script(train: list[str], name: str = "n", **changes: Any) -> str:
+    values: dict[str, Any] = {"python": "python", "gpus": True, "options": {}, "nodes": 1, "devices_per_node": 1}
+    values |= {"cores_per_device": None, "time": "1h", "save_before": 120, "max_restarts": 3}
+    return slurm.script(train, None, name, **values | changes)
 
 
 def test_the_script_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     options = {"partition": "gpu", "comment": "it's $HOME", "exclusive": None}
     train = ["resnet50", "--data", "/data/a b;c", "--resume"]
-    text = script(train, None, "my net", "/opt/a b/python", 2, 4, time="8h", options=options)
+    sizes = {"nodes": 2, "devices_per_node": 4, "time": "8h"}
+    text = script(train, "my net", python="/opt/a b/python", options=options, **sizes)
     for line in (
         "#SBATCH --job-name='my net'",
         "#SBATCH --nodes=2",
@@ -32,7 +39,7 @@ def test_the_script_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         assert line in text.splitlines()
     assert "'/opt/a b/python' -m convoy train resnet50 --data '/data/a b;c' --resume --out \"$out\" &" in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    assert "srun --kill-on-bad-exit=1 --cpus-per-task=3 " in script(["x"], None, "n", cores_per_device=3)
+    assert "srun --kill-on-bad-exit=1 --cpus-per-task=3 " in script(["x"], cores_per_device=3)
 
     monkeypatch.chdir(tmp_path)
     line = "launch slurm --nodes 2 --devices-per-node 3 --time 8h --option partition=gpu --interface ib0 --json"
@@ -55,7 +62,7 @@ def test_what_the_script_does_when_the_ranks_end(status: int, stop: bool, says: 
     (tmp_path / "scontrol").write_text("#!/bin/bash\necho -n again >> said; echo $* > requeued\n")
     for name in ("srun", "scontrol"):
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "job.sh").write_text(script(["lenet"], None, "n", max_restarts=2))
+    (tmp_path / "job.sh").write_text(script(["lenet"], max_restarts=2))
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     done = subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=environment, timeout=30, check=False)
     assert (tmp_path / "said").read_text().strip() == says
@@ -74,7 +81,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 def test_times_are_slurms_and_what_cannot_be_a_job_is_refused() -> None:
     for text, limit in {"90m": "0-01:30:00", "1d12h": "1-12:00:00", "2-12": "2-12:00:00"}.items():
-        assert f"#SBATCH --time={limit}\n" in script(["lenet"], None, "n", time=text, save_before=1)
+        assert f"#SBATCH --time={limit}\n" in script(["lenet"], time=text, save_before=1)
     for changes, words in REFUSED:
         with pytest.raises(ConvoyError, match=words):
-            script(**{"arguments": ["lenet"], "out": None, "name": "n"} | changes)
+            script(["lenet"], **changes)

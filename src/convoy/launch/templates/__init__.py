@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def rendered(name: str, quoted: Callable[[Any], str], **values: Any) -> str:
+def rendered(file: str, quoted: Callable[[Any], str], /, **values: Any) -> str:
     """A template of this folder with these values, which pass through its filter `quoted` where they are a user's."""
     from jinja2 import Environment, PackageLoader, StrictUndefined  # not where a rank finds its place
 
@@ -12,4 +12,4 @@ def rendered(name: str, quoted: Callable[[Any], str], **values: Any) -> str:
         loader=PackageLoader(__name__, ""), undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
     )
     templates.filters["quoted"] = quoted
-    return templates.get_template(name).render(values)
+    return templates.get_template(file).render(values)
