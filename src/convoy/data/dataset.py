@@ -60,10 +60,9 @@ class DataSet:
 
 
 def open_data(config: DataConfig, progress: Progress | None = None, *, to_evaluate: bool = False) -> DataSet:
-    """Open the data set that a recipe's section describes; raises ConvoyError where it or an option is wrong. With
-    `to_evaluate` nothing is to be trained on it. It may then have a single class, or be the folder of one, and where it
-    has no split of its own, and the section asks for none, all samples are the test split (and the training split,
-    which is then the same object)."""
+    """Open the data set that a recipe's section describes. With `to_evaluate` nothing is to be trained on it: it may
+    have a single class, or be the folder of one, and where it has no split of its own, and the section asks for none,
+    all samples are the test split (and the training split, which is then the same object)."""
     kind, opened = open_files(config, progress, to_evaluate=to_evaluate)
     if not to_evaluate and len(opened.classes) < 2:
         only = f" ({opened.classes[0]})" if opened.classes else ""
@@ -118,8 +117,7 @@ _MARKS = {
 
 def difference(data: Mapping[str, Any], other: Mapping[str, Any], later: bool = False) -> tuple[str, str, str] | None:
     """The first difference between two fingerprints, in words, and the values on both sides where these say anything.
-    With `later`, a run goes on with `data`. These may have come into another format, as a pack, which keeps numbers and
-    labels, and pictures may have been mended, in no more than half of the files."""
+    With `later`, a run goes on with `data`, which may have become a pack, and some of whose pictures may be mended."""
     same_format = data["format"] == other["format"]
     if not same_format and not later:
         return "the format", data["format"], other["format"]
@@ -171,8 +169,7 @@ _FORMATS = {
 def open_files(
     config: DataConfig, progress: Progress | None = None, *, to_evaluate: bool = False
 ) -> tuple[str, Opened]:
-    """The format and the pictures of a data set as they lie in its files, before anything is split or read. Arguments
-    and errors are those of `open_data`."""
+    """The format and the pictures of a data set as they lie in its files, before anything is split or read."""
     if MNIST_MINI in (config.path, config.format):
         return MNIST_MINI, open_mnist_mini()
     path = existing(config.path)
@@ -217,8 +214,8 @@ def _detect(path: Path) -> str:
 
 
 def _settle(opened: Opened, skip_bad: bool, progress: Progress | None) -> tuple[int, int, int] | None:
-    """Decode small pictures of one size into memory, or choose the source to load from; returns the height, width and
-    channels that all pictures in memory share."""
+    """Decode small pictures of one size into memory, or choose the source to load from; returns the form of the
+    former."""
     if isinstance(opened.train, PixelSource):
         height, width, channels = opened.train.pixels.shape[1:]
         return height, width, channels
@@ -261,8 +258,7 @@ def _sizes(config: DataConfig, shape: tuple[int, int, int] | None) -> tuple[int,
 
 
 def _statistics(config: DataConfig, opened: Opened, shape: tuple[int, int, int] | None, channels: int) -> Statistics:
-    """Mean and standard deviation of each channel: the section's, those of a known data set, else ImageNet's. Grey from
-    RGB weighs the three numbers as luma does."""
+    """Mean and standard deviation of each channel: the section's, those of a known data set, else ImageNet's."""
     if config.mean is not None and config.std is not None:
         if len(config.mean) != channels:
             raise ConvoyError(

@@ -1,5 +1,6 @@
 """`convoy data pack`: a data set as WebDataset tars that read sequentially, with an index."""
 
+import fcntl
 import io
 import json
 import os
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from convoy.data.decode import BadImage, finish_picture, open_picture, suffix_of, upright_size
-from convoy.data.files import Opened, keep_others_out, shown, writing
+from convoy.data.files import Opened, shown
 from convoy.data.packed import (
     INDEX,
     PER_SHARD,
@@ -31,12 +32,14 @@ from convoy.data.packed import (
     Statistics,
     index_file,
     shard_name,
+    writing,
 )
 from convoy.data.processes import Pool, SharedArray
 from convoy.data.sources import EncodedSource, Progress, Source
 from convoy.data.webdataset import CLASS_NAMES
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically, write_json, write_text
+from convoy.terminal import brief, printable
 
 _TAR_BLOCK = 512
 # Name of the folder of notes from the moment in which the pack is finished until it is removed.
@@ -104,7 +107,12 @@ def _begun(folder: Path, what: dict[str, Any]) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY)
         try:
-            keep_others_out(lock, f"another process packs into {shown(folder)}: wait for it, or end it")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConvoyError(f"another process packs into {shown(folder)}: wait for it, or end it") from None
+            except OSError:  # a file system without locks, which keeps nobody out
+                pass
             if unfinished.is_symlink():
                 raise ConvoyError(f"{shown(unfinished)} is a link, not the folder of an unfinished pack: remove it")
             if not unfinished.exists():
@@ -123,7 +131,7 @@ def _begun(folder: Path, what: dict[str, Any]) -> Iterator[None]:
 
 
 _HALF_WRITTEN = re.compile(r"\.(\w+-\d{6}\.tar|classes\.txt|index\.safetensors)\.\d+\.tmp")
-_DIFFERENCES = {"options": "other options", "splits": "other pictures, names or labels", "classes": "other classes"}
+_DIFFERENCES = {"splits": "other pictures, names or labels", "version": "by another version of Convoy"}
 
 
 def _go_on(folder: Path, unfinished: Path, what: dict[str, Any]) -> None:
@@ -136,14 +144,11 @@ def _go_on(folder: Path, unfinished: Path, what: dict[str, Any]) -> None:
             raise ConvoyError(
                 f"{shown(folder)} holds an unfinished pack of something unknown ({shown(begun)} is damaged): remove it"
             ) from None
-        if differ := " and ".join(
-            _DIFFERENCES.get(key, f"another {key}") for key in plan if old_plan.get(key) != plan[key]
-        ):
-            begun_with = PackOptions(**old_plan["options"]) if old_plan.get("options") != plan["options"] else None
-            reason = differ if begun_with is None else f"{differ}: it was begun with {begun_with}"
+        if keys := [key for key in plan if old_plan.get(key) != plan[key]]:
+            differ = " and ".join(_DIFFERENCES.get(key, f"other {key}") for key in keys)
             raise ConvoyError(
-                f"{shown(folder)} holds an unfinished pack of something else ({reason}): finish it as it was begun, or "
-                "remove it"
+                f"{shown(folder)} holds an unfinished pack of something else ({differ}; it was begun with "
+                f"{printable(brief(str(old_plan.get('options')), 200))}): finish it as it was begun, or remove it"
             )
     elif any(entry.suffix != ".tmp" for entry in unfinished.iterdir()):
         raise ConvoyError(f"{shown(unfinished)} does not say what is packed there (it has no what.json): remove it")

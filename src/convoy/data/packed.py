@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from convoy.data.decode import BadImage, open_picture, suffix_of, suffixes
-from convoy.data.files import Opened, reading, shown, writing
+from convoy.data.files import Opened, reading, shown
 from convoy.data.folder import MAX_PICTURE_BYTES
 from convoy.data.processes import SharedBytes
 from convoy.data.sources import Progress
@@ -160,7 +160,7 @@ class Pack(BaseModel, frozen=True):
         return faults
 
     def arrays(self, split: str, *names: str) -> list[NDArray[Any]]:
-        """Arrays of a split in the index: shard, offset, size, crc32, label, names, name_end. Raises ConvoyError."""
+        """Arrays of a split in the index: shard, offset, size, crc32, label, names, name_end; raises ConvoyError."""
         index = self.path / INDEX
         try:
             with reading(index), safe_open(index, "np") as file:
@@ -194,6 +194,17 @@ class Pack(BaseModel, frozen=True):
         note = f"{shown(self.path)} is {self}; its samples come in the order of the original"
         test, side = rest[0] if rest else None, self.options.short_side
         return Opened(self.name, self.classes, train, test, notes=(note,), short_side=side)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn a failure of the operating system, such as a full disk, into a ConvoyError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise ConvoyError(
+            f"{shown(folder)} cannot be written ({error.strerror or error}): mend that, and run the same again"
+        ) from error
 
 
 def _damaged(index: Path) -> ConvoyError:
@@ -242,10 +253,9 @@ def _pictures(
 
 
 def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
-    """Write the pictures of a pack as a folder for each class, below one for each split; returns their number. Files
-    have their original names as far as possible: they end as the stored format does, and nothing in a name leads out of
-    the folder. Until all are written they lie in a new hidden folder, so that nobody takes a part for the whole. Raises
-    ConvoyError where the folder is not empty or a picture damaged."""
+    """Write the pictures of a pack as a folder for each class, below one for each split, under their original names as
+    far as possible; returns their number. Until all are written they lie in a new hidden folder, so that nobody takes a
+    part for the whole. Raises ConvoyError where the folder is not empty or a picture damaged."""
     was_there = folder.exists()
     if was_there and (not folder.is_dir() or any(folder.iterdir())):
         raise ConvoyError(f"{shown(folder)} is not an empty folder: name a new one")

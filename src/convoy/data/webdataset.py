@@ -91,16 +91,14 @@ class _Descriptor:
 
 def open_tars(path: Path, config: DataConfig, progress: Progress | None = None) -> Opened:
     """One tar, or a folder of tars whose names say train, val or test; class names come from a `classes.txt` beside
-    them. Raises ConvoyError for a tar that is compressed or damaged, or a sample that lacks its picture or label or has
-    several."""
-    leftovers = Counter[str]()
+    them."""
+    leftovers, text = Counter[str](), ""
     sources = [_open_split(files, progress, leftovers) for files in shards(path, ".tar", config) if files]
     names = (path.parent if path.is_file() else path) / CLASS_NAMES
-    classes: list[str] = []
     if names.is_file():
         with reading(names):
-            lines = names.read_text(encoding="utf-8", errors="replace").splitlines()
-        classes = [printable(line.strip()) for line in lines if line.strip()]
+            text = names.read_text(encoding="utf-8", errors="replace")
+    classes = [printable(line.strip()) for line in text.splitlines() if line.strip()]
     name = path.stem if path.is_file() else path.resolve().name
     return Opened(name, classes, *sources, notes=tuple(left_out(leftovers)))
 
@@ -129,7 +127,12 @@ def _labeled(path: Path, leftovers: Counter[str]) -> list[tuple[tarfile.TarInfo,
     try:
         with reading(path), tarfile.open(path, "r:") as tar:
             for member in tar:
-                _check_size(member, path)
+                # Of one with fewer bytes than none, Python would read for ever; another would fill the memory.
+                if member.size < 0 or (member.isreg() and member.size > MAX_PICTURE_BYTES):
+                    raise ConvoyError(
+                        f"{shown(path)} has {printable(member.name)} of {member.size} bytes, which is no picture: "
+                        "write the tar again"
+                    )
                 key, end = os.path.splitext(member.name.removeprefix("./"))  # noqa: PTH122 (no path)
                 kind = "picture" if end.lower() in suffixes() else end.lower()
                 if not member.isreg() or member.sparse is not None or key.rpartition("/")[2].startswith("."):
@@ -152,23 +155,19 @@ def _labeled(path: Path, leftovers: Counter[str]) -> list[tuple[tarfile.TarInfo,
         raise
     except (tarfile.TarError, MemoryError, ValueError, OverflowError) as error:
         reason = printable(str(error)) or "it says it holds more than fits into memory"
+        sentence = f"is no tar file, or is cut off or damaged ({reason}): fetch it again"
         with path.open("rb") as file:
-            compressed = file.read(2) == b"\x1f\x8b"
-        if compressed:
-            raise ConvoyError(
-                f"{shown(path)} is compressed, and pictures cannot be read at random from it: unpack it to a plain tar "
-                "(gunzip)"
-            ) from None
-        raise ConvoyError(
-            f"{shown(path)} is no tar file, or is cut off or damaged ({reason}): fetch it again"
-        ) from None
+            if file.read(2) == b"\x1f\x8b":
+                sentence = (
+                    "is compressed, and pictures cannot be read at random from it: unpack it to a plain tar (gunzip)"
+                )
+        raise ConvoyError(f"{shown(path)} {sentence}") from None
 
 
 def _pairs(
     pictures: dict[str, tarfile.TarInfo], labels: Collection[str], path: Path, leftovers: Counter[str]
 ) -> Iterable[tuple[str, str]]:
-    """The keys of each sample's label and picture: the same up to their last dots, else up to their first ones. Raises
-    ConvoyError for a sample with no label, no picture, or several of either."""
+    """The keys of each sample's label and picture: the same up to their last dots, else up to their first ones."""
     pairs: dict[str, str] = {}
     for key in sorted(pictures, key=lambda key: "." in key.rpartition("/")[2]):  # names with one dot first
         short_key = key.removesuffix(_after_first_dot(key))
@@ -196,16 +195,6 @@ def _pairs(
 def _after_first_dot(name: str) -> str:
     _, dot, end = name.rpartition("/")[2].partition(".")
     return dot + end
-
-
-def _check_size(member: tarfile.TarInfo, path: Path) -> None:
-    """Refuse a member that nobody could read: with fewer bytes than none (Python reads such a tar for ever), or a
-    picture that would fill the memory."""
-    if member.size < 0 or (member.isreg() and member.size > MAX_PICTURE_BYTES):
-        raise ConvoyError(
-            f"{shown(path)} has {printable(member.name)} of {member.size} bytes, which is no picture: write the tar "
-            "again"
-        )
 
 
 def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int | None:
