@@ -20,17 +20,16 @@ from convoy.errors import ConvoyError
 from convoy.failure import INSTALLED
 from convoy.graph.given import unwrapped
 from convoy.models.heads import classifier_names, first_convolution
-from convoy.models.libraries import Timm, Torchvision, UnknownOptionError, called, parameters, reason, takes
-from convoy.models.registry import REGISTRY, ModelInfo, Registered, check_name
+from convoy.models.libraries import Timm, Torchvision, called, parameters, reason, takes
+from convoy.models.registry import REGISTRY, ModelInfo, Registered, UnknownOptionError, check_name
 from convoy.models.weights import RUN as CONFIG
 from convoy.terminal import did_you_mean
 
 
 @dataclass(frozen=True)
 class Factory:
-    """A function or class of the user's, `package.module:factory`, that returns an `nn.Module`. It gets `num_classes`
-    and `in_channels` where its signature has them; where it has not, the network it returns must already have what was
-    asked for."""
+    """A function or class of the user's that returns an `nn.Module`. It gets `num_classes` and `in_channels` where its
+    signature has them; where it has not, the network it returns must already have what was asked for."""
 
     name: str
 
@@ -42,23 +41,17 @@ class Factory:
         return takes(self.function(), option) is not None
 
     def build(self, num_classes: int | None, in_channels: int | None, options: Mapping[str, Any]) -> nn.Module:
-        """The module that the factory returns; raises ConvoyError where it fails or ignores the classes or channels
-        asked for."""
         function = self.function()
         for option in options:
             if takes(function, option) is None:
-                raise UnknownOptionError(self.name, option, parameters(function))
+                raise UnknownOptionError(self.name, option, parameters(function), "leave it out")
         request = {"num_classes": num_classes, "in_channels": in_channels}
         sizes = {key: value for key, value in request.items() if value is not None and takes(function, key)}
         model = self._call(function, sizes, options)
         if not isinstance(model, nn.Module):
             raise ConvoyError(f"{self.name} returned {type(model).__name__}: it has to return an nn.Module")
         model = unwrapped(model)
-        _check_sizes(
-            self.name,
-            model,
-            {key: request[key] for key in request if takes(function, key) != "explicitly"},
-        )
+        _check_sizes(self.name, model, {key: request[key] for key in request if takes(function, key) != "explicitly"})
         return model
 
     def _call(self, function: Callable[..., Any], sizes: dict[str, int], options: Mapping[str, Any]) -> Any:
@@ -173,14 +166,9 @@ def _check_sizes(name: str, model: nn.Module, request: Mapping[str, int | None])
 
 
 def create(name: str, *, num_classes: int | None = None, in_channels: int | None = None, **options: Any) -> nn.Module:
-    """Build the network `name` with fresh weights, on the device of torch's context.
-
-    `name` is one of `list_models()`, `timm:NAME`, `torchvision:NAME` or `package.module:factory`. `num_classes` and
-    `in_channels` of None stand for the network's own. `options` go to its constructor.
-    It takes images [N, in_channels, H, W] and gives logits [N, num_classes].
-    Raises ConvoyError for an unknown name, an unknown option, a missing extra, or classes and channels that the network
-    cannot be built for.
-    """
+    """Build the network `name` (of `list_models()`, `timm:NAME`, `torchvision:NAME` or `package.module:factory`) with
+    fresh weights, on the device of torch's context. It takes images [N, in_channels, H, W] and gives logits
+    [N, num_classes], both its own where None; `options` go to its constructor. Raises ConvoyError."""
     for key, number in (("num_classes", num_classes), ("in_channels", in_channels)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ConvoyError(f"{key} of {name} is {number!r}: give a whole number of at least 1")
@@ -188,18 +176,17 @@ def create(name: str, *, num_classes: int | None = None, in_channels: int | None
 
 
 def accepts(name: str, option: str) -> bool:
-    """Whether the network `name` takes the keyword `option`; raises ConvoyError for an unknown name. A network of timm
-    or torchvision is built on the meta device to find out."""
+    """Whether the network `name` takes the keyword `option`."""
     return find(name).accepts(option)
 
 
 def describe(name: str) -> ModelInfo:
-    """What is known of the network `name` before it is built; raises ConvoyError for an unknown name."""
+    """What is known of the network `name` before it is built."""
     return find(name).info
 
 
 def find(name: str) -> Registered | Timm | Torchvision | Factory:
-    """The origin of the network `name`; raises ConvoyError for a name that is none of the four kinds."""
+    """The origin of the network `name`."""
     check_name(name)
     if name in REGISTRY:
         return REGISTRY[name]

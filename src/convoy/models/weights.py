@@ -29,8 +29,8 @@ RUN, OF_RUN = "config.yaml", "weights.safetensors"
 def load_weights(model: nn.Module, path: str | Path) -> list[str]:
     """Read weights into `model`: a `.safetensors` file, a `.pth` or `.pt` file with a state dict, or a run directory. A
     file with another number of classes leaves the classifier's fresh weights in place; auxiliary heads that the file or
-    the network lacks are left out. Returns one sentence for each such thing, none where the file fits as it is. Raises
-    ConvoyError, with `model` unchanged, for a file that cannot be read or that belongs to another network."""
+    the network lacks are left out. Returns a sentence for each such thing. Raises ConvoyError, with `model` unchanged,
+    for a file that belongs to another network."""
     path = expanded(path)
     if (path / RUN).is_file():
         if not (path / OF_RUN).is_file():
@@ -61,8 +61,22 @@ def load_weights(model: nn.Module, path: str | Path) -> list[str]:
     if extra_heads:
         unexpected -= extra_heads
         notes.append(f"{path.name} has auxiliary heads and this net none: they are left out")
-    misfits = [key for key in state.keys() & tensors.keys() if key not in fresh and not _fits(tensors[key], state[key])]
-    _refuse(path, model, state, tensors, missing, unexpected, misfits)
+    misfits = [
+        f"{key} is {_kind(tensors[key])} where the net has {_kind(x)}"
+        for key, x in state.items()
+        if key in tensors and key not in fresh
+        if (tensors[key].shape, tensors[key].is_floating_point()) != (x.shape, x.is_floating_point())
+    ]
+    faults = [f"it lacks {_some(key for key in state if key in missing)}"] if missing else []
+    if unexpected:
+        faults.append(f"it has {_some(key for key in tensors if key in unexpected)}, which the net has not")
+    if misfits:
+        faults.append(_some(misfits))
+    if faults:
+        raise ConvoyError(
+            f"{path} does not fit {type(model).__name__}: {'; '.join(faults)}; give the weights of this net, or train "
+            f"the net they were made for"
+        )
 
     loaded = {key: tensors[key] for key in state if key in tensors and key not in fresh and not state[key].is_meta}
     model.load_state_dict(loaded, strict=False)  # what is on the meta device another rank has
@@ -145,36 +159,6 @@ def _other_classes(model: nn.Module, state: Mapping[str, Tensor], tensors: Mappi
     return [
         key for key in pairs if len(tensors[key]) != len(state[key]) and tensors[key].shape[1:] == state[key].shape[1:]
     ]
-
-
-def _fits(tensor: Tensor, parameter: Tensor) -> bool:
-    return tensor.shape == parameter.shape and tensor.is_floating_point() == parameter.is_floating_point()
-
-
-def _refuse(
-    path: Path,
-    model: nn.Module,
-    state: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-    missing: set[str],
-    unexpected: set[str],
-    misfits: list[str],
-) -> None:
-    faults = []
-    if missing:
-        faults.append(f"it lacks {_some(key for key in state if key in missing)}")
-    if unexpected:
-        faults.append(f"it has {_some(key for key in tensors if key in unexpected)}, which the net has not")
-    if misfits:
-        differences = (
-            f"{key} is {_kind(tensors[key])} where the net has {_kind(state[key])}" for key in state if key in misfits
-        )
-        faults.append(_some(differences))
-    if faults:
-        raise ConvoyError(
-            f"{path} does not fit {type(model).__name__}: {'; '.join(faults)}; give the weights of this net, or train "
-            f"the net they were made for"
-        )
 
 
 def _kind(tensor: Tensor) -> str:
