@@ -29,7 +29,6 @@ from data.made import (
     write_parquet,
     write_tar,
 )
-from shared_data import shared
 
 JPEGS = [encoded(picture(seed=seed), "JPEG", quality=95) for seed in range(12)]
 
@@ -176,15 +175,3 @@ def test_tar_names_with_dots_and_other_oddities(tmp_path: Path) -> None:
     both = zip(names(data.train, data.test), [*data.train.labels, *data.test.labels], strict=True)
     assert {name.removeprefix("train.tar/").replace("\\x07", "\x07"): label for name, label in both} == wanted
     assert set(data.notes[0].removeprefix("left out: ").split(", ")) == {"1 .mask.png", "1 .json.txt", "1 .05.jpg"}
-
-
-@pytest.mark.slow
-def test_the_real_sets() -> None:
-    for name, counts in (
-        ("mnist", [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]),
-        ("cifar10/test.parquet", [1000] * 10),
-        ("imagenet-sample", [1] * 256),
-    ):
-        data = opened(shared(name))
-        assert np.bincount(np.append(data.train.labels, data.test.labels)).tolist() == counts
-        assert data.train.load(0).mode in ("L", "RGB")
