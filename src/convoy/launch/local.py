@@ -40,12 +40,11 @@ def start(
     advice: Callable[[], str] = str,
     on_failure: Callable[[Failure], None] = lambda failure: None,
 ) -> int:
-    """Run `python -m convoy ARGUMENTS` as `num_devices` ranks until they end.
+    """Run `python -m convoy ARGUMENTS` as `num_devices` ranks until they end; the exit status.
 
-    SIGINT, SIGTERM, SIGHUP and SIGUSR2 are handed on to every rank. When one rank fails all end, and its name and
-    reason are printed, with `advice` where it was killed; unless it was a mistake of the user, all are started again as
-    often as `max_restarts` says. When this process ends, whatever ends it, so do the ranks. The exit status is that of
-    rank 0, 2 for a mistake of the user, 1 for any other failure.
+    Signals are handed on to every rank. When one rank fails all end, and its name and reason are printed, with `advice`
+    where it was killed; unless it was a mistake of the user, all are started again as often as `max_restarts` says.
+    When this process ends, whatever ends it, so do the ranks.
     """
     job = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_MAX_RESTARTS": str(max_restarts)}
     restart = 0

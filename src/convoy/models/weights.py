@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from convoy.errors import ConvoyError
 from convoy.files import expanded
 from convoy.models.heads import auxiliary_names, classifier_names
+from convoy.models.libraries import reason
 
 # Put before every name by DistributedDataParallel, torch.compile, and trainers that hold the network in `model`.
 PREFIXES = ("module.", "_orig_mod.", "model.")
 # Under which key training checkpoints keep the weights.
 ENTRIES = ("state_dict", "model")
-# How what torch.save writes begins: zip archives, and the pickles of versions before 1.6.
-_ARCHIVE_OR_PICKLE = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 # What makes a folder a run directory, and where that keeps its weights.
 RUN, OF_RUN = "config.yaml", "weights.safetensors"
 
@@ -100,7 +99,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
         raise ConvoyError(
-            f"{path} cannot be read as weights ({_why(path, error)}): give a whole .safetensors file, or a .pth or .pt "
+            f"{path} cannot be read as weights ({_why(error)}): give a whole .safetensors file, or a .pth or .pt "
             f"file with a state dict"
         ) from error
     for entry in ENTRIES:
@@ -119,26 +118,9 @@ def _read(path: Path) -> dict[str, Tensor]:
     return {str(key): value for key, value in content.items()}
 
 
-def _why(path: Path, error: Exception) -> str:
-    text = str(error)
-    if isinstance(error, OSError):
-        return error.strerror or text
-    with path.open("rb") as file:
-        begin = file.read(9)
-    if not begin:
-        return "it is empty"
-    if path.suffix == ".safetensors":
-        other = begin[:2] in _ARCHIVE_OR_PICKLE
-        return "it is no safetensors file" + (
-            " but what torch.save writes: let its name end in .pth" if other else ", or it is damaged"
-        )
-    if begin[:2] not in _ARCHIVE_OR_PICKLE:
-        what = " but a safetensors file: let its name end in .safetensors" if begin[3:] == b"\0\0\0\0\0{" else ""
-        return f"it is not what torch.save writes{what}"
-    forbidden = re.search(r"GLOBAL (\S+)", text)
-    if forbidden:
-        return f"it holds Python code or objects, {forbidden[1]}, which are not loaded"
-    return "it is damaged, or holds other things than tensors"
+def _why(error: Exception) -> str:
+    forbidden = re.search(r"GLOBAL (\S+)", str(error))
+    return f"it holds Python code or objects, {forbidden[1]}, which are not loaded" if forbidden else reason(error)
 
 
 def _without_prefixes(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -167,9 +149,8 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _some(items: Iterable[str]) -> str:
-    listed = list(items)
-    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
-    return ", ".join(listed[:3]) + more
+    names = list(items)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _list(items: list[str]) -> str:
