@@ -63,23 +63,23 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
     """Open the data set that a recipe's section describes. With `to_evaluate` nothing is to be trained on it: it may
     have a single class, or be the folder of one, and where it has no split of its own, and the section asks for none,
     all samples are the test split (and the training split, which is then the same object)."""
-    kind, opened = open_files(config, progress, to_evaluate=to_evaluate)
-    if not to_evaluate and len(opened.classes) < 2:
-        only = f" ({opened.classes[0]})" if opened.classes else ""
+    kind, contents = open_files(config, progress, to_evaluate=to_evaluate)
+    if not to_evaluate and len(contents.classes) < 2:
+        only = f" ({contents.classes[0]})" if contents.classes else ""
         raise ConvoyError(
-            f"{opened.name} has only {len(opened.classes)} class{only}: a net needs at least two to tell apart, so set "
-            f"data.path to the folder or file that holds all of them{''.join(f' ({note})' for note in opened.notes)}"
+            f"{contents.name} has only {len(contents.classes)} class{only}: a net needs at least two to tell apart, so "
+            f"set data.path to the folder or file that holds all of them{''.join(f' ({note})' for note in contents.notes)}"
         )
     for option in ("validation_fraction", "split_seed"):
-        if opened.test is not None and getattr(config, option) is not None:
-            raise ConvoyError(f"data.{option} would be ignored: {opened.name} has a split of its own; leave it out")
-    fingerprint = _fingerprint(kind, opened)
-    shape = _settle(opened, config.bad_images == "skip", progress)
-    notes = list(opened.notes)
-    if to_evaluate and opened.test is None and config.validation_fraction is None and config.split_seed is None:
-        opened.test = opened.train
-    train, test = (opened.train, opened.test) if opened.test is not None else _split(opened, config, notes)
-    if untrained := [opened.classes[label] for label in np.setdiff1d(test.labels, train.labels)]:
+        if contents.test is not None and getattr(config, option) is not None:
+            raise ConvoyError(f"data.{option} would be ignored: {contents.name} has a split of its own; leave it out")
+    fingerprint = _fingerprint(kind, contents)
+    shape = _settle(contents, config.bad_images == "skip", progress)
+    notes = list(contents.notes)
+    if to_evaluate and contents.test is None and config.validation_fraction is None and config.split_seed is None:
+        contents.test = contents.train
+    train, test = (contents.train, contents.test) if contents.test is not None else _split(contents, config, notes)
+    if untrained := [contents.classes[label] for label in np.setdiff1d(test.labels, train.labels)]:
         more = f" and {len(untrained) - 3:,} more" if len(untrained) > 3 else ""
         notes.append(f"no training picture is of {', '.join(untrained[:3])}{more}, which the test has")
     channels = config.channels or (shape[2] if shape else 3)
@@ -88,22 +88,22 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
         train = train.with_channels(channels)
         test = train if whole else test.with_channels(channels)
     image_size, resize = _sizes(config, shape)
-    if opened.short_side is not None and opened.short_side < resize:
+    if contents.short_side is not None and contents.short_side < resize:
         notes.append(
-            f"pictures are enlarged to {resize} pixels, as the pack keeps short sides of at most {opened.short_side}: "
-            f"for more of what the original has, pack it with --short-side {resize}"
+            f"pictures are enlarged to {resize} pixels, as the pack keeps short sides of at most {contents.short_side}"
+            f": for more of what the original has, pack it with --short-side {resize}"
         )
-    mean, std = _statistics(config, opened, shape, channels)
-    _check_augmentation(config, opened.name, image_size, resize, channels, shape)
+    mean, std = _statistics(config, contents, shape, channels)
+    _check_augmentation(config, contents.name, image_size, resize, channels, shape)
     form = image_size, channels, mean, std, resize
-    return DataSet(opened.name, opened.classes, train, test, *form, tuple(notes), kind, fingerprint)
+    return DataSet(contents.name, contents.classes, train, test, *form, tuple(notes), kind, fingerprint)
 
 
-def _fingerprint(kind: str, opened: Opened) -> dict[str, Any]:
+def _fingerprint(kind: str, contents: Opened) -> dict[str, Any]:
     """The fingerprint of the samples as they lie in the files: what becomes of them is a function of the recipe."""
-    test = opened.test.fingerprint() if opened.test is not None else {}
-    classes = zlib.crc32("\n".join(opened.classes).encode("utf-8", "surrogatepass"))
-    return {"format": kind, "classes": classes, "training": opened.train.fingerprint(), "test": test}
+    test = contents.test.fingerprint() if contents.test is not None else {}
+    classes = zlib.crc32("\n".join(contents.classes).encode("utf-8", "surrogatepass"))
+    return {"format": kind, "classes": classes, "training": contents.train.fingerprint(), "test": test}
 
 
 _MARKS = {
@@ -123,11 +123,11 @@ def difference(data: Mapping[str, Any], other: Mapping[str, Any], later: bool = 
         return "the format", data["format"], other["format"]
     for key in _MARKS if same_format else ("samples", "labels"):
         for split in ("training", "test"):
-            one, two = data[split].get(key), other[split].get(key)
-            if one != two and not (later and key == "sizes" and 2 * num_changed(one, two) <= len(two)):
-                return _MARKS[key].format(split), *(
-                    (f"{one or 0:,}", f"{two or 0:,}") if key == "samples" else ("", "")
-                )
+            mark, other_mark = data[split].get(key), other[split].get(key)
+            is_mended = later and key == "sizes" and 2 * num_changed(mark, other_mark) <= len(other_mark)
+            if mark != other_mark and not is_mended:
+                numbers = [f"{number or 0:,}" if key == "samples" else "" for number in (mark, other_mark)]
+                return _MARKS[key].format(split), numbers[0], numbers[1]
         if key == "names" and data["classes"] != other["classes"]:
             return "the classes", "", ""
     return None
@@ -157,7 +157,7 @@ class _Format(NamedTuple):
 
 # In the order in which they are looked for.
 _FORMATS = {
-    "pack": _Format(is_pack, lambda path, *_: Pack.open(path).opened()),
+    "pack": _Format(is_pack, lambda path, *_: Pack.open(path).contents()),
     "mnist": _Format(find_mnist, lambda path, *_: open_mnist(path)),
     "cifar": _Format(find_cifar, lambda path, *_: open_cifar(path)),
     "parquet": _Format(_has(".parquet"), _open_parquet, ".parquet", is_split_by_name=True),
@@ -187,9 +187,9 @@ def open_files(
         has_effect = kind == "parquet" if is_column else _FORMATS[kind].is_split_by_name and path.is_dir()
         if getattr(config, option) is not None and not has_effect:
             raise ConvoyError(f"data.{option} would be ignored: {shown(path)} is read as {kind}; leave it out")
-    opened = _FORMATS[kind].open(path, config, progress)
-    check_labels(path, opened)
-    return kind, opened
+    contents = _FORMATS[kind].open(path, config, progress)
+    check_labels(path, contents)
+    return kind, contents
 
 
 def _detect(path: Path) -> str:
@@ -213,29 +213,29 @@ def _detect(path: Path) -> str:
     )
 
 
-def _settle(opened: Opened, skip_bad: bool, progress: Progress | None) -> tuple[int, int, int] | None:
+def _settle(contents: Opened, skip_bad: bool, progress: Progress | None) -> tuple[int, int, int] | None:
     """Decode small pictures of one size into memory, or choose the source to load from; returns the form of the
     former."""
-    if isinstance(opened.train, PixelSource):
-        height, width, channels = opened.train.pixels.shape[1:]
+    if isinstance(contents.train, PixelSource):
+        height, width, channels = contents.train.pixels.shape[1:]
         return height, width, channels
-    pairs = zip(("training", "test"), (opened.train, opened.test), strict=True)
+    pairs = zip(("training", "test"), (contents.train, contents.test), strict=True)
     encoded = {split: source for split, source in pairs if isinstance(source, EncodedSource)}
     shape, decoded = in_memory(encoded, skip_bad, progress) or (None, None)
     settled: Sequence[Source] = decoded or [source.settled(progress) for source in encoded.values()]
-    opened.train, opened.test = settled[0], settled[1] if len(settled) > 1 else None
+    contents.train, contents.test = settled[0], settled[1] if len(settled) > 1 else None
     return shape
 
 
-def _split(opened: Opened, config: DataConfig, notes: list[str]) -> tuple[Source, Source]:
+def _split(contents: Opened, config: DataConfig, notes: list[str]) -> tuple[Source, Source]:
     fraction = config.validation_fraction or DEFAULT_VALIDATION_FRACTION
     seed = config.split_seed if config.split_seed is not None else DEFAULT_SPLIT_SEED
-    source = opened.train
+    source = contents.train
     if len(source) < 2:
-        raise ConvoyError(f"{opened.name} has only {len(source)} picture: it cannot be split into training and test")
+        raise ConvoyError(f"{contents.name} has only {len(source)} picture: it cannot be split into training and test")
     train, test = stratified_split(source.labels, fraction, seed)
     notes.append(
-        f"{opened.name} has no split of its own: {len(test)} of its {len(source)} samples are held out for the test "
+        f"{contents.name} has no split of its own: {len(test)} of its {len(source)} samples are held out for the test "
         f"(validation_fraction {fraction:g}, split_seed {seed})"
     )
     return source.subset(train), source.subset(test)
@@ -257,16 +257,16 @@ def _sizes(config: DataConfig, shape: tuple[int, int, int] | None) -> tuple[int,
     return image_size, resize
 
 
-def _statistics(config: DataConfig, opened: Opened, shape: tuple[int, int, int] | None, channels: int) -> Statistics:
+def _statistics(config: DataConfig, contents: Opened, shape: tuple[int, int, int] | None, channels: int) -> Statistics:
     """Mean and standard deviation of each channel: the section's, those of a known data set, else ImageNet's."""
     if config.mean is not None and config.std is not None:
         if len(config.mean) != channels:
             raise ConvoyError(
-                f"data.mean and data.std have {len(config.mean)} numbers, but the pictures of {opened.name} have "
+                f"data.mean and data.std have {len(config.mean)} numbers, but the pictures of {contents.name} have "
                 f"{channels} channels: give {channels}, or set data.channels={len(config.mean)}"
             )
         return config.mean, config.std
-    table = _STATISTICS.get((shape, len(opened.classes)), IMAGENET)
+    table = _STATISTICS.get((shape, len(contents.classes)), IMAGENET)
     if len(table[0]) == channels:
         return table
     if channels == 3:

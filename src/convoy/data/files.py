@@ -120,20 +120,20 @@ def relabel(sources: Iterable[Source], classes: Sequence[str], all_classes: Sequ
         source.labels = table[source.labels]
 
 
-def check_labels(path: Path, opened: Opened) -> None:
+def check_labels(path: Path, contents: Opened) -> None:
     """Name classes "0", "1", … up to the largest label to train on where the format names none, and refuse labels that
     are no class, as where the test alone has them; the ConvoyError names the first sample."""
-    if not opened.classes:
-        largest_label = int(opened.train.labels.max())
+    if not contents.classes:
+        largest_label = int(contents.train.labels.max())
         if largest_label >= _MAX_CLASSES:
             raise ConvoyError(f"{shown(path)} has label {largest_label}, out of range: classes are numbered from 0")
-        opened.classes = [str(number) for number in range(largest_label + 1)]
-    for source in filter(None, (opened.train, opened.test)):
-        bad_samples = np.flatnonzero((source.labels < 0) | (source.labels >= len(opened.classes)))
+        contents.classes = [str(number) for number in range(largest_label + 1)]
+    for source in filter(None, (contents.train, contents.test)):
+        bad_samples = np.flatnonzero((source.labels < 0) | (source.labels >= len(contents.classes)))
         if len(bad_samples):
             sample = int(bad_samples[0])
             withheld = " (-1 marks a withheld label: use the validation split)" if source.labels[sample] == -1 else ""
             raise ConvoyError(
                 f"{source.name(sample)} in {shown(path)} has label {source.labels[sample]}, out of range: the classes "
-                f"to train on are 0 to {len(opened.classes) - 1}{withheld}"
+                f"to train on are 0 to {len(contents.classes) - 1}{withheld}"
             )

@@ -48,7 +48,7 @@ _FINISHED = ".packed-"
 
 def pack(
     kind: str,
-    opened: Opened,
+    contents: Opened,
     folder: Path,
     options: PackOptions,
     progress: Progress | None,
@@ -58,14 +58,14 @@ def pack(
     """Write a data set as a pack, or finish one that was interrupted; returns the statistics of each split. Raises
     ConvoyError for a picture that cannot be read, or a folder that holds something else; MachineError where a process
     died."""
-    sources = [opened.train, opened.test] if opened.test is not None else [opened.train]
+    sources = [contents.train, contents.test] if contents.test is not None else [contents.train]
     splits = dict(zip(SPLITS[0] if len(sources) == 2 else SPLITS[1], sources, strict=True))
     what = {
         "version": VERSION,
-        "name": opened.name,
+        "name": contents.name,
         "format": kind,
         "options": asdict(options),
-        "classes": opened.classes,
+        "classes": contents.classes,
         # Marks by which the original is recognised: not sizes, as a picture may have been mended.
         "splits": {
             name: {key: value for key, value in source.fingerprint().items() if key != "sizes"}
@@ -79,7 +79,7 @@ def pack(
             for number, start in enumerate(range(0, len(source), PER_SHARD))
         ]
         _write_shards(folder, splits, shards, options, progress, processes, tell)
-        write_text(folder / CLASS_NAMES, "".join(f"{name}\n" for name in opened.classes))
+        write_text(folder / CLASS_NAMES, "".join(f"{name}\n" for name in contents.classes))
         statistics: dict[str, Statistics] = {}
         arrays: dict[str, NDArray[Any]] = {}
         for split, source in splits.items():
@@ -87,8 +87,8 @@ def pack(
             notes = np.concatenate([rows for _, rows in parts if rows is not None])
             numbers = np.concatenate([np.full(len(rows), number) for number, rows in parts if rows is not None])
             arrays |= index_arrays(split, source, numbers, notes)
-            _, stored, _, original, pixels, *sums = notes.sum(axis=0).tolist()
-            statistics[split] = Statistics(len(notes), original, stored, pixels, tuple(sums[:3]), tuple(sums[3:]))
+            _, size, _, original_size, pixels, *sums = notes.sum(axis=0).tolist()
+            statistics[split] = Statistics(len(notes), original_size, size, pixels, tuple(sums[:3]), tuple(sums[3:]))
         document = what | {
             "statistics": {split: asdict(item) for split, item in statistics.items()},
             "shards": {shard.name: (folder / shard.name).stat().st_size for shard in shards},
@@ -223,11 +223,11 @@ def _write_shards(
 ) -> None:
     total = sum(len(source) for source in splits.values())
     queue = deque(number for number, shard in enumerate(shards) if shard.notes() is None)
-    done = total - sum(len(shards[number].samples) for number in queue)
-    if done:
-        tell(f"going on after {done:,} of {total:,} pictures")
+    num_done = total - sum(len(shards[number].samples) for number in queue)
+    if num_done:
+        tell(f"going on after {num_done:,} of {total:,} pictures")
     if progress:
-        progress("packing", done, total)
+        progress("packing", num_done, total)
     labels = {split: SharedArray.of(source.labels) for split, source in splits.items()}
     mend = f"run the same again to go on in {shown(folder)}"
     pool = Pool("packs", mend, processes, _writer, shards, splits, labels, options)
@@ -240,16 +240,16 @@ def _write_shards(
                 for (number, *_), error in pool.receive():
                     if error is not None:
                         raise error
-                    done += len(shards[number].samples)
+                    num_done += len(shards[number].samples)
                     if progress:
-                        progress("packing", done, total)
+                        progress("packing", num_done, total)
     except BadImage as bad:
         raise ConvoyError(
             f"{bad}: mend it, and pack again to go on; or remove it, and pack into a new folder (convoy data PATH "
             "--check names all that cannot be read)"
         ) from None
     except KeyboardInterrupt:
-        tell(f"the same command goes on after {done:,} of {total:,} pictures")
+        tell(f"the same command goes on after {num_done:,} of {total:,} pictures")
         raise
 
 
@@ -272,31 +272,25 @@ def packed_picture(source: Source, sample: int, options: PackOptions) -> tuple[b
     data = source.read(sample) if isinstance(source, EncodedSource) else b""
     image = open_picture(data, name) if data else source.load(sample)
     size = width, height = upright_size(image)
-    smaller = side is not None and min(size) > side
-    if smaller:
+    is_smaller = side is not None and min(size) > side
+    if is_smaller:
         assert side is not None
         width, height = (max(round(length * side / min(size)), side) for length in size)
-    image = finish_picture(image, name, (2 * width, 2 * height) if smaller else None)
-    if smaller:
+    image = finish_picture(image, name, (2 * width, 2 * height) if is_smaller else None)
+    if is_smaller:
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     if options.raw:
-        suffix, stored = ".ppm", _plain(image)
-    elif smaller:
-        suffix, stored = ".jpg", _encoded(image, "JPEG", quality=options.quality)
+        suffix, content = ".ppm", b"P%d\n%d %d\n255\n" % (5 if image.mode == "L" else 6, *image.size) + image.tobytes()
+    elif is_smaller:
+        suffix, content = ".jpg", _encoded(image, "JPEG", quality=options.quality)
     elif data:
-        suffix, stored = suffix_of(image), data
+        suffix, content = suffix_of(image), data
     else:
-        suffix, stored = ".png", _encoded(image, "PNG")
+        suffix, content = ".png", _encoded(image, "PNG")
     histogram = np.array(image.histogram(), np.int64).reshape(-1, 256)
     histogram = histogram * np.ones((3 // len(histogram), 1), np.int64)
     sums, squares = ((histogram @ np.arange(256) ** power).tolist() for power in (1, 2))
-    return stored, suffix, (len(data), width * height, *sums, *squares)
-
-
-def _plain(image: Image.Image) -> bytes:
-    """PPM, or PGM for grey: a line of text, then the pixels."""
-    kind = 5 if image.mode == "L" else 6
-    return b"P%d\n%d %d\n255\n" % (kind, image.width, image.height) + image.tobytes()
+    return content, suffix, (len(data), width * height, *sums, *squares)
 
 
 def _encoded(image: Image.Image, kind: str, **options: Any) -> bytes:

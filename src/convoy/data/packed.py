@@ -166,10 +166,10 @@ class Pack(BaseModel, frozen=True):
             with reading(index), safe_open(index, "np") as file:
                 arrays = {name: file.get_tensor(name) for name in (f"{split}.{key}" for key in names)}
         except SafetensorError:
-            arrays = {}
-        lists = all(array.ndim == 1 and array.dtype.kind in "iu" for array in arrays.values())
-        if not arrays or not lists or any(zlib.crc32(array) != self.index.get(name) for name, array in arrays.items()):
-            raise _damaged(index)
+            raise _damaged(index) from None
+        for name, array in arrays.items():
+            if array.ndim != 1 or array.dtype.kind not in "iu" or zlib.crc32(array) != self.index.get(name):
+                raise _damaged(index)
         return list(arrays.values())
 
     def source(self, split: str) -> PackedSource:
@@ -189,11 +189,10 @@ class Pack(BaseModel, frozen=True):
         source.contents = self.index.get(f"{split}.crc32", 0)
         return source
 
-    def opened(self) -> Opened:
-        train, *rest = [self.source(split) for split in self.statistics]
+    def contents(self) -> Opened:
         note = f"{shown(self.path)} is {self}; its samples come in the order of the original"
-        test, side = rest[0] if rest else None, self.options.short_side
-        return Opened(self.name, self.classes, train, test, notes=(note,), short_side=side)
+        sources, side = [self.source(split) for split in self.statistics], self.options.short_side
+        return Opened(self.name, self.classes, *sources, notes=(note,), short_side=side)
 
 
 @contextmanager
@@ -234,7 +233,7 @@ def _pictures(
     pack: Pack, what: str, progress: Progress | None, without: Collection[str] = ()
 ) -> Iterator[tuple[str, PackedSource, int, bytes | BadImage]]:
     """All pictures but those of some shards, by split and sample: their bytes, or why these are not what was packed."""
-    done, total = 0, sum(sums.images for sums in pack.statistics.values())
+    num_done, total = 0, sum(sums.images for sums in pack.statistics.values())
     for split in pack.statistics:
         source, (crc32, shard) = pack.source(split), pack.arrays(split, "crc32", "shard")
         for sample in range(len(source)):
@@ -247,15 +246,15 @@ def _pictures(
                 except BadImage as bad:
                     data = bad
                 yield split, source, sample, data
-            done += 1
-            if progress and (done % _EVERY == 0 or done == total):
-                progress(what, done, total)
+            num_done += 1
+            if progress and (num_done % _EVERY == 0 or num_done == total):
+                progress(what, num_done, total)
 
 
 def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
     """Write the pictures of a pack as a folder for each class, below one for each split, under their original names as
     far as possible; returns their number. Until all are written they lie in a new hidden folder, so that nobody takes a
-    part for the whole. Raises ConvoyError where the folder is not empty or a picture damaged."""
+    part for the whole."""
     was_there = folder.exists()
     if was_there and (not folder.is_dir() or any(folder.iterdir())):
         raise ConvoyError(f"{shown(folder)} is not an empty folder: name a new one")
@@ -264,7 +263,7 @@ def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
         # The name is random, so nobody can have put a link or a folder there before.
         unfinished = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder))
         try:
-            done = _unpack(pack, unfinished, progress)
+            num_done = _unpack(pack, unfinished, progress)
             for entry in unfinished.iterdir():
                 entry.rename(folder / entry.name)
         finally:
@@ -272,12 +271,12 @@ def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
             if not was_there:
                 with suppress(OSError):  # it is not empty
                     folder.rmdir()
-    return done
+    return num_done
 
 
 def _unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
     below = {split: folder if len(pack.statistics) == 1 else folder / split for split in pack.statistics}
-    folders, done = _distinct(pack.classes), 0
+    folders, num_done = _distinct(pack.classes), 0
     for split, name in product(below.values(), folders):
         (split / name).mkdir(parents=True, exist_ok=True)
     file_names: set[tuple[Path, str]] = set()
@@ -297,8 +296,8 @@ def _unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
             stem = f"{stem}-{sample:09d}".lstrip("-")
         file_names.add((place, f"{stem}{suffix}".lower()))
         (place / f"{stem}{suffix}").write_bytes(data)
-        done += 1
-    return done
+        num_done += 1
+    return num_done
 
 
 def _distinct(classes: list[str]) -> list[str]:

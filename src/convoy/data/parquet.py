@@ -105,14 +105,14 @@ class ParquetSource(EncodedSource):
         return MemorySource(self, self._everything(progress))
 
     def _everything(self, progress: Progress | None) -> Iterator[bytes]:
-        done = 0
+        num_done = 0
         for file, group, _, _ in self._groups.tolist():
             with _arrow(Path(self._files[file])):
                 pictures = _row_group.__wrapped__(self._files[file], group, self._column)
             yield from (picture or b"" for picture in pictures.to_pylist())
-            done += len(pictures)
+            num_done += len(pictures)
             if progress:
-                progress("reading parquet", done, len(self))
+                progress("reading parquet", num_done, len(self))
 
 
 @lru_cache(maxsize=64)
@@ -200,10 +200,10 @@ class _Layout:
             with _arrow(path):
                 file = pq.ParquetFile(path)
                 if not file.schema_arrow.equals(self.schema):
-                    have = ", ".join(map(printable, file.schema_arrow.names))
+                    columns = ", ".join(map(printable, file.schema_arrow.names))
                     raise ConvoyError(
-                        f"{shown(path)} has other columns ({have}) than the first file, or other types: keep one data "
-                        "set in the folder, or name its files by data.train"
+                        f"{shown(path)} has other columns ({columns}) than the first file, or other types: keep one "
+                        "data set in the folder, or name its files by data.train"
                     )
                 column = file.read(columns=[self.label], use_threads=False).column(0)
                 column = column.cast(_plain(column.type))
@@ -264,9 +264,9 @@ def _column(file: Path, key: str, candidates: list[str], schema: pa.Schema, conf
         raise ConvoyError(
             f"{shown(file)} has no column of {what}: its columns are {columns}; set data.{key}_column to one"
         )
-    listed = ", ".join(map(printable, matches))
+    listing = ", ".join(map(printable, matches))
     raise ConvoyError(
-        f"{shown(file)} has several columns of {key}s: say which by --set data.{key}_column=…, of {listed}"
+        f"{shown(file)} has several columns of {key}s: say which by --set data.{key}_column=…, of {listing}"
     )
 
 

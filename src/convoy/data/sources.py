@@ -45,8 +45,8 @@ class Source(ABC):
         return {}
 
     def names(self, samples: NDArray[np.int64]) -> str:
-        shown, more = ", ".join(self.name(int(sample)) for sample in samples[:3]), len(samples) - 3
-        return f"{shown} and {more} more" if more > 0 else shown
+        names, more = ", ".join(self.name(int(sample)) for sample in samples[:3]), len(samples) - 3
+        return f"{names} and {more} more" if more > 0 else names
 
     @abstractmethod
     def open(self, sample: int) -> Image.Image:

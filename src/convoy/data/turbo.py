@@ -60,8 +60,8 @@ class Turbo:
         size, buffers = self._size, self._buffers
         left, top = round(box[0]), round(box[1])
         right, bottom = max(round(box[2]), left + 1), max(round(box[3]), top + 1)
-        smaller = max(right - left, bottom - top) / size
-        method = cv2.INTER_AREA if smaller >= _AREA_FROM and self._method != cv2.INTER_NEAREST else self._method
+        reduction = max(right - left, bottom - top) / size
+        method = cv2.INTER_AREA if reduction >= _AREA_FROM and self._method != cv2.INTER_NEAREST else self._method
         cv2.resize(pixels[top:bottom, left:right], (size, size), dst=buffers.square, interpolation=method)
         square = cv2.flip(buffers.square, 1, dst=buffers.mirrored) if mirror else buffers.square
         if self._grey:

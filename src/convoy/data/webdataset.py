@@ -146,8 +146,8 @@ def _labeled(path: Path, leftovers: Counter[str]) -> list[tuple[tarfile.TarInfo,
                 else:
                     kinds[kind][key] = member
             pictures, labels, documents = kinds.values()
-            alone = {key: member for key, member in documents.items() if key not in labels}
-            labels |= {key: member for key, member in alone.items() if _label(tar, member, path) is not None}
+            unlabeled = {key: member for key, member in documents.items() if key not in labels}
+            labels |= {key: member for key, member in unlabeled.items() if _label(tar, member, path) is not None}
             pairs = _pairs(pictures, labels, path, leftovers)
             labeled = [(pictures[key], _label(tar, labels[by], path)) for by, key in pairs]
             return [(member, label) for member, label in labeled if label is not None]

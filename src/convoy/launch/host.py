@@ -168,9 +168,9 @@ class HostWatch:
                 f"throttled {folder}": numbers[name] * _THROTTLED[name] for name in _THROTTLED if name in numbers
             }
         for core, words in re.findall(r"^cpu(\d+) ([\d ]+)$", text_of(self._proc / "stat"), re.MULTILINE):
-            nothing, disk, _, _, steal = (*map(int, words.split()[3:8]), *[0] * 5)[:5]
+            idle, disk, _, _, steal = (*map(int, words.split()[3:8]), *[0] * 5)[:5]
             # Time that a hypervisor gave to other machines counts; some kernels say 0.
-            if int(core) in cores and (ticks := nothing + disk + steal):
+            if int(core) in cores and (ticks := idle + disk + steal):
                 counters[f"idle {core}"] = ticks / os.sysconf("SC_CLK_TCK")
         pages = _lines(self._proc / "vmstat")
         for name in ("pswpin", "pswpout", "zswpin", "zswpout"):
@@ -324,13 +324,13 @@ class GpuWatch:
         lines = _smi("-i", self._gpu, "--query-compute-apps=pid,name,used_memory")
         processes = {int(line[0]): line for line in lines if len(line) == 3 and line[0].isdecimal()}
         # if this process is not listed, numbers belong to another name space
-        listed = processes.items() if os.getpid() in processes else ()
+        entries = processes.items() if os.getpid() in processes else ()
         strangers = sorted(
-            (line for pid, line in listed if not is_ours(pid)), key=lambda line: -(number_of(line[2]) or 0.0)
+            (line for pid, line in entries if not is_ours(pid)), key=lambda line: -(number_of(line[2]) or 0.0)
         )
         if strangers:
             time.sleep(_SAMPLED_S)
-        busy = self._asked().get(_UTILIZATION) if strangers else None
+        utilization = self._asked().get(_UTILIZATION) if strangers else None
         return GpuLoad(
             throttled_s={
                 reason: (counters[name] - begin[name]) / 1e6
@@ -338,7 +338,7 @@ class GpuWatch:
                 if name in counters and name in begin
             },
             others=tuple(OtherProcess(printable(Path(name).name), int(pid)) for pid, name, _ in strangers),
-            others_busy=(busy or 0.0) / 100,
+            others_busy=(utilization or 0.0) / 100,
         )
 
     def _asked(self) -> dict[str, float]:
@@ -356,7 +356,7 @@ def _smi(*arguments: str) -> list[list[str]]:
     """The table that `nvidia-smi` prints; empty where it is not there, fails or does not answer."""
     command = ["nvidia-smi", *arguments, "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return []
-    return [line.split(", ") for line in done.stdout.splitlines() if line] if done.returncode == 0 else []
+    return [line.split(", ") for line in answer.stdout.splitlines() if line] if answer.returncode == 0 else []

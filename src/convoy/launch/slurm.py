@@ -107,11 +107,11 @@ def submit(script: Path) -> str:
     """Submit a script from the current folder, and return the number of the job."""
     if shutil.which("sbatch") is None:
         raise ConvoyError(f"there is no sbatch here: submit {script} on a host of the cluster, by sbatch {script}")
-    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        message = " ".join((done.stderr or done.stdout).split())
+    answer = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
+    if answer.returncode:
+        message = " ".join((answer.stderr or answer.stdout).split())
         raise ConvoyError(f"sbatch does not take {script}: {message}")
-    return done.stdout.strip().partition(";")[0]
+    return answer.stdout.strip().partition(";")[0]
 
 
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000

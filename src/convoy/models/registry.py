@@ -145,17 +145,17 @@ def check_name(name: str, here: bool = True) -> None:
     if name in REGISTRY:
         return
     origin, colon, rest = name.partition(":")
-    shown = repr(brief(name))
+    quoted = repr(brief(name))
     if not colon:
         near = did_you_mean(name, REGISTRY, otherwise="`convoy models` lists them")
-        raise ConvoyError(f"unknown model {shown}{near} (others: timm:NAME, torchvision:NAME, package.module:factory)")
+        raise ConvoyError(f"unknown model {quoted}{near} (others: timm:NAME, torchvision:NAME, package.module:factory)")
     if not origin or not rest:
-        raise ConvoyError(f"model {shown} is incomplete: write timm:NAME, torchvision:NAME or package.module:factory")
+        raise ConvoyError(f"model {quoted} is incomplete: write timm:NAME, torchvision:NAME or package.module:factory")
     if origin in ("timm", "torchvision"):
         if here and not _is_installed(origin):
             raise ConvoyError(f"models of {origin} need its extra: pip install 'convoy-nn[{origin}]'")
     elif origin.endswith(".py") or not all(part.isidentifier() for part in origin.split(".")):
-        raise ConvoyError(f"model {shown} names no module: write package.module:factory, with dots and without .py")
+        raise ConvoyError(f"model {quoted} names no module: write package.module:factory, with dots and without .py")
     elif here and not _is_installed(top := origin.partition(".")[0]):
         raise ConvoyError(
             f"{brief(name)}: there is no module {brief(top)!r} in {Path.cwd()} or among the installed packages"
