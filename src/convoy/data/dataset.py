@@ -68,7 +68,8 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
         only = f" ({contents.classes[0]})" if contents.classes else ""
         raise ConvoyError(
             f"{contents.name} has only {len(contents.classes)} class{only}: a net needs at least two to tell apart, so "
-            f"set data.path to the folder or file that holds all of them{''.join(f' ({note})' for note in contents.notes)}"
+            "set data.path to the folder or file that holds all of them"
+            + "".join(f" ({note})" for note in contents.notes)
         )
     for option in ("validation_fraction", "split_seed"):
         if contents.test is not None and getattr(config, option) is not None:
