@@ -1,7 +1,9 @@
 """The decoder `turbo`: libjpeg-turbo (simplejpeg) decodes JPEG, OpenCV resizes, Pillow reads all other files.
 
 Pixels differ a little from those of the decoder `pillow`, so which one is part of a recipe. Both give the same pixels
-on every machine, in every process and thread.
+on every machine, in every process and thread. All decoders by libjpeg-turbo give 913 to 946 of ImageNet's photographs a
+second on a core, but simplejpeg alone refuses broken files, takes a buffer, reads a header alone, and scales. OpenCV
+takes 65 to 85 µs for a crop to 224 pixels, torch 130 to 225, kornia-rs 230 to 400, Pillow 370 to 480.
 """
 
 import math

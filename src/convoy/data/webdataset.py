@@ -3,7 +3,8 @@
 By the format's rule a name ends at its first dot; `22.05.jpg` and `22.05.cls`, alike up to the last, are a sample too.
 
 Only the headers are read to begin with; a picture is then read at its offset, in any order, which an exact order of
-samples needs. Nothing is unpacked and no member's name is ever used as a path.
+samples needs (the `webdataset` package shuffles in a buffer while it streams). Nothing is unpacked and no member's name
+is ever used as a path.
 """
 
 import json
