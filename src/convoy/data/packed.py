@@ -5,9 +5,9 @@ split of its own), which any reader of WebDataset takes, `classes.txt`, and `ind
 lies, its label, checksum and name. Samples have the numbers that they have in the original, so a run sees them in the
 same order.
 
-A picture is one `pread`, where Parquet reads a row group of a hundred or more. The index is written last. Until then the
-folder `.packing` says what is being packed, and keeps what is known of the shards that are complete, so that a pack that
-was interrupted goes on where it stopped; nobody reads it before.
+A picture is one `pread`, where Parquet reads a row group of a hundred or more. The index is written last. Until then
+the folder `.packing` says what is being packed, and keeps what is known of the shards that are complete, so that a pack
+that was interrupted goes on where it stopped; nobody reads it before.
 """
 
 import json

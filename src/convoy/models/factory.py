@@ -38,31 +38,22 @@ class Factory:
         return ModelInfo(self.name, f"{self.name} (own factory)", None, None)
 
     def accepts(self, option: str) -> bool:
-        return takes(self.function(), option) is not None
+        return takes(self.function(), option)
 
     def build(self, num_classes: int | None, in_channels: int | None, options: Mapping[str, Any]) -> nn.Module:
         function = self.function()
         for option in options:
-            if takes(function, option) is None:
+            if not takes(function, option):
                 raise UnknownOptionError(self.name, option, parameters(function), "leave it out")
         request = {"num_classes": num_classes, "in_channels": in_channels}
-        sizes = {key: value for key, value in request.items() if value is not None and takes(function, key)}
-        model = self._call(function, sizes, options)
+        sizes = {key: value for key, value in request.items() if takes(function, key, by_name=True)}
+        keywords = {key: value for key, value in sizes.items() if value is not None} | dict(options)
+        model = called(self.name, function, **keywords)
         if not isinstance(model, nn.Module):
             raise ConvoyError(f"{self.name} returned {type(model).__name__}: it has to return an nn.Module")
         model = unwrapped(model)
-        _check_sizes(self.name, model, {key: request[key] for key in request if takes(function, key) != "explicitly"})
+        _check_sizes(self.name, model, {key: value for key, value in request.items() if key not in sizes})
         return model
-
-    def _call(self, function: Callable[..., Any], sizes: dict[str, int], options: Mapping[str, Any]) -> Any:
-        """Call with the sizes, less those that **kwargs took and the code behind it refused."""
-        while True:
-            try:
-                return called(self.name, function, **(sizes | dict(options)))
-            except UnknownOptionError as error:
-                if error.option not in sizes or takes(function, error.option) == "explicitly":
-                    raise
-                del sizes[error.option]
 
     def function(self) -> Callable[..., Any]:
         module, _, path = self.name.partition(":")
@@ -81,9 +72,8 @@ class Factory:
 
 
 def check_own(name: str, file: Path) -> None:
-    """Refuse a network that the file of a run or recipe names where building it would run code from elsewhere. What
-    lies below the current folder is the user's own: such modules are imported to see what they name. Installed packages
-    are not, wherever they lie, as some have functions that run what they are given."""
+    """Refuse a network that the file of a run or recipe names where building it would run code that is not the user's
+    own: below the current folder, but in no installed package, as some have functions that run what they are given."""
     network = find(name)
     if not isinstance(network, Factory):
         return
@@ -110,8 +100,8 @@ def check_own(name: str, file: Path) -> None:
 
 
 def _is_own(code: str | None, file: Path) -> bool:
-    """Whether a module's file lies below the current folder, neither installed nor brought by the run or recipe. What
-    was unpacked comes in one folder: nothing in that below the current one which has the run is the user's own."""
+    """Whether a module's file lies below the current folder, neither installed nor brought by the run or recipe, as is
+    what lies in the same folder below the current one."""
     if code is None:
         return False
     cwd, path, folder = (location.resolve() for location in (Path.cwd(), Path(code), file.parent))

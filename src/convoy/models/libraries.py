@@ -49,15 +49,11 @@ def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return {}
 
 
-def takes(function: Callable[..., Any], keyword: str) -> str | None:
-    """How `function` takes `keyword`: "explicitly", through "**kwargs", or not at all (None)."""
-    signature = parameters(function)
-    kinds = inspect.Parameter
-    if keyword in signature and signature[keyword].kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY):
-        return "explicitly"
-    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in signature.values()):
-        return "**kwargs"
-    return None
+def takes(function: Callable[..., Any], keyword: str, by_name: bool = False) -> bool:
+    """Whether `function` takes `keyword` by its name or, unless it has to, among its **kwargs."""
+    kinds = {name: parameter.kind for name, parameter in parameters(function).items()}
+    is_named = kinds.get(keyword) in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return is_named or (not by_name and inspect.Parameter.VAR_KEYWORD in kinds.values())
 
 
 DOWNLOADS = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "weights", "weights_backbone"}
