@@ -1,6 +1,7 @@
 """`convoy data pack`: a data set as WebDataset tars that read sequentially, with an index."""
 
 import fcntl
+import hashlib
 import io
 import json
 import os
@@ -38,8 +39,7 @@ from convoy.data.processes import Pool, SharedArray
 from convoy.data.sources import EncodedSource, Progress, Source
 from convoy.data.webdataset import CLASS_NAMES
 from convoy.errors import ConvoyError
-from convoy.files import write_atomically, write_json, write_text
-from convoy.terminal import brief, printable
+from convoy.files import write_atomically, write_text
 
 _TAR_BLOCK = 512
 # Name of the folder of notes from the moment in which the pack is finished until it is removed.
@@ -72,9 +72,9 @@ def pack(
             for name, source in splits.items()
         },
     }
-    with _begun(folder, what):
+    with _begun(folder, what) as notes_folder:
         shards = [
-            _Shard(folder, split, number, range(start, min(start + PER_SHARD, len(source))))
+            _Shard(folder, notes_folder, split, number, range(start, min(start + PER_SHARD, len(source))))
             for split, source in splits.items()
             for number, start in enumerate(range(0, len(source), PER_SHARD))
         ]
@@ -97,10 +97,15 @@ def pack(
     return statistics
 
 
+_HALF_WRITTEN = re.compile(r"\.(\w+-\d{6}\.tar|classes\.txt|index\.safetensors)\.\d+\.tmp")
+
+
 @contextmanager
-def _begun(folder: Path, what: dict[str, Any]) -> Iterator[None]:
-    """A folder in which nobody else packs, and nothing else is packed; raises ConvoyError where that is not so."""
+def _begun(folder: Path, what: dict[str, Any]) -> Iterator[Path]:
+    """The folder of the notes on a pack in a folder where nobody else packs, and nothing else was begun; ConvoyError
+    where that is not so. It is named by what is packed."""
     unfinished = folder / UNFINISHED
+    notes = unfinished / hashlib.sha256(json.dumps(what).encode("utf-8", "surrogatepass")).hexdigest()[:16]
     if folder.exists() and not folder.is_dir():
         raise ConvoyError(f"{shown(folder)} is a file: name a folder for the pack")
     with writing(folder):
@@ -121,8 +126,16 @@ def _begun(folder: Path, what: dict[str, Any]) -> Iterator[None]:
                 if any(folder.iterdir()):
                     raise ConvoyError(f"{shown(folder)} is not empty: name a new folder for the pack")
                 unfinished.mkdir()
-            _go_on(folder, unfinished, what)
-            yield
+            if any(entry != notes or entry.is_symlink() for entry in unfinished.iterdir()):
+                raise ConvoyError(
+                    f"{shown(folder)} holds an unfinished pack of something else: other pictures, names, labels or "
+                    "options, or by another version of Convoy; finish it as it was begun, or remove it"
+                )
+            notes.mkdir(exist_ok=True)
+            for entry in folder.iterdir():
+                if _HALF_WRITTEN.fullmatch(entry.name):
+                    entry.unlink()
+            yield notes
             finished = folder / f"{_FINISHED}{uuid.uuid4().hex}"
             unfinished.rename(finished)  # at once, where a removal may stop halfway
         finally:
@@ -130,40 +143,12 @@ def _begun(folder: Path, what: dict[str, Any]) -> Iterator[None]:
     shutil.rmtree(finished, ignore_errors=True)
 
 
-_HALF_WRITTEN = re.compile(r"\.(\w+-\d{6}\.tar|classes\.txt|index\.safetensors)\.\d+\.tmp")
-_DIFFERENCES = {"splits": "other pictures, names or labels", "version": "by another version of Convoy"}
-
-
-def _go_on(folder: Path, unfinished: Path, what: dict[str, Any]) -> None:
-    """Refuse what was begun as something else, and remove what was half written."""
-    begun, plan = unfinished / "what.json", json.loads(json.dumps(what))
-    if begun.exists():
-        try:
-            old_plan = dict(json.loads(begun.read_text(encoding="utf-8")))
-        except (ValueError, TypeError):
-            raise ConvoyError(
-                f"{shown(folder)} holds an unfinished pack of something unknown ({shown(begun)} is damaged): remove it"
-            ) from None
-        if keys := [key for key in plan if old_plan.get(key) != plan[key]]:
-            differ = " and ".join(_DIFFERENCES.get(key, f"other {key}") for key in keys)
-            raise ConvoyError(
-                f"{shown(folder)} holds an unfinished pack of something else ({differ}; it was begun with "
-                f"{printable(brief(str(old_plan.get('options')), 200))}): finish it as it was begun, or remove it"
-            )
-    elif any(entry.suffix != ".tmp" for entry in unfinished.iterdir()):
-        raise ConvoyError(f"{shown(unfinished)} does not say what is packed there (it has no what.json): remove it")
-    else:
-        write_json(begun, what)
-    for entry in folder.iterdir():
-        if _HALF_WRITTEN.fullmatch(entry.name):
-            entry.unlink()
-
-
 @dataclass(frozen=True)
 class _Shard:
     """Consecutive samples of a split."""
 
     folder: Path
+    notes_folder: Path
     split: str
     number: int
     samples: range
@@ -174,7 +159,7 @@ class _Shard:
 
     @property
     def _notes(self) -> Path:
-        return self.folder / UNFINISHED / f"{self.name}.json"
+        return self.notes_folder / f"{self.name}.json"
 
     def notes(self) -> NDArray[np.int64] | None:
         """What is known of the pictures of a complete shard, int64 [n, 11]: offset, size, CRC-32, bytes of the
