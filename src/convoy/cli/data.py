@@ -91,7 +91,6 @@ def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> in
     form = str(Pack.open(folder).options) if data.format == "pack" else ""
     rows = []
     bad: list[str] = []
-    num_bad = 0
     for split, source in (("train", data.train), ("test", data.test)):
         row = {
             "data": data.name,
@@ -112,16 +111,12 @@ def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> in
                     reporter.prepare(f"reading {split}", sample + 1, len(source))
             row["not readable"] = len(unreadable)
             bad += unreadable
-        else:
-            num_bad += len(getattr(source, "bad", ()))
         rows.append(row | ({"stored": form} if form and as_json else {}))
     options.show(rows, as_json, right=("images", "classes", "not readable"))
     if form and not as_json:
         click.echo(f"stored: {form}")
     for sentence in (*data.notes, *bad):
         click.echo(sentence, err=True)
-    if num_bad:
-        click.echo(f"{num_bad:,} of the pictures cannot be read: --check names them", err=True)
     return 1 if bad else 0
 
 

@@ -1,6 +1,6 @@
 """A batch of pictures, and how one is made from the numbers of its samples."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
@@ -82,23 +82,13 @@ class BatchMaker:
         """Write the pictures of some samples [n] to `images` [n, channels, height, width]; no `epoch` means evaluation.
         A picture that cannot be read gives its place to the next sample in the source that can; in an evaluation it is
         missing, and those after it move up."""
-        if not (self.central if epoch is None else self.vectorised):
-            return self._readable(samples, epoch, partial(self._write, images, epoch))
-        filled = self._readable(samples, epoch, self._known_bad)
-        self._cut(images[: len(filled.samples)], filled.samples, epoch)
-        return filled
-
-    def _readable(
-        self,
-        samples: NDArray[np.int64],
-        epoch: int | None,
-        write: Callable[[NDArray[np.int64], NDArray[np.int64]], list[tuple[int, BadImage]]],
-    ) -> Filled:
-        """Let `write` write samples to places; it says which places it could not fill."""
+        if self.central if epoch is None else self.vectorised:
+            self._cut(images, samples, epoch)
+            return Filled(samples)
         used, places = samples.copy(), np.arange(len(samples))
         bad: list[tuple[int, str]] = []
         for _ in range(len(self.source)):
-            failures = write(places, used[places])
+            failures = self._write(images, epoch, places, used[places])
             bad.extend((int(used[place]), self._accept(reason)) for place, reason in failures)
             places = np.array([place for place, _ in failures], np.int64)
             if epoch is None:
@@ -115,12 +105,6 @@ class BatchMaker:
         if not self.geometry.augment.flip:
             return np.zeros(len(samples), np.bool_)
         return uniforms(self.seed, Purpose.FLIP, epoch, samples, 1)[:, 0] < 0.5
-
-    def _known_bad(self, places: NDArray[np.int64], samples: NDArray[np.int64]) -> list[tuple[int, BadImage]]:
-        """The places whose pixels in memory are those of pictures that could not be read."""
-        bad = self.source.bad if isinstance(self.source, PixelSource) else {}
-        pairs = zip(places.tolist(), samples.tolist(), strict=True) if bad else ()
-        return [(place, BadImage(self.source.name(sample), bad[sample])) for place, sample in pairs if sample in bad]
 
     def _cut(self, images: NDArray[np.uint8], samples: NDArray[np.int64], epoch: int | None) -> None:
         """Write the crops of some samples from pixels in memory, all at once: 0.8 ms for 128 pictures of CIFAR, half of

@@ -222,7 +222,7 @@ def _settle(contents: Opened, skip_bad: bool, progress: Progress | None) -> tupl
         return height, width, channels
     pairs = zip(("training", "test"), (contents.train, contents.test), strict=True)
     encoded = {split: source for split, source in pairs if isinstance(source, EncodedSource)}
-    shape, decoded = in_memory(encoded, skip_bad, progress) or (None, None)
+    shape, decoded = in_memory(encoded, skip_bad, progress)
     settled: Sequence[Source] = decoded or [source.settled(progress) for source in encoded.values()]
     contents.train, contents.test = settled[0], settled[1] if len(settled) > 1 else None
     return shape

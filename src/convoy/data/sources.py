@@ -62,19 +62,18 @@ class Source(ABC):
 
 
 class PixelSource(Source):
-    """Pictures of one size in memory, uint8 [N, H, W, C] with C of 1 or 3. `bad` has the samples whose pixels could not
-    be read (they are black here), with the reason; `name` is that of the sample with a number in `numbers`."""
+    """Pictures of one size in memory, uint8 [N, H, W, C] with C of 1 or 3; `name` is that of the sample with a number
+    in `numbers`."""
 
     def __init__(
         self,
         pixels: NDArray[np.uint8],
         labels: NDArray[np.int64],
         name: str | Callable[[int], str],
-        bad: dict[int, str] | None = None,
         numbers: NDArray[np.int64] | None = None,
     ) -> None:
         assert pixels.ndim == 4 and pixels.dtype == np.uint8 and len(pixels) == len(labels)
-        self.pixels, self.labels, self.bad = pixels, labels, bad or {}
+        self.pixels, self.labels = pixels, labels
         self._name, self._numbers = name, np.arange(len(labels)) if numbers is None else numbers
         self._shared: SharedArray | None = None
 
@@ -88,8 +87,6 @@ class PixelSource(Source):
         self.__dict__ = state | {"pixels": state["_shared"].array}
 
     def open(self, sample: int) -> Image.Image:
-        if sample in self.bad:
-            raise BadImage(self.name(sample), self.bad[sample])
         pixels = self.pixels[sample]
         return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
@@ -107,11 +104,10 @@ class PixelSource(Source):
         strip = self.pixels.reshape(num * height, width, depth)
         image = in_channels(Image.fromarray(strip[:, :, 0] if depth == 1 else strip), channels)
         pixels = np.asarray(image).reshape(num, height, width, channels)
-        return PixelSource(pixels, self.labels, self._name, self.bad, self._numbers)
+        return PixelSource(pixels, self.labels, self._name, self._numbers)
 
     def subset(self, samples: NDArray[np.int64]) -> "PixelSource":
-        bad = {new: self.bad[old] for new, old in enumerate(samples.tolist()) if old in self.bad}
-        return PixelSource(self.pixels[samples], self.labels[samples], self._name, bad, self._numbers[samples])
+        return PixelSource(self.pixels[samples], self.labels[samples], self._name, self._numbers[samples])
 
 
 class EncodedSource(Source):
@@ -160,29 +156,27 @@ _PROGRESS_EVERY = 2000
 
 def in_memory(
     sources: dict[str, EncodedSource], skip_bad: bool, progress: Progress | None
-) -> tuple[tuple[int, int, int], list[PixelSource]] | None:
-    """Height, width and channels of the pictures of all splits, and the decoded splits, if the pictures are small, of
-    one size and few enough to keep in memory; else None."""
+) -> tuple[tuple[int, int, int] | None, list[PixelSource]]:
+    """Height, width and channels of the pictures of all splits if they are small, of one size and few enough to keep in
+    memory; and the decoded splits, none where pictures that cannot be read are to be skipped."""
     form = _common_form(sources.values())
-    if form is None:
-        return None
     decoded = []
-    for split, source in sources.items():
-        pixels, bad = np.zeros((len(source), *form), np.uint8), dict[int, str]()
+    for split, source in sources.items() if form is not None else ():
+        assert form is not None
+        pixels = np.zeros((len(source), *form), np.uint8)
         for sample in range(len(source)):
             try:
                 image = source.load(sample)
             except BadImage as reason:
                 if not skip_bad:
                     raise refusal(reason, source) from None
-                bad[sample] = reason.reason
-                continue
+                return form, []
             if image.size != (form[1], form[0]):
-                return None
+                return None, []
             pixels[sample] = np.asarray(in_channels(image, form[2])).reshape(form)
             if progress and (sample % _PROGRESS_EVERY == 0 or sample == len(source) - 1):
                 progress(f"decoding the {split} pictures", sample + 1, len(source))
-        decoded.append(PixelSource(pixels, source.labels, source.name, bad))
+        decoded.append(PixelSource(pixels, source.labels, source.name))
     return form, decoded
 
 
