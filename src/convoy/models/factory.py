@@ -166,7 +166,7 @@ def create(name: str, *, num_classes: int | None = None, in_channels: int | None
 
 
 def accepts(name: str, option: str) -> bool:
-    """Whether the network `name` takes the keyword `option`."""
+    """Whether the network `name` takes an option of Convoy's networks."""
     return find(name).accepts(option)
 
 
