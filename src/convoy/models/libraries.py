@@ -148,11 +148,8 @@ def _extra(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != package:
-            raise ConvoyError(
-                f"{package} needs the package {error.name!r}: pip install 'convoy-nn[{package}]'"
-            ) from error
-        raise ConvoyError(f"models of {package} need its extra: pip install 'convoy-nn[{package}]'") from error
+        need = "models of {} need its extra" if error.name == package else f"{{}} needs the package {error.name!r}"
+        raise ConvoyError(f"{need.format(package)}: pip install 'convoy-nn[{package}]'") from error
     except Exception as error:
         raise ConvoyError(
             f"{package} is installed but does not import beside torch {torch.__version__} ({reason(error)}): "
