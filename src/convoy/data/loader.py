@@ -1,7 +1,7 @@
 """Batches in the order of the run, made in this process or in worker processes: the same ones either way."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -34,12 +34,10 @@ def training_batches(
     seed: int,
     positions: range | None = None,
     pin_memory: bool = False,
-    told: Callable[[int], None] = lambda _: None,
 ) -> Generator[Batch, None, None]:
     """The batches of some updates of the run, across its epochs: batch k depends on (seed, k) alone. `positions` are
-    those of this rank in every batch, None all; `told` gets the number of worker processes whenever more have started.
-    Close the generator to end them. Raises ConvoyError for a picture that cannot be read, MachineError where a worker
-    died."""
+    those of this rank in every batch, None all. Close the generator to end the worker processes. Raises ConvoyError for
+    a picture that cannot be read, MachineError where a worker died."""
     maker = batch_maker(data, config, data.train, seed)
     part = slice(None) if positions is None else slice(positions.start, positions.stop)
 
@@ -47,7 +45,7 @@ def training_batches(
     requests = (Request(samples[part], epoch) for epoch, samples in updates)
     largest = len(range(order.batch)[part])
     workers = min(num_workers(data, config)[0], num_updates)
-    return _run(maker, requests, largest, workers, first_workers(config, workers), pin_memory, told)
+    return _run(maker, requests, largest, workers, pin_memory)
 
 
 def evaluation_batches(
@@ -63,7 +61,7 @@ def evaluation_batches(
     requests = (Request(np.arange(start, max(start, min(start + batch, len(data.test))))) for start in starts)
     workers = min(num_workers(data, config)[0], num_batches)
     largest = min(batch, len(data.test))
-    return _run(maker, requests, largest, workers, workers, pin_memory, lambda _: None)
+    return _run(maker, requests, largest, workers, pin_memory)
 
 
 def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
@@ -77,11 +75,6 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
     return min(max(int(share), 1), _MAX_AUTOMATIC), f"min({share:.3g} cores of this process, {_MAX_AUTOMATIC})"
 
 
-def first_workers(config: DataConfig, most: int) -> int:
-    """How many worker processes a training begins with; more start while batches are waited for."""
-    return most if config.workers is not None else -(-most // 2)
-
-
 def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) -> BatchMaker:
     """The maker of the batches of one of the splits."""
     geometry = Geometry(data.image_size, data.resize, config.augment)
@@ -90,18 +83,11 @@ def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) ->
 
 
 def _run(
-    maker: BatchMaker,
-    requests: Iterator[Request],
-    largest: int,
-    workers: int,
-    first: int,
-    pin_memory: bool,
-    told: Callable[[int], None],
+    maker: BatchMaker, requests: Iterator[Request], largest: int, workers: int, pin_memory: bool
 ) -> Generator[Batch, None, None]:
     """The batches of some requests, made by worker processes, by a thread beside a GPU, or by this process."""
     if workers and largest:
-        pool = Workers(maker, requests, largest, most=workers, first=first, pin_memory=pin_memory, told=told)
-        with closing(pool.batches()) as batches:
+        with closing(Workers(maker, requests, largest, workers, pin_memory).batches()) as batches:
             yield from batches
     elif pin_memory:
         with closing(_by_thread(maker, requests)) as batches:

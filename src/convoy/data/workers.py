@@ -25,8 +25,6 @@ from convoy.data.processes import Pool, SharedArray, Task
 _LEAST_PIECE, _LARGEST_PIECE = 16, 128
 # Batches and samples that are made ahead, besides those that keep every worker busy.
 _AHEAD, _SAMPLES_AHEAD = 3, 512
-# More workers start when this part of the time is spent waiting, which is checked after so many batches.
-_WAITED, _LOOK_EVERY = 0.01, 5
 # Batches that have been handed out: one is asked for while the one before is used, and, on a GPU, the copies of earlier
 # ones may still be on their way.
 _IN_USE, _ON_THEIR_WAY = 2, 2
@@ -113,8 +111,7 @@ def samples_ahead(batch: int) -> int:
 
 
 class Workers:
-    """Makes batches in their order, by `most` processes, `first` of which begin and others start while batches are
-    waited for. `told` gets their number whenever more have started.
+    """Makes batches in their order, by some processes.
 
     torch's `DataLoader` has workers that make a whole batch each, copy it to new shared memory and hand that over, and
     a thread that pins it. Threads of this process in their place would take the interpreter's lock, for a quarter of
@@ -126,39 +123,32 @@ class Workers:
         maker: BatchMaker,
         requests: Iterator[Request],
         largest: int,
-        *,
-        most: int,
-        first: int,
+        processes: int,
         pin_memory: bool = False,
-        told: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self._maker, self._requests, self._told = maker, requests, told
-        self._most, self._begin_with, self._pin_memory = most, first, pin_memory
+        self._maker, self._requests, self._num, self._pin_memory = maker, requests, processes, pin_memory
         ahead = samples_ahead(largest)
-        self._piece = min(max(-(-ahead // (4 * most)), _LEAST_PIECE), _LARGEST_PIECE)
-        self._ahead = -(-(ahead + most * self._piece) // largest)
+        self._piece = min(max(-(-ahead // (4 * processes)), _LEAST_PIECE), _LARGEST_PIECE)
+        self._ahead = -(-(ahead + processes * self._piece) // largest)
         num = self._ahead + _IN_USE + (_ON_THEIR_WAY if pin_memory else 0)
         self._buffers = Buffers(num, largest, maker.shape, pin_memory=pin_memory)
-        self._pool = Pool("loads pictures", "lower data.workers", most, _filler, maker, self._buffers)
+        self._pool = Pool("loads pictures", "lower data.workers", processes, _filler, maker, self._buffers)
         self._pending: deque[_Pending] = deque()
         self._unsent: deque[Task] = deque()
         self._first = self._last = 0  # numbers of the first batch that is pending, and of the one after the last
-        self._asked, self._waits, self._since = 0, 0.0, time.perf_counter()
 
     def batches(self) -> Generator[Batch, None, None]:
         """All batches. Closing the generator ends the processes."""
         try:
             with current.waiting_for_samples(self._late):
-                self._pool.start(self._begin_with)
+                self._pool.start(self._num)
             while self._send():
-                began = time.perf_counter()
                 with current.waiting_for_samples(self._late):
                     while not self._pending[0].is_done:
                         for (batch, _, start, *_), answer in self._pool.receive():
                             self._pending[batch - self._first].pieces[start] = answer
                         current.moved = time.monotonic()
                         self._send()
-                self._adapt(time.perf_counter() - began)
                 self._first += 1
                 yield self._finished(self._pending.popleft())
         finally:
@@ -210,21 +200,6 @@ class Workers:
         if not self._pin_memory:
             return batch
         return replace(batch, labels=batch.labels.pin_memory()) if self._buffers.pinned else batch.pin_memory()
-
-    def _adapt(self, waited: float) -> None:
-        """Start other processes where batches are waited for."""
-        self._asked += 1
-        if self._asked == 1:  # the first batch is waited for in any case
-            self._since = time.perf_counter()
-            return
-        self._waits += waited
-        num = len(self._pool)
-        if num >= self._most or self._asked % _LOOK_EVERY:
-            return
-        if self._waits > _WAITED * (time.perf_counter() - self._since):
-            self._pool.start(min(num, self._most - num))
-            self._told(len(self._pool))
-        self._waits, self._since = 0.0, time.perf_counter()
 
 
 def _filler(maker: BatchMaker, buffers: Buffers) -> Callable[..., tuple[int, list[tuple[int, str]]]]:

@@ -195,7 +195,7 @@ class Loop:
         if step.recorded is not None:
             step.recorded.tell = self.tell
         self.session.model.train()
-        with closing(self.session.batches(self.done, total - self.done, self._more_workers)) as batches:
+        with closing(self.session.batches(self.done, total - self.done)) as batches:
             self.recorder.ask(self.done, counts=self._microbatch_s is None)
             for batch in batches:
                 step.records = self.recorder.has_watched
@@ -272,9 +272,6 @@ class Loop:
             f"{self.done:,} on, by measured times of {', '.join(f'{ms:.3g}' for ms in times)} ms a microbatch"
         )
         self.reporter.say(session.notes[-1])
-
-    def _more_workers(self, number: int) -> None:
-        self.tell(f"data workers: {number} from update {self.done + 1:,} on, as batches were waited for")
 
     def tell(self, sentence: str) -> None:
         """Say something that stays with the run; of what is decided again and again, the last word alone stays."""

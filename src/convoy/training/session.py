@@ -55,11 +55,10 @@ class Prepared:
         positions: range,
         first_update: int,
         num_updates: int,
-        told: Callable[[int], None] = lambda _: None,
         workers: int | None = None,
     ) -> Generator[Batch, None, None]:
         """The samples at some positions of the batches of some updates, made by as many `workers` as the recipe says,
-        or as are said here; `told` learns of more of them."""
+        or as are said here."""
         config = self.recipe.data if workers is None else self.recipe.data.model_copy(update={"workers": workers})
         return training_batches(
             self.data,
@@ -70,7 +69,6 @@ class Prepared:
             seed=self.recipe.seed,
             positions=positions,
             pin_memory=self.device.type == "cuda",
-            told=told,
         )
 
     @property
@@ -105,7 +103,7 @@ class Session(Prepared):
     # Predicted seconds of an update on one device; None where nothing was, or one runs.
     one_device_s: float | None = None
     stages: list[StageRecord] = field(default_factory=list)  # of the network; none where it is in one piece
-    workers: int = 0  # processes of this rank that make pictures ready, by now
+    workers: int = 0  # processes of this rank that make pictures ready
 
     @property
     def normed_samples(self) -> int:
@@ -148,16 +146,9 @@ class Session(Prepared):
             return self.quantities.sizes[0]
         return max(1, min(largest, -(-len(self.data.test) // self.ranks.num_sample_ranks)))
 
-    def batches(
-        self, first_update: int, num_updates: int, told: Callable[[int], None] = lambda _: None
-    ) -> Generator[Batch, None, None]:
-        """This rank's samples of the batches of some updates; `told` learns of more worker processes."""
-
-        def more_workers(number: int) -> None:
-            self.workers = number
-            told(number)
-
-        return self.batches_of(self.division.positions(self.ranks.sample_rank), first_update, num_updates, more_workers)
+    def batches(self, first_update: int, num_updates: int) -> Generator[Batch, None, None]:
+        """This rank's samples of the batches of some updates."""
+        return self.batches_of(self.division.positions(self.ranks.sample_rank), first_update, num_updates)
 
     def guard(self) -> FiniteGuard:
         """What looks at every update before it is made."""

@@ -13,7 +13,6 @@ from convoy import models
 from convoy.comm.backend import own
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet, num_workers, open_data
-from convoy.data.loader import first_workers
 from convoy.data.sources import Progress
 from convoy.engine import Probe
 from convoy.engine.coupling import microbatch_sizes
@@ -217,8 +216,6 @@ def _assemble(
     notes += [recomputation] if recomputation is not None else []
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
     workers, why = num_workers(data, recipe.data)
-    if (num_first := first_workers(recipe.data, workers)) < workers:
-        why += "; half of them begin, others follow when batches are waited for"
     derived = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes) + ready.derived
     derived.append(Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"))
     if stages:
@@ -240,7 +237,7 @@ def _assemble(
         merge=merge,
         notes=[*recipe.notes(), *data.notes, *notes],
         stages=stages,
-        workers=num_first,
+        workers=workers,
     )
 
 
