@@ -2,6 +2,8 @@
 and Kubernetes publish; and that a manifest says what a name, a variable or an argument holds, or is not written."""
 
 import contextlib
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import yaml
 from kubeflow_trainer_api import models
 
 import manifests
+from convoy.cli import main
 from convoy.errors import ConvoyError
 from convoy.launch.kubernetes import KINDS, manifest
 
@@ -55,50 +58,43 @@ def test_every_field_is_known_to_kubeflows_models_and_a_misspelt_one_is_not() ->
     assert not is_known(job)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_pods_are_restricted_and_have_what_was_asked_for(kind: str) -> None:
-    """As the profile "restricted" of Kubernetes' Pod Security Standards asks, and with a file system to read."""
-    plain, bare, full = (manifests.read(training, kind) for training in TRAININGS.values())
-    pod = manifests.pod_of(plain)
-    assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] == 1000
-    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    (container,) = pod["containers"]
-    security = container["securityContext"]
-    assert security["allowPrivilegeEscalation"] is False and security["readOnlyRootFilesystem"] is True
-    assert security["capabilities"] == {"drop": ["ALL"]}
-    policy = plain["NetworkPolicy"]["spec"]
-    assert policy["ingress"] == [{"from": [{"podSelector": policy["podSelector"]}]}]
-    assert policy["policyTypes"] == ["Ingress"]
-    assert list(policy["podSelector"]["matchLabels"].values()) == ["resnet50"]
+def documented(page: str, begin: str, end: str = "```") -> str:
+    """An example of a page of the documentation."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    return text.partition(begin)[2].partition(end)[0]
 
-    mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
-    paths = {"data": "/data", "runs": "/runs", "shm": "/dev/shm", "tmp": "/tmp"}
-    assert {name: mount["mountPath"] for name, mount in mounts.items()} == paths
-    assert mounts["data"]["readOnly"] is True and "readOnly" not in mounts["runs"]
-    limits = {"cpu": "16", "memory": "64Gi", "nvidia.com/gpu": "4"}
-    assert container["resources"] == {"limits": limits, "requests": limits}
-    pod = manifests.pod_of(bare)
-    assert "data" not in {part["name"] for part in (*pod["volumes"], *pod["containers"][0]["volumeMounts"])}
-    variables = {one.pop("name"): one for one in manifests.pod_of(full)["containers"][0]["env"]}
+
+def test_the_manifest_is_the_documented_one_and_a_trainjobs_pods_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = documented("kubernetes.md", "```\nconvoy launch kubernetes", "\nkubectl").replace("\\\n", "")
+    assert main(["launch", "kubernetes", *shlex.split(line)]) == 0
+    documents = {document["kind"]: document for document in yaml.safe_load_all(Path("job.yaml").read_text())}
+    for metadata in (
+        *(one["metadata"] for one in documents.values()),
+        documents["Job"]["spec"]["template"]["metadata"],
+    ):
+        assert metadata.pop("labels") == {"app.kubernetes.io/name": "convoy", "app.kubernetes.io/instance": "resnet50"}
+    del documents["Job"]["spec"]["template"]["metadata"]
+    assert list(yaml.safe_load_all(documented("kubernetes.md", "```yaml\n"))) == list(documents.values())
+    for training in TRAININGS.values():
+        trainjob, job = (manifests.pod_of(manifests.read(training, kind)) for kind in KINDS)
+        (container,), (trainer,) = job["containers"], trainjob["containers"]
+        pet = [variable for variable in container["env"] if variable["name"].startswith("PET_")]
+        assert pet + trainer["env"] == container["env"]  # which Kubeflow sets by itself
+        for key in ("image", "command", "args", "resources", "securityContext", "volumeMounts"):
+            assert trainer[key] == container[key]
+        assert all(trainjob[key] == job[key] for key in ("securityContext", "volumes"))
+
+
+def test_what_was_asked_for() -> None:
+    bare, full = (manifests.pod_of(manifests.read(training, "job")) for training in list(TRAININGS.values())[1:])
+    assert "data" not in {part["name"] for part in (*bare["volumes"], *bare["containers"][0]["volumeMounts"])}
+    assert {"--max-restarts=5", "--nnodes=1:2"} < set(full["containers"][0]["command"])
+    variables = {one.pop("name"): one for one in full["containers"][0]["env"]}
     assert variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == {"value": "50"}  # of the pod's time to save
     assert variables["WANDB_API_KEY"] == {"valueFrom": {"secretKeyRef": {"name": "wandb", "key": "key"}}}
-
-
-def test_a_failed_pod_is_made_anew_and_kubeflows_variables_are_left_to_kubeflow() -> None:
-    documents = manifests.read(TRAININGS["all else"], "job")
-    job, pod = documents["Job"]["spec"], manifests.pod_of(documents)
-    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 2, 2)
-    assert (pod["restartPolicy"], job["backoffLimit"], job["podReplacementPolicy"]) == ("Never", 10, "Failed")
-    assert {"--max-restarts=5", "--nnodes=1:2"} < set(pod["containers"][0]["command"])
-    (rule,) = job["podFailurePolicy"]["rules"]  # one that the cluster took away is no failure
-    assert rule == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    assert pod["subdomain"] == documents["Service"]["metadata"]["name"]
-    assert documents["Service"]["spec"]["clusterIP"] == "None"
-    variables = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
-    assert variables["PET_MASTER_ADDR"] == "resnet50-0.resnet50"  # as the service names the first pod
-    trainer = manifests.read(manifests.training(), "trainjob")["TrainJob"]["spec"]["trainer"]
-    assert not [one for one in trainer["env"] if one["name"].startswith("PET_")]
-    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 4)
 
 
 DOCUMENTS = {"trainjob": ["NetworkPolicy", "TrainJob"], "job": ["NetworkPolicy", "Service", "Job"]}
