@@ -148,7 +148,7 @@ class BatchMaker:
         """Write a sample's picture; without an epoch as an evaluation shows it."""
         name, geometry, channels = self.source.name(sample), self.geometry, self.channels
         if self._turbo is not None and (draws is None or geometry.augment.crop != "pad"):
-            crop: Crop = geometry.center_box if draws is None else partial(geometry.training_box, draws)
+            crop: Crop = partial(geometry.box, draws)
             if isinstance(self.source, EncodedSource):
                 self._turbo.write(self.source.read(sample), name, crop, mirror, planes)
             else:
@@ -157,14 +157,10 @@ class BatchMaker:
             if epoch is None or not self.color.on:
                 return
             image = Image.fromarray(planes[0] if channels == 1 else np.ascontiguousarray(planes.transpose(1, 2, 0)))
-        elif draws is None:
-            planes[:] = evaluation_pixels(self.source.open(sample), name, geometry, channels)
-            return
         else:
             image = in_channels(geometry.crop(self.source.open(sample), name, draws), channels)
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirror else image
-        assert epoch is not None
-        planes[:] = _planes(self.color(image, epoch, sample), channels)
+        planes[:] = _planes(image if epoch is None else self.color(image, epoch, sample), channels)
 
     def _accept(self, bad: BadImage) -> str:
         if not self.skip_bad:
@@ -179,7 +175,7 @@ class BatchMaker:
 
 def evaluation_pixels(image: Image.Image, name: str, geometry: Geometry, channels: int) -> NDArray[np.uint8]:
     """A picture as an evaluation shows it to the network: uint8 [channels, image_size, image_size]. Raises BadImage."""
-    return _planes(geometry.center(image, name), channels)
+    return _planes(geometry.crop(image, name, None), channels)
 
 
 def _planes(image: Image.Image, channels: int) -> NDArray[np.uint8]:

@@ -27,6 +27,12 @@ _ATTEMPTS = 10
 CropBox = tuple[float, float, float, float]  # left, upper, right and lower end of a part of a picture
 
 
+def least_size(image_size: int, width: int, height: int, box: CropBox) -> tuple[int, int]:
+    """Width and height of a picture from which on the short side of a box of it has image_size pixels."""
+    factor = image_size / min(box[2] - box[0], box[3] - box[1])
+    return math.ceil(width * factor), math.ceil(height * factor)
+
+
 @dataclass(frozen=True)
 class Geometry:
     """How pictures get the size of the network's input."""
@@ -48,20 +54,14 @@ class Geometry:
     def pad(self) -> int:
         return DEFAULT_PAD if self.augment.pad is None else self.augment.pad
 
-    def center(self, image: Image.Image, name: str) -> Image.Image:
-        """The center of the picture after its short side was resized. Raises BadImage."""
-        image = finish_picture(image, name)
-        return self._cut(image, self.center_box(*image.size))
-
     def center_box(self, width: int, height: int) -> CropBox:
         side = min(width, height) * self.image_size / self.resize
         left, top = (width - side) / 2, (height - side) / 2
         return left, top, left + side, top + side
 
-    def training_box(self, draws: NDArray[np.float64], width: int, height: int) -> CropBox:
-        """The same of training's crop, unless that is `pad`."""
-        assert self.augment.crop != "pad"
-        if self.augment.crop == "none":
+    def box(self, draws: NDArray[np.float64] | None, width: int, height: int) -> CropBox:
+        """The part of a picture of this size that becomes the result, but for crop=pad; the center without draws."""
+        if draws is None or self.augment.crop == "none":
             return self.center_box(width, height)
         return self._random_box(width, height, draws)
 
@@ -70,19 +70,17 @@ class Geometry:
         num = {"none": 0, "pad": 2, "random-resized": 2 * _ATTEMPTS + 2}[self.augment.crop]
         return uniforms(seed, Purpose.CROP, epoch, samples, num)
 
-    def crop(self, image: Image.Image, name: str, draws: NDArray[np.float64]) -> Image.Image:
-        """Training's piece of the picture, as `augment.crop` says. Raises BadImage."""
-        if self.augment.crop == "none":
-            return self.center(image, name)
-        if self.augment.crop == "pad":
+    def crop(self, image: Image.Image, name: str, draws: NDArray[np.float64] | None) -> Image.Image:
+        """Training's piece of the picture, as `augment.crop` says; the center without draws. Raises BadImage."""
+        if draws is not None and self.augment.crop == "pad":
             return self._padded_crop(finish_picture(image, name), draws)
         width, height = upright_size(image)
-        box = self._random_box(width, height, draws)
-        # As small as may be decoded, so that the box still has image_size pixels on its short side.
-        factor = self.image_size / min(box[2] - box[0], box[3] - box[1])
-        image = finish_picture(image, name, (math.ceil(width * factor), math.ceil(height * factor)))
+        box = self.box(draws, width, height)
+        is_random = draws is not None and self.augment.crop == "random-resized"
+        image = finish_picture(image, name, least_size(self.image_size, width, height, box) if is_random else None)
         across, down = image.width / width, image.height / height
-        return self._cut(image, (box[0] * across, box[1] * down, box[2] * across, box[3] * down))
+        box = box[0] * across, box[1] * down, box[2] * across, box[3] * down
+        return image.resize((self.image_size, self.image_size), self._resample, box=box)
 
     def pad_offsets(self, width: int, height: int, draws: NDArray[np.float64]) -> NDArray[np.int64]:
         """Left and top corner [n, 2] of crop=pad's pieces in padded pictures of this size, from draws [n, 2]."""
@@ -116,9 +114,6 @@ class Geometry:
         w, h = min(width, max(1, round(height * shape))), min(height, max(1, round(width / shape)))
         left, top = (width - w) // 2, (height - h) // 2
         return left, top, left + w, top + h
-
-    def _cut(self, image: Image.Image, box: CropBox) -> Image.Image:
-        return image.resize((self.image_size, self.image_size), self._resample, box=box)
 
 
 # Eigenvalues and eigenvectors (in columns) of the covariance of ImageNet's RGB values, scaled from 0 to 1.

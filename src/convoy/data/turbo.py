@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from convoy.data.decode import finish_picture, in_channels, open_picture, oriented, too_large, upright_size
-from convoy.data.transforms import CropBox
+from convoy.data.transforms import CropBox, least_size
 from convoy.errors import ConvoyError
 
 Pixels = NDArray[np.uint8]
@@ -83,7 +83,7 @@ class Turbo:
         image = open_picture(data, name)
         width, height = upright_size(image)
         box = crop(width, height)
-        image = finish_picture(image, name, self._needed(width, height, box))
+        image = finish_picture(image, name, least_size(self._size, width, height, box))
         pixels = np.asarray(in_channels(image, 1 if self._grey else 3))
         return pixels, _scaled(box, pixels.shape[1] / width, pixels.shape[0] / height)
 
@@ -105,7 +105,7 @@ class Turbo:
         if too_large(width, height) or space in ("CMYK", "YCCK"):
             raise ValueError
         box = crop(width, height)
-        wide, high = self._needed(width, height, box)
+        wide, high = least_size(self._size, width, height, box)
         # By 2, 4 or 8: libjpeg-turbo also scales by 7/8 and the like, but slower than it decodes the whole picture.
         factor = next((divisor for divisor in (8, 4, 2) if min(width / wide, height / high) >= divisor), 1)
         num_bytes, buffers = width * height * (1 if self._grey else 3), self._buffers
@@ -120,11 +120,6 @@ class Turbo:
         )
         pixels = pixels[:, :, 0] if self._grey else pixels
         return pixels, _scaled(box, pixels.shape[1] / width, pixels.shape[0] / height)
-
-    def _needed(self, width: int, height: int, box: CropBox) -> tuple[int, int]:
-        """Width and height of the picture from which on the short side of the box has image_size pixels."""
-        factor = self._size / min(box[2] - box[0], box[3] - box[1])
-        return math.ceil(width * factor), math.ceil(height * factor)
 
 
 class _Buffers(threading.local):
