@@ -113,6 +113,7 @@ def on_hosts(
     arguments: tuple[str, ...],
     devices_per_host: int | None,
     secret: Path | None,
+    interface: str | None,
     as_json: bool,
     **values: Any,
 ) -> int:
@@ -125,7 +126,9 @@ def on_hosts(
         {interfaces.SECRET: token_hex(16)} if secret is None else {interfaces.SECRET_FILE: str(secret.absolute())}
     )
     group = Host.parse(hosts, devices_per_host)
-    starting = commands(group, arguments, f"convoy-{token_hex(4)}", secret=variables, **values)
+    environment = dict.fromkeys(interfaces.VARIABLES, interface) if interface is not None else {}
+    environment |= variables if len(group) > 1 else {}
+    lines = commands(group, arguments, f"convoy-{token_hex(4)}", environment=environment, **values)
     elastic = values["least"] not in (None, len(group))
     check_recipe(requested(arguments, sum(host.devices for host in group), elastic))
     if secret is not None and not secret.exists():
@@ -137,9 +140,9 @@ def on_hosts(
             raise ConvoyError(f"--secret {secret} cannot be written ({error.strerror}): choose another place") from None
     interfaces.secret(variables)  # a file of before may be open to others
     if as_json:
-        click.echo(json.dumps([{**asdict(line), "command": str(line)} for line in starting], indent=2))
+        click.echo(json.dumps([{**asdict(line), "command": str(line)} for line in lines], indent=2))
         return 0
-    for line in starting:
+    for line in lines:
         click.echo(f"# {line.host}, {plural(line.devices, 'device')}")
         click.echo(str(line))
     click.echo(

@@ -19,11 +19,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
-from convoy import interfaces
 from convoy.errors import ConvoyError
 from convoy.failure import AGENTS, TRACEBACK, Failure, end_of, text_of, word_in
 
-BACKEND = "convoy"
 # Beginnings of torch's messages about ranks that failed, by logger.
 _PAGES = {
     "torch.distributed.elastic.multiprocessing.api": ("Sending process", "failed (exitcode"),
@@ -159,19 +157,15 @@ def commands(
     rendezvous: Rendezvous = "convoy",
     least: int | None = None,
     max_restarts: int = 0,
-    interface: str | None = None,
-    secret: Mapping[str, str] = {},
+    environment: Mapping[str, str] = {},
 ) -> list[Command]:
     """A command for each of the hosts that train together and meet on the first one. `run_id` is another one for every
-    run; `least` hosts are enough to begin and to go on, all by default; `secret` has the variables with the secret by
-    which the hosts know each other, or with its file."""
+    run; `least` hosts are enough to begin and to go on, all by default."""
     count, first = len(hosts), hosts[0].name
     if least is not None and not 1 <= least <= count:
         raise ConvoyError(f"--min-hosts {least} must be from 1 to the {count} hosts that are named")
     if rendezvous == "static" and least not in (None, count):
         raise ConvoyError("--rendezvous static needs all hosts: leave --min-hosts out, or use convoy or c10d")
-    environment = dict.fromkeys(interfaces.VARIABLES, interface) if interface is not None else {}
-    environment |= secret if count > 1 else {}
     endpoint = f"[{first}]:{port}" if ":" in first else f"{first}:{port}"
     meeting = [f"--rdzv-backend={rendezvous}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}"]
     lines = []
@@ -186,5 +180,5 @@ def commands(
             *meeting,
             *("-m", "convoy", "train"),
         ]
-        lines.append(Command(host.name, host.devices, environment, (*words, *arguments)))
+        lines.append(Command(host.name, host.devices, dict(environment), (*words, *arguments)))
     return lines
