@@ -5,28 +5,36 @@ from typing import Any
 
 import yaml
 
-from convoy.launch.kubernetes import KINDS, Training, complete, to_yaml
+from convoy.launch.kubernetes import complete, manifest
 
 
-def training(arguments: tuple[str, ...] = ("resnet50", "--data", "/data"), **changes: Any) -> Training:
+def training(arguments: tuple[str, ...] = ("resnet50", "--data", "/data"), **changes: Any) -> dict[str, Any]:
     """A training on two pods with four GPUs each."""
     values: dict[str, Any] = {
         "name": "resnet50",
+        "namespace": None,
         "image": "registry.example:5000/team/convoy:1.0",
         "num_nodes": 2,
+        "least_nodes": None,
         "devices_per_node": 4,
+        "accelerator": "nvidia.com/gpu",
         "run_claim": "runs",
         "data_claim": "imagenet",
         "cpu": "16",
         "memory": "64Gi",
         "shared_memory": "8Gi",
+        "runtime": "torch-distributed",
+        "environment": {},
+        "secrets": {},
+        "max_restarts": 3,
+        "user": 1000,
     } | changes
-    return Training(arguments=complete(arguments, {}, values["name"]), **values)
+    return values | {"arguments": complete(arguments, {}, values["name"])}
 
 
-def read(asked: Training, kind: str) -> dict[str, dict[str, Any]]:
+def read(values: dict[str, Any], kind: str) -> dict[str, dict[str, Any]]:
     """The documents of a manifest, read back from its YAML, by kind."""
-    return {document["kind"]: document for document in yaml.safe_load_all(to_yaml(KINDS[kind](asked)))}
+    return {document["kind"]: document for document in yaml.safe_load_all(manifest(kind=kind, **values))}
 
 
 def pod_of(documents: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -29,8 +29,7 @@ from convoy.cli.app import main
 from convoy.data import BadImage, DataConfig, open_data, pack
 from convoy.data.dataset import open_files
 from convoy.data.decode import finish_picture, open_picture
-from convoy.data.pack import index_file
-from convoy.data.packed import INDEX, PackOptions
+from convoy.data.packed import INDEX, PackOptions, index_file
 from convoy.documents import read_mapping
 from convoy.errors import ConvoyError
 from convoy.plans.fit import parse_fix

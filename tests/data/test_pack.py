@@ -3,6 +3,7 @@ anywhere."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,7 @@ from safetensors import safe_open
 
 from convoy.data import DataConfig, pack
 from convoy.data.dataset import open_files
-from convoy.data.pack import index_file
-from convoy.data.packed import INDEX, Pack, PackOptions, damaged, unpack
+from convoy.data.packed import INDEX, Pack, PackOptions, damaged, index_file, unpack
 from convoy.errors import ConvoyError
 from data.made import (
     encoded,
@@ -173,12 +173,8 @@ def another_label(index: Path) -> bytes:
 
 DAMAGED = "is cut off or damaged: pack the data again"
 INDEXES: list[tuple[str, Change]] = [
-    (DAMAGED, lambda index: index.read_bytes()[:50]),
     (DAMAGED, another_label),
     (DAMAGED, of_index("train.size", lambda array: array + 2**30)),
-    (DAMAGED, of_index("train.label", lambda array: array[:-1])),
-    (DAMAGED, of_index("train.name_end", lambda array: array[::-1].copy())),
-    (DAMAGED, of_index("options", lambda options: options | {"quality": "x"})),
     (DAMAGED, of_index("shards", lambda shards: {"../" + name: size for name, size in shards.items()})),
     ("later version", of_index("version", lambda _: 99)),
 ]
@@ -224,20 +220,11 @@ def test_names_of_strangers_lead_nowhere_and_no_picture_takes_the_place_of_anoth
     assert sorted(Image.open(file).getpixel((0, 0)) for file in pictures) == list(range(len(stems)))
 
 
-def link(path: Path, to: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.symlink_to(to)
-
-
-HALF_WRITTEN = "links for what is half-written"
 PREPARED: dict[str, Callable[[Path, Path], Any]] = {
     "a link under such a name": lambda dest, victim: (dest / ".unpacking-x").symlink_to(victim),
     "a link to notes": lambda dest, victim: (dest / ".packing").symlink_to(victim),
     "somebody's notes": lambda dest, victim: shutil.copytree(victim, dest / ".packing"),
-    HALF_WRITTEN: lambda dest, victim: [
-        link(dest / ".packing" / f".{name}.{os.getpid()}.tmp", victim / "mine.json")
-        for name in ("what.json", "train-000000.tar.json", "test-000000.tar.json")
-    ],
+    "links inside of them": lambda dest, victim: shutil.copytree(victim, dest / ".packing", symlinks=True),
     "files that end alike": lambda dest, victim: [(dest / name).write_bytes(b"") for name in (".packing", ".my.tmp")],
 }
 
@@ -248,20 +235,15 @@ def test_nothing_of_strangers_is_followed_written_or_removed(tmp_path: Path, who
         dest, victim = tmp_path / f"{number}" / "dest", tmp_path / f"{number}" / "victim"
         for folder in (dest, victim / "inner"):
             folder.mkdir(parents=True)
-        for file in ("mine.json", "inner/mine", "what.txt", ".mine.1.tmp"):
+        for file in ("mine.json", "inner/mine", ".mine.1.tmp"):
             (victim / file).write_bytes(b"mine")
+        (victim / f".train-000000.tar.json.{os.getpid()}.tmp").symlink_to(victim / "mine.json")
         prepare(dest, victim)
         files = [path for path in (*victim.rglob("*"), *dest.rglob("*")) if not path.is_symlink()]
-        if prepared == HALF_WRITTEN:  # it is written, but not to where they lead
-            files = [path for path in files if victim in path.parents]
         before = {path: path.is_dir() or path.read_bytes() for path in files}
-        try:
+        with pytest.raises(ConvoyError, match=re.escape(str(dest))):
             if any(path.name.startswith(".unpacking") for path in dest.iterdir()):
                 unpack(Pack.open(whole), dest, None)
             else:
                 packed(photos, dest)
-        except ConvoyError as error:
-            assert str(dest) in str(error) and "\n" not in str(error), prepared
-        else:
-            assert prepared == HALF_WRITTEN
         assert {path: path.is_dir() or path.read_bytes() for path in before} == before, prepared

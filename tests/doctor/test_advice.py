@@ -8,7 +8,7 @@ import pytest
 
 from convoy.doctor.diagnosis import Advice, Diagnosis, advise
 from convoy.doctor.facts import Cause, Facts, Pictures, RankFacts, Trial
-from convoy.launch.host import GpuLoad, GpuProcess, HostLoad, OtherProcess
+from convoy.launch.host import GpuLoad, HostLoad, OtherProcess
 
 HEALTHY = Facts(
     model="resnet18",
@@ -32,7 +32,7 @@ HEALTHY = Facts(
 NO_LOAD = HostLoad(10.0, 10.0, 1.0, 0.0, 0.0, (), 0.0, 0.0, 0, 0.0, None, None)
 BLENDER = OtherProcess("blender", 77, 0.5)
 BUSY = replace(NO_LOAD, waited_s=5.0, others_cores=0.5, others=(BLENDER,))
-GPU = GpuLoad({}, (GpuProcess("python", 77, 2**30),), 0.0)
+GPU = GpuLoad({}, (OtherProcess("python", 77),), 0.0)
 THREAD = Trial("threads", ("--set", "threads=1"), {"threads": 1}, seconds=0.25, before_s=1.0)
 
 

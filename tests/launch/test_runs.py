@@ -121,7 +121,7 @@ def test_a_run_outlives_a_short_cut_and_the_loss_of_a_host(folder: Path, serial:
         *(Host.parse("node0:1,node1:1"), [*LONG, *options], "cut"),
         least=1,
         max_restarts=3,
-        secret={"CONVOY_SECRET": "of both"},
+        environment={"CONVOY_SECRET": "of both"},
     )
     lines = [str(one).replace("--rdzv-id", "--rdzv-conf read_timeout=10 --rdzv-id") for one in group]
     with emulated_hosts(2, "1gbit") as hosts:

@@ -32,9 +32,6 @@ def only_classes(num_classes):
 def broken(num_classes):
     raise RuntimeError("first line\\nsecond line")
 
-def text():
-    return "no network"
-
 class Namespace:
     inner = Net
 """
@@ -73,9 +70,6 @@ MISTAKES = {
     "images of 3 channels where the data has 1": (f"{NETS}:fixed", {"in_channels": 1}),
     "'depth': it accepts num_classes, in_channels, width": (f"{NETS}:Net", {"depth": 3}),
     "it failed with RuntimeError: first line": (f"{NETS}:broken", {"num_classes": 2}),
-    "returned str": (f"{NETS}:text", {}),
-    "there is no module 'convoy_own_package.smal'": ("convoy_own_package.smal:Net", {}),
-    "write package.module:factory, with dots and without .py": (f"{NETS}.py:Net", {}),
 }
 
 

@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -28,21 +27,13 @@ def mistake(call) -> str:
     return str(caught.value)
 
 
-def test_without_the_library_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for extra in ("timm", "torchvision"):
         for name in [name for name in sys.modules if name.partition(".")[0] == extra]:
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, extra, None)
-        for verb in (create, describe, count, lambda name: accepts(name, "option")):
+        for verb in (create, describe, count):
             assert f"pip install 'convoy-nn[{extra}]'" in mistake(lambda verb=verb, e=extra: verb(f"{e}:resnet18"))
-    folder = tmp_path / "torchvision"  # one that was built for another torch
-    folder.mkdir()
-    (folder / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
-    monkeypatch.delitem(sys.modules, "torchvision")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sentence = mistake(lambda: create("torchvision:resnet18"))
-    assert f"does not import beside torch {torch.__version__}" in sentence
-    assert "operator torchvision::nms does not exist" in sentence
 
 
 class StandIn(ModuleType):
@@ -86,7 +77,7 @@ def test_the_real_libraries() -> None:
             model = create(name, num_classes=7, in_channels=3)
         assert all(model.get_submodule(head).weight.shape[0] == 7 for head in classifier_names(model))
         assert "has no option 'nonsense'" in mistake(lambda name=name: create(name, nonsense=1))
-    assert accepts("timm:resnet18", "zero_init_last") and accepts("torchvision:resnet18", "zero_init_residual")
+    assert accepts("torchvision:resnet18", "zero_init_residual")
     assert not accepts("torchvision:mobilenet_v3_small", "zero_init_residual"), "its class would swallow it"
     for name in models.list_models(module=models):
         assert describe(f"torchvision:{name}").num_classes == 1000

@@ -50,12 +50,6 @@ def test_files_that_fit_are_loaded_whatever_wrote_them(tmp_path: Path) -> None:
         write(state, tmp_path / name)
         assert load_weights(model, tmp_path / name) == []
         assert same(state, state_of(model)), name
-    halves = {key: value.half() if value.is_floating_point() else value for key, value in state.items()}
-    save_file(halves, tmp_path / "half.safetensors")
-    load_weights(model := create("cifar-quick"), tmp_path / "half.safetensors")
-    for key, value in model.state_dict().items():
-        assert value.dtype == state[key].dtype
-        torch.testing.assert_close(value, state[key], rtol=1e-3, atol=1e-3)
 
 
 def test_another_number_of_classes_keeps_the_fresh_heads(tmp_path: Path) -> None:
@@ -103,10 +97,6 @@ class Malicious:
         return print, ("this must never run",)
 
 
-def raw(content: bytes) -> Callable[[State, Path], None]:
-    return lambda state, path: path.write_bytes(content) and None
-
-
 def truncated(state: State, path: Path) -> None:
     save_file(state, path)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -114,9 +104,6 @@ def truncated(state: State, path: Path) -> None:
 
 REFUSED: dict[str, tuple[str, Callable[[State, Path], None]]] = {
     "no.pth does not exist": ("no.pth", lambda state, path: None),
-    "empty.pth cannot be read as weights (it is empty)": ("empty.pth", raw(b"")),
-    "it is not what torch.save writes": ("w.pth", raw(b"<!DOCTYPE html>")),
-    "but what torch.save writes: let its name end in .pth": ("t.safetensors", saved(dict)),
     "half.safetensors cannot be read as weights": ("half.safetensors", truncated),
     "it holds Python code or objects": ("code.pth", saved(lambda state: {"a": Malicious()})),
     "less.pth does not fit LeNet: it lacks classifier.0.bias; give": (
@@ -125,9 +112,6 @@ REFUSED: dict[str, tuple[str, Callable[[State, Path], None]]] = {
     "it has extra.weight, which the net has not": ("more.pth", saved(lambda s: s | {"extra.weight": torch.zeros(1)})),
     "features.0.weight is 6x3x5x5 where the net has 6x1x5x5": (
         *("rgb.pth", saved(lambda state: state_of(create("lenet", in_channels=3)))),
-    ),
-    "features.0.weight is 6x1x5x5 of int8 where the net has 6x1x5x5": (
-        *("int8.pth", saved(lambda state: {key: value.to(torch.int8) for key, value in state.items()})),
     ),
 }
 

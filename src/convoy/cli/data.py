@@ -88,10 +88,9 @@ def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> in
     one_by_one = ["data.bad_images=skip"]  # below
     with _named("PATH"):
         data = open_data(load_recipe("default", ["model.name=lenet", f"data.path={path}", *one_by_one, *settings]).data)
-    stored = str(Pack.open(folder).options) if data.format == "pack" else ""
+    form = str(Pack.open(folder).options) if data.format == "pack" else ""
     rows = []
     bad: list[str] = []
-    known = 0
     for split, source in (("train", data.train), ("test", data.test)):
         row = {
             "data": data.name,
@@ -112,16 +111,12 @@ def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> in
                     reporter.prepare(f"reading {split}", sample + 1, len(source))
             row["not readable"] = len(unreadable)
             bad += unreadable
-        else:
-            known += len(getattr(source, "bad", ()))
-        rows.append(row | ({"stored": stored} if stored and as_json else {}))
+        rows.append(row | ({"stored": form} if form and as_json else {}))
     options.show(rows, as_json, right=("images", "classes", "not readable"))
-    if stored and not as_json:
-        click.echo(f"stored: {stored}")
+    if form and not as_json:
+        click.echo(f"stored: {form}")
     for sentence in (*data.notes, *bad):
         click.echo(sentence, err=True)
-    if known:
-        click.echo(f"{known:,} of the pictures cannot be read: --check names them", err=True)
     return 1 if bad else 0
 
 
@@ -186,23 +181,22 @@ def pack(
 
     with _reporter(as_json) as reporter, _named("SOURCE"):
         recipe = load_recipe("default", ["model.name=lenet", f"data.path={source}", *settings])
-        kind, opened = open_files(recipe.data, reporter.prepare)
-        stored = PackOptions(short_side, raw, quality)
+        kind, contents = open_files(recipe.data, reporter.prepare)
+        form = PackOptions(short_side, raw, quality)
         if kind == "pack":
             packed = Pack.open(path)
-            kind, stored = packed.format, packed.options if stored == PackOptions() else stored
+            kind, form = packed.format, packed.options if form == PackOptions() else form
         cores = processes or max(int(own_share()), 1)
         tell = partial(click.echo, err=True)
-        for note in opened.notes if kind != "pack" else ():
+        for note in contents.notes if kind != "pack" else ():
             tell(note)
-        statistics = write(kind, opened, dest, stored, reporter.prepare, cores, tell)
+        statistics = write(kind, contents, dest, form, reporter.prepare, cores, tell)
     rows: list[dict[str, Any]] = []
-    for split, one in statistics.items():
-        row: dict[str, Any] = {"split": split, "images": one.images}
-        sizes = ({"original": one.original_bytes} if one.original_bytes else {}) | {"stored": one.stored_bytes}
-        for name, number in sizes.items():
-            row[f"{name}_bytes" if as_json else name] = number
-        rows.append(row | {"mean": list(one.mean), "std": list(one.std)})
+    for split, sums in statistics.items():
+        row: dict[str, Any] = {"split": split, "images": sums.images}
+        sizes = ({"original": sums.original_bytes} if sums.original_bytes else {}) | {"stored": sums.stored_bytes}
+        row |= {f"{name}_bytes" if as_json else name: number for name, number in sizes.items()}
+        rows.append(row | dict(zip(("mean", "std"), sums.moments, strict=True)))
     if as_json:
         options.show([{"pack": str(dest)} | row for row in rows], as_json)
         return 0
@@ -210,7 +204,7 @@ def pack(
     numbers = dict.fromkeys(("mean", "std"), lambda numbers: " ".join(f"{number:.3f}" for number in numbers))
     options.show(rows, right=("images", *words), formats={**words, **numbers})
     on_disk = sum(file.stat().st_size for file in dest.iterdir())
-    if on_disk > _PADDED * sum(one.stored_bytes for one in statistics.values()):
+    if on_disk > _PADDED * sum(sums.stored_bytes for sums in statistics.values()):
         click.echo(f"{dest} takes {size(on_disk)} on disk: tars add some 2 kB to every picture")
     return 0
 
@@ -229,15 +223,9 @@ def verify(path: Path, as_json: bool) -> int:
 
     with _reporter(as_json) as reporter:
         sentences = list(damaged(pack_, reporter.prepare))
-    number = sum(split.images for split in pack_.statistics.values())
-    row = {
-        "pack": str(path),
-        "of": pack_.name,
-        "stored": str(pack_.options),
-        "images": number,
-        "damaged": len(sentences),
-    }
-    options.show([row], as_json, right=("images", "damaged"))
+    images = sum(split.images for split in pack_.statistics.values())
+    row = {"pack": str(path), "of": pack_.name, "stored": str(pack_.options), "images": images}
+    options.show([row | {"damaged": len(sentences)}], as_json, right=("images", "damaged"))
     for sentence in sentences:
         click.echo(sentence, err=True)
     return 1 if sentences else 0

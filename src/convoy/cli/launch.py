@@ -22,7 +22,7 @@ from convoy.cli.requests import TrainRequest
 from convoy.cli.train import command as train
 from convoy.errors import ConvoyError
 from convoy.launch import slurm
-from convoy.launch.kubernetes import KINDS, RUNTIME, Training, complete, name_for, to_yaml
+from convoy.launch.kubernetes import KINDS, RUNTIME, complete, manifest, name_for
 from convoy.launch.torchrun import Host, commands
 from convoy.models.registry import check_name
 from convoy.units import plural
@@ -113,6 +113,7 @@ def on_hosts(
     arguments: tuple[str, ...],
     devices_per_host: int | None,
     secret: Path | None,
+    interface: str | None,
     as_json: bool,
     **values: Any,
 ) -> int:
@@ -125,7 +126,9 @@ def on_hosts(
         {interfaces.SECRET: token_hex(16)} if secret is None else {interfaces.SECRET_FILE: str(secret.absolute())}
     )
     group = Host.parse(hosts, devices_per_host)
-    starting = commands(group, arguments, f"convoy-{token_hex(4)}", secret=variables, **values)
+    environment = dict.fromkeys(interfaces.VARIABLES, interface) if interface is not None else {}
+    environment |= variables if len(group) > 1 else {}
+    lines = commands(group, arguments, f"convoy-{token_hex(4)}", environment=environment, **values)
     elastic = values["least"] not in (None, len(group))
     check_recipe(requested(arguments, sum(host.devices for host in group), elastic))
     if secret is not None and not secret.exists():
@@ -137,11 +140,11 @@ def on_hosts(
             raise ConvoyError(f"--secret {secret} cannot be written ({error.strerror}): choose another place") from None
     interfaces.secret(variables)  # a file of before may be open to others
     if as_json:
-        click.echo(json.dumps([{**asdict(one), "command": str(one)} for one in starting], indent=2))
+        click.echo(json.dumps([{**asdict(line), "command": str(line)} for line in lines], indent=2))
         return 0
-    for one in starting:
-        click.echo(f"# {one.host}, {plural(one.devices, 'device')}")
-        click.echo(str(one))
+    for line in lines:
+        click.echo(f"# {line.host}, {plural(line.devices, 'device')}")
+        click.echo(str(line))
     click.echo(
         "start each on its host: the data are to be under one path, and the run directory on a file system of all; "
         "for a network of your own in the folder of its file (docs/hosts.md)",
@@ -246,7 +249,7 @@ Examples:
 @click.option("--image", required=True, help="The container image, with Convoy in it (see the Dockerfile).")
 @click.option("--run-claim", metavar="CLAIM", required=True, help="Volume claim for runs: /runs in the pods.")
 @click.option("--data-claim", metavar="CLAIM", help="Volume claim with the data: /data in the pods, read-only.")
-@click.option("--kind", type=click.Choice(list(KINDS)), default="trainjob", show_default=True, help="What to write.")
+@click.option("--kind", type=click.Choice(KINDS), default="trainjob", show_default=True, help="What to write.")
 @click.option("--runtime", default=RUNTIME, show_default=True, help="Of a trainjob: its ClusterTrainingRuntime.")
 @click.option("--name", help="Of the job and its run. [default: made from the model's]")
 @click.option("--namespace", help="[default: kubectl's]")
@@ -273,9 +276,7 @@ Examples:
 @options.verbose
 def on_kubernetes(
     arguments: tuple[str, ...],
-    kind: str,
     name: str | None,
-    accelerator: str,
     environment: tuple[str, ...],
     secrets: tuple[str, ...],
     out: Path | None,
@@ -286,30 +287,27 @@ def on_kubernetes(
     What comes after -- is what convoy train would be given; --out and --resume are added, so that a pod that is
     started again goes on from the newest checkpoint.
     """
-    on_cpus, devices = accelerator == "none", values["devices_per_node"]
+    on_cpus, devices = values["accelerator"] == "none", values["devices_per_node"]
+    values["accelerator"] = None if on_cpus else values["accelerator"]
     request = requested(arguments, values["num_nodes"] * devices, elastic=values["least_nodes"] is not None)
     name = name_for(request.model, request.recipe) if name is None else name
     completed = complete(arguments, vars(request), name, values["data_claim"] is not None)
     for option, (amount, unit) in AMOUNTS[on_cpus].items():
         values[option] = values[option] or f"{amount * devices}{unit}"
-    given = [text.partition("=")[0] for text in (*environment, *secrets)]
-    for variable in given:
-        if given.count(variable) > 1:
-            raise ConvoyError(f"the variable {variable} is given twice: leave one away")
-    training = Training(
-        name=name,
-        arguments=completed,
-        accelerator=None if on_cpus else accelerator,
-        environment=dict(_pair("--env", text, "NAME=VALUE") for text in environment),
-        secrets=dict(_secret(text) for text in secrets),
-        **values,
-    )
+    variables = _pairs("--env", "NAME=VALUE", environment)
+    references = {
+        variable: (secret, key)
+        for variable, place in _pairs("--env-from-secret", "NAME=SECRET/KEY", secrets).items()
+        for secret, _, key in [place.partition("/")]
+    }
+    for variable in variables.keys() & references.keys():
+        raise _given_twice(variable)
+    text = manifest(completed, variables, references, name=name, **values)
     check_recipe(request)  # after secrets in it were refused: sentences may repeat it
-    text = to_yaml(KINDS[kind](training))
     module, colon, _ = (request.model or "").partition(":")
     if colon and module not in ("timm", "torchvision"):
         click.echo(
-            f"the module {module} must be in the image {training.image}: see 'Your own network' in docs/kubernetes.md",
+            f"the module {module} must be in the image {values['image']}: see 'Your own network' in docs/kubernetes.md",
             err=True,
         )
     if out is None:
@@ -320,20 +318,21 @@ def on_kubernetes(
     return 0
 
 
-def _pair(option: str, text: str, form: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConvoyError(f"{option} {text!r} must be {form}")
-    return name, value
+def _pairs(option: str, form: str, texts: Sequence[str]) -> dict[str, str]:
+    """What an option's texts of the form `NAME=…` say, by name."""
+    pairs: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or ("/" in form and "/" not in value):
+            raise ConvoyError(f"{option} {name} must be {form}")
+        if name in pairs:
+            raise _given_twice(name)
+        pairs[name] = value
+    return pairs
 
 
-def _secret(text: str) -> tuple[str, tuple[str, str]]:
-    form = "NAME=SECRET/KEY"
-    name, place = _pair("--env-from-secret", text, form)
-    secret, slash, key = place.partition("/")
-    if not slash:
-        raise ConvoyError(f"--env-from-secret {name} must be {form}")
-    return name, (secret, key)
+def _given_twice(variable: str) -> ConvoyError:
+    return ConvoyError(f"the variable {variable} is given twice: leave one away")
 
 
 def requested(arguments: Sequence[str], devices: int, elastic: bool = False) -> TrainRequest:

@@ -185,28 +185,29 @@ def open_cifar(path: Path) -> Opened:
         )
     folder, layout = location
     classes = _class_names(folder / layout.names, layout)
-    train, test = ([_read(folder / name, layout) for name in names] for names in (layout.train, (layout.test,)))
-    return Opened(layout.name, classes, _join(train, "training pictures"), _join(test, "test pictures"))
+    train, test = (_open_split(folder, names, layout) for names in (layout.train, (layout.test,)))
+    return Opened(
+        layout.name,
+        classes,
+        PixelSource(*train, "CIFAR's training pictures"),
+        PixelSource(*test, "CIFAR's test pictures"),
+    )
 
 
-def _join(parts: list[tuple[NDArray[np.uint8], NDArray[np.int64]]], name: str) -> PixelSource:
-    planes = np.concatenate([pixels for pixels, _ in parts]).reshape(-1, 3, _SIDE, _SIDE)
-    labels = np.concatenate([labels for _, labels in parts])
-    return PixelSource(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels, f"CIFAR's {name}")
-
-
-def _read(path: Path, layout: _Layout) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    pixels, labels = _read_binary(path, layout) if layout.label_bytes else _read_python(path, layout)
-    if len(labels) == 0:
-        raise ConvoyError(f"{shown(path)} holds no pictures: fetch it again")
-    return pixels, labels
+def _open_split(folder: Path, names: tuple[str, ...], layout: _Layout) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    read = _read_binary if layout.label_bytes else _read_python
+    pixels, labels = (
+        np.concatenate(part) for part in zip(*(read(folder / name, layout) for name in names), strict=True)
+    )
+    planes = pixels.reshape(-1, 3, _SIDE, _SIDE)
+    return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels
 
 
 def _read_binary(path: Path, layout: _Layout) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     with reading(path):
         content = np.fromfile(path, np.uint8)
     row = _BYTES + layout.label_bytes
-    if content.size % row:
+    if content.size % row or not content.size:
         raise ConvoyError(
             f"{shown(path)} has {content.size} bytes, which is no multiple of {row}: it is cut off or no file of "
             f"{layout.name}, fetch it again"
@@ -218,12 +219,11 @@ def _read_binary(path: Path, layout: _Layout) -> tuple[NDArray[np.uint8], NDArra
 def _read_python(path: Path, layout: _Layout) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     content = read_pickle(path)
     pixels, labels = content.get("data"), content.get(layout.label_key)
-    if not isinstance(pixels, np.ndarray) or pixels.ndim != 2 or pixels.shape[1] != _BYTES:
+    if not isinstance(pixels, np.ndarray) or pixels.ndim != 2 or pixels.shape[1] != _BYTES or not len(pixels):
         raise ConvoyError(f"{shown(path)} has no `data` of {_BYTES} bytes a picture: fetch it again")
-    if not isinstance(labels, list) or not all(type(label) is int and abs(label) < 2**31 for label in labels):
-        raise ConvoyError(f"{shown(path)} has no list of whole numbers `{layout.label_key}`: fetch it again")
-    if len(labels) != len(pixels):
-        raise ConvoyError(f"{shown(path)} has {len(pixels)} pictures but {len(labels)} labels: fetch it again")
+    are_numbers = isinstance(labels, list) and all(type(label) is int and abs(label) < 2**31 for label in labels)
+    if not isinstance(labels, list) or not are_numbers or len(labels) != len(pixels):
+        raise ConvoyError(f"{shown(path)} has no whole number in `{layout.label_key}` for each picture: fetch it again")
     return pixels, np.array(labels, np.int64)
 
 
@@ -236,7 +236,7 @@ def _class_names(path: Path, layout: _Layout) -> list[str]:
         names = read_pickle(path).get(layout.names_key)
         if isinstance(names, list):
             names = [name.decode("latin1") if isinstance(name, bytes) else name for name in names]
-            names = names if all(isinstance(name, str) for name in names) else None
-    if not isinstance(names, list) or len(names) != layout.num_classes:
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not is_list or len(names) != layout.num_classes:
         raise ConvoyError(f"{shown(path)} does not name the {layout.num_classes} classes: fetch it again")
-    return names
+    return list(names)

@@ -1,10 +1,10 @@
 """Opens a data set: finds its format, splits it where it has no split, and settles size, channels and statistics."""
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,11 @@ MNIST: Statistics = ((0.1307,), (0.3081,))
 CIFAR10: Statistics = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 CIFAR100: Statistics = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_STATISTICS: dict[tuple[tuple[int, int, int] | None, int], Statistics] = {
+    ((28, 28, 1), 10): MNIST,
+    ((32, 32, 3), 10): CIFAR10,
+    ((32, 32, 3), 100): CIFAR100,
+}
 
 _LUMA = (0.299, 0.587, 0.114)
 
@@ -55,27 +60,27 @@ class DataSet:
 
 
 def open_data(config: DataConfig, progress: Progress | None = None, *, to_evaluate: bool = False) -> DataSet:
-    """Open the data set that a recipe's section describes; raises ConvoyError where it or an option is wrong. With
-    `to_evaluate` nothing is to be trained on it. It may then have a single class, or be the folder of one, and where it
-    has no split of its own, and the section asks for none, all samples are the test split (and the training split,
-    which is then the same object)."""
-    kind, opened = open_files(config, progress, to_evaluate=to_evaluate)
-    if not to_evaluate and len(opened.classes) < 2:
-        only = f" ({opened.classes[0]})" if opened.classes else ""
+    """Open the data set that a recipe's section describes. With `to_evaluate` nothing is to be trained on it: it may
+    have a single class, or be the folder of one, and where it has no split of its own, and the section asks for none,
+    all samples are the test split (and the training split, which is then the same object)."""
+    kind, contents = open_files(config, progress, to_evaluate=to_evaluate)
+    if not to_evaluate and len(contents.classes) < 2:
+        only = f" ({contents.classes[0]})" if contents.classes else ""
         raise ConvoyError(
-            f"{opened.name} has only {len(opened.classes)} class{only}: a net needs at least two to tell apart, so set "
-            f"data.path to the folder or file that holds all of them{''.join(f' ({note})' for note in opened.notes)}"
+            f"{contents.name} has only {len(contents.classes)} class{only}: a net needs at least two to tell apart, so "
+            "set data.path to the folder or file that holds all of them"
+            + "".join(f" ({note})" for note in contents.notes)
         )
     for option in ("validation_fraction", "split_seed"):
-        if opened.test is not None and getattr(config, option) is not None:
-            raise ConvoyError(f"data.{option} would be ignored: {opened.name} has a split of its own; leave it out")
-    fingerprint = _fingerprint(kind, opened)
-    shape = _settle(opened, config.bad_images == "skip", progress)
-    notes = list(opened.notes)
-    if to_evaluate and opened.test is None and config.validation_fraction is None and config.split_seed is None:
-        opened.test = opened.train
-    train, test = (opened.train, opened.test) if opened.test is not None else _split(opened, config, notes)
-    if untrained := [opened.classes[label] for label in np.setdiff1d(test.labels, train.labels)]:
+        if contents.test is not None and getattr(config, option) is not None:
+            raise ConvoyError(f"data.{option} would be ignored: {contents.name} has a split of its own; leave it out")
+    fingerprint = _fingerprint(kind, contents)
+    shape = _settle(contents, config.bad_images == "skip", progress)
+    notes = list(contents.notes)
+    if to_evaluate and contents.test is None and config.validation_fraction is None and config.split_seed is None:
+        contents.test = contents.train
+    train, test = (contents.train, contents.test) if contents.test is not None else _split(contents, config, notes)
+    if untrained := [contents.classes[label] for label in np.setdiff1d(test.labels, train.labels)]:
         more = f" and {len(untrained) - 3:,} more" if len(untrained) > 3 else ""
         notes.append(f"no training picture is of {', '.join(untrained[:3])}{more}, which the test has")
     channels = config.channels or (shape[2] if shape else 3)
@@ -84,22 +89,22 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
         train = train.with_channels(channels)
         test = train if whole else test.with_channels(channels)
     image_size, resize = _sizes(config, shape)
-    if opened.short_side is not None and opened.short_side < resize:
+    if contents.short_side is not None and contents.short_side < resize:
         notes.append(
-            f"pictures are enlarged to {resize} pixels, as the pack keeps short sides of at most {opened.short_side}: "
-            f"for more of what the original has, pack it with --short-side {resize}"
+            f"pictures are enlarged to {resize} pixels, as the pack keeps short sides of at most {contents.short_side}"
+            f": for more of what the original has, pack it with --short-side {resize}"
         )
-    mean, std = _statistics(config, opened, shape, channels)
-    _check_augmentation(config, opened.name, image_size, resize, channels, shape)
+    mean, std = _statistics(config, contents, shape, channels)
+    _check_augmentation(config, contents.name, image_size, resize, channels, shape)
     form = image_size, channels, mean, std, resize
-    return DataSet(opened.name, opened.classes, train, test, *form, tuple(notes), kind, fingerprint)
+    return DataSet(contents.name, contents.classes, train, test, *form, tuple(notes), kind, fingerprint)
 
 
-def _fingerprint(kind: str, opened: Opened) -> dict[str, Any]:
+def _fingerprint(kind: str, contents: Opened) -> dict[str, Any]:
     """The fingerprint of the samples as they lie in the files: what becomes of them is a function of the recipe."""
-    test = opened.test.fingerprint() if opened.test is not None else {}
-    classes = zlib.crc32("\n".join(opened.classes).encode("utf-8", "surrogatepass"))
-    return {"format": kind, "classes": classes, "training": opened.train.fingerprint(), "test": test}
+    test = contents.test.fingerprint() if contents.test is not None else {}
+    classes = zlib.crc32("\n".join(contents.classes).encode("utf-8", "surrogatepass"))
+    return {"format": kind, "classes": classes, "training": contents.train.fingerprint(), "test": test}
 
 
 _MARKS = {
@@ -113,18 +118,17 @@ _MARKS = {
 
 def difference(data: Mapping[str, Any], other: Mapping[str, Any], later: bool = False) -> tuple[str, str, str] | None:
     """The first difference between two fingerprints, in words, and the values on both sides where these say anything.
-    With `later`, a run goes on with `data`. These may have come into another format, as a pack, which keeps numbers and
-    labels, and pictures may have been mended, in no more than half of the files."""
+    With `later`, a run goes on with `data`, which may have become a pack, and some of whose pictures may be mended."""
     same_format = data["format"] == other["format"]
     if not same_format and not later:
         return "the format", data["format"], other["format"]
     for key in _MARKS if same_format else ("samples", "labels"):
         for split in ("training", "test"):
-            one, two = data[split].get(key), other[split].get(key)
-            if one != two and not (later and key == "sizes" and 2 * num_changed(one, two) <= len(two)):
-                return _MARKS[key].format(split), *(
-                    (f"{one or 0:,}", f"{two or 0:,}") if key == "samples" else ("", "")
-                )
+            mark, other_mark = data[split].get(key), other[split].get(key)
+            is_mended = later and key == "sizes" and 2 * num_changed(mark, other_mark) <= len(other_mark)
+            if mark != other_mark and not is_mended:
+                numbers = [f"{number or 0:,}" if key == "samples" else "" for number in (mark, other_mark)]
+                return _MARKS[key].format(split), numbers[0], numbers[1]
         if key == "names" and data["classes"] != other["classes"]:
             return "the classes", "", ""
     return None
@@ -135,11 +139,38 @@ def num_changed(sizes: Sequence[int], old_sizes: Sequence[int]) -> int:
     return sum(size != old_size for size, old_size in zip(sizes, old_sizes, strict=False))
 
 
+def _open_parquet(path: Path, config: DataConfig, progress: Progress | None) -> Opened:
+    from convoy.data.parquet import open_parquet  # pyarrow takes a while to import
+
+    return open_parquet(path, config)
+
+
+def _has(suffix: str) -> Callable[[Path], bool]:
+    return lambda path: any(path.glob(f"*{suffix}")) or any(path.glob(f"*/*{suffix}"))
+
+
+class _Format(NamedTuple):
+    is_in: Callable[[Path], object]  # a folder
+    open: Callable[[Path, DataConfig, Progress | None], Opened]
+    suffix: str = ""  # of a file that may stand for the folder
+    is_split_by_name: bool = False
+
+
+# In the order in which they are looked for.
+_FORMATS = {
+    "pack": _Format(is_pack, lambda path, *_: Pack.open(path).contents()),
+    "mnist": _Format(find_mnist, lambda path, *_: open_mnist(path)),
+    "cifar": _Format(find_cifar, lambda path, *_: open_cifar(path)),
+    "parquet": _Format(_has(".parquet"), _open_parquet, ".parquet", is_split_by_name=True),
+    "webdataset": _Format(_has(".tar"), open_tars, ".tar", is_split_by_name=True),
+    "folder": _Format(find_folder, lambda path, config, _: open_folder(path, config), is_split_by_name=True),
+}
+
+
 def open_files(
     config: DataConfig, progress: Progress | None = None, *, to_evaluate: bool = False
 ) -> tuple[str, Opened]:
-    """The format and the pictures of a data set as they lie in its files, before anything is split or read. Arguments
-    and errors are those of `open_data`."""
+    """The format and the pictures of a data set as they lie in its files, before anything is split or read."""
     if MNIST_MINI in (config.path, config.format):
         return MNIST_MINI, open_mnist_mini()
     path = existing(config.path)
@@ -148,53 +179,33 @@ def open_files(
     if to_evaluate and path.is_dir() and config.format == "auto" and (folder := open_class(path)) is not None:
         return "class", folder
     kind = config.format if config.format != "auto" else _detect(path)
-    if path.is_file() and kind not in ("parquet", "webdataset"):
+    if path.is_file() and not _FORMATS[kind].suffix:
         raise ConvoyError(
             f"{shown(path)} is a file, but data.format={kind} needs a folder: set data.path to its folder"
         )
-    splits_by_name = kind in ("folder", "parquet", "webdataset") and path.is_dir()
     for option in ("train", "test", "image_column", "label_column"):
-        has_effect = kind == "parquet" if option.endswith("column") else splits_by_name
+        is_column = option.endswith("column")
+        has_effect = kind == "parquet" if is_column else _FORMATS[kind].is_split_by_name and path.is_dir()
         if getattr(config, option) is not None and not has_effect:
             raise ConvoyError(f"data.{option} would be ignored: {shown(path)} is read as {kind}; leave it out")
-    if kind == "parquet":
-        from convoy.data.parquet import open_parquet  # pyarrow takes a while to import
-
-        opened = open_parquet(path, config)
-    elif kind == "pack":
-        opened = Pack.open(path).opened()
-    elif kind == "webdataset":
-        opened = open_tars(path, config, progress)
-    elif kind == "folder":
-        opened = open_folder(path, config)
-    else:
-        opened = open_mnist(path) if kind == "mnist" else open_cifar(path)
-    check_labels(path, opened)
-    return kind, opened
+    contents = _FORMATS[kind].open(path, config, progress)
+    check_labels(path, contents)
+    return kind, contents
 
 
 def _detect(path: Path) -> str:
-    suffixes = {".parquet": "parquet", ".tar": "webdataset"}
-    if path.is_file():
-        if path.suffix in suffixes:
-            return suffixes[path.suffix]
+    is_file = path.is_file()
+    for kind, form in _FORMATS.items():
+        if form.suffix == path.suffix != "" if is_file else form.is_in(path):
+            return kind
+    if is_file:
+        is_archive = path.suffix in (".gz", ".tgz", ".zip", ".xz")
         advice = (
             "unpack it and set data.path to the folder"
-            if path.suffix in (".gz", ".tgz", ".zip", ".xz")
-            else ("a data set is a folder, a .parquet or a .tar")
+            if is_archive
+            else "a data set is a folder, a .parquet or a .tar"
         )
         raise ConvoyError(f"{shown(path)} is no data set: {advice}")
-    if is_pack(path):
-        return "pack"
-    if find_mnist(path):
-        return "mnist"
-    if find_cifar(path):
-        return "cifar"
-    for suffix, kind in suffixes.items():
-        if any(path.glob(f"*{suffix}")) or any(path.glob(f"*/*{suffix}")):
-            return kind
-    if find_folder(path):
-        return "folder"
     if not any(path.iterdir()):
         raise ConvoyError(f"data set {shown(path)} is an empty folder: set data.path to where the data is")
     raise ConvoyError(
@@ -203,29 +214,29 @@ def _detect(path: Path) -> str:
     )
 
 
-def _settle(opened: Opened, skip_bad: bool, progress: Progress | None) -> tuple[int, int, int] | None:
-    """Decode small pictures of one size into memory, or choose the source to load from; returns the height, width and
-    channels that all pictures in memory share."""
-    if isinstance(opened.train, PixelSource):
-        height, width, channels = opened.train.pixels.shape[1:]
+def _settle(contents: Opened, skip_bad: bool, progress: Progress | None) -> tuple[int, int, int] | None:
+    """Decode small pictures of one size into memory, or choose the source to load from; returns the form of the
+    former."""
+    if isinstance(contents.train, PixelSource):
+        height, width, channels = contents.train.pixels.shape[1:]
         return height, width, channels
-    pairs = zip(("training", "test"), (opened.train, opened.test), strict=True)
+    pairs = zip(("training", "test"), (contents.train, contents.test), strict=True)
     encoded = {split: source for split, source in pairs if isinstance(source, EncodedSource)}
-    shape, decoded = in_memory(encoded, skip_bad, progress) or (None, None)
+    shape, decoded = in_memory(encoded, skip_bad, progress)
     settled: Sequence[Source] = decoded or [source.settled(progress) for source in encoded.values()]
-    opened.train, opened.test = settled[0], settled[1] if len(settled) > 1 else None
+    contents.train, contents.test = settled[0], settled[1] if len(settled) > 1 else None
     return shape
 
 
-def _split(opened: Opened, config: DataConfig, notes: list[str]) -> tuple[Source, Source]:
+def _split(contents: Opened, config: DataConfig, notes: list[str]) -> tuple[Source, Source]:
     fraction = config.validation_fraction or DEFAULT_VALIDATION_FRACTION
     seed = config.split_seed if config.split_seed is not None else DEFAULT_SPLIT_SEED
-    source = opened.train
+    source = contents.train
     if len(source) < 2:
-        raise ConvoyError(f"{opened.name} has only {len(source)} picture: it cannot be split into training and test")
+        raise ConvoyError(f"{contents.name} has only {len(source)} picture: it cannot be split into training and test")
     train, test = stratified_split(source.labels, fraction, seed)
     notes.append(
-        f"{opened.name} has no split of its own: {len(test)} of its {len(source)} samples are held out for the test "
+        f"{contents.name} has no split of its own: {len(test)} of its {len(source)} samples are held out for the test "
         f"(validation_fraction {fraction:g}, split_seed {seed})"
     )
     return source.subset(train), source.subset(test)
@@ -247,21 +258,16 @@ def _sizes(config: DataConfig, shape: tuple[int, int, int] | None) -> tuple[int,
     return image_size, resize
 
 
-def _statistics(config: DataConfig, opened: Opened, shape: tuple[int, int, int] | None, channels: int) -> Statistics:
-    """Mean and standard deviation of each channel: the section's, those of a known data set, else ImageNet's. Grey from
-    RGB weighs the three numbers as luma does."""
+def _statistics(config: DataConfig, contents: Opened, shape: tuple[int, int, int] | None, channels: int) -> Statistics:
+    """Mean and standard deviation of each channel: the section's, those of a known data set, else ImageNet's."""
     if config.mean is not None and config.std is not None:
         if len(config.mean) != channels:
             raise ConvoyError(
-                f"data.mean and data.std have {len(config.mean)} numbers, but the pictures of {opened.name} have "
+                f"data.mean and data.std have {len(config.mean)} numbers, but the pictures of {contents.name} have "
                 f"{channels} channels: give {channels}, or set data.channels={len(config.mean)}"
             )
         return config.mean, config.std
-    table, num_classes = IMAGENET, len(opened.classes)
-    if shape == (28, 28, 1) and num_classes == 10:
-        table = MNIST
-    elif shape == (32, 32, 3) and num_classes in (10, 100):
-        table = CIFAR10 if num_classes == 10 else CIFAR100
+    table = _STATISTICS.get((shape, len(contents.classes)), IMAGENET)
     if len(table[0]) == channels:
         return table
     if channels == 3:

@@ -1,4 +1,7 @@
-"""From the bytes of a picture file to an upright 8-bit picture, or to a reason why not."""
+"""From the bytes of a picture file to an upright 8-bit picture, or to a reason why not.
+
+By Pillow: torchvision does not install beside every build of torch. No GPU decodes, as none has shown a gain.
+"""
 
 import io
 import re
@@ -60,8 +63,8 @@ class BadImage(Exception):  # noqa: N818 (a fact about a picture; the user meets
 
 
 def open_picture(data: bytes, name: str) -> Image.Image:
-    """The picture with only its header read, so that its size is known before it is decoded. Raises BadImage for an
-    empty file, no picture, or more than 89 megapixels, which a file of a few bytes can claim."""
+    """The picture with only its header read, so that its size, which a file of a few bytes can claim, is known before
+    it is decoded. Raises BadImage."""
     if not data:
         raise BadImage(name, "is an empty file")
     with _reasons(name):
@@ -113,10 +116,8 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def finish_picture(image: Image.Image, name: str, at_least: tuple[int, int] | None = None) -> Image.Image:
-    """The decoded picture: 8 bit, mode L (grey) or RGB, upright, on white where it was transparent. With `at_least`
-    (width, height of the upright picture) a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size as long as it stays that
-    large, which is much faster and depends on nothing but the file and that size. Raises BadImage for pictures that are
-    cut off, broken, or of 32 bits a channel."""
+    """The decoded picture: 8 bit, mode L (grey) or RGB, upright, on white where it was transparent. A JPEG may be
+    decoded at 1/2, 1/4 or 1/8 of its size, much faster, as long as it stays `at_least` so large. Raises BadImage."""
     with _reasons(name):
         orientation = _orientation(image)
         if at_least is not None and image.format == "JPEG":

@@ -1,6 +1,5 @@
 """Reading the files of a data set: which split a file belongs to, labels and classes, and errors that name the file."""
 
-import fcntl
 import gzip
 import re
 import zlib
@@ -45,46 +44,18 @@ class Opened:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn a failure of the operating system into a ConvoyError that names the file."""
+    """Turn a failure of the operating system, or damage that gzip finds, into a ConvoyError that names the file."""
     try:
         yield
     except FileNotFoundError:
         raise ConvoyError(f"{shown(path)} is missing: the data set is incomplete, fetch or unpack it again") from None
     except PermissionError:
         raise ConvoyError(f"{shown(path)} may not be read: give yourself permission (chmod u+r)") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        reason = printable(str(error))
+        raise ConvoyError(f"{shown(path)} is cut off or is no gzip file ({reason}): fetch it again") from None
     except OSError as error:
         raise ConvoyError(f"{shown(path)} cannot be read: {error.strerror or error}") from None
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn a failure of the operating system, such as a full disk, into a ConvoyError that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise ConvoyError(
-            f"{shown(folder)} cannot be written ({error.strerror or error}): mend that, and run the same again"
-        ) from error
-
-
-def keep_others_out(descriptor: int, refusal: str) -> None:
-    """Lock an open file or folder until it is closed; a ConvoyError says `refusal` where another process holds the
-    lock. On a file system without locks nobody is kept out."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConvoyError(refusal) from None
-    except OSError:
-        pass
-
-
-@contextmanager
-def unpacking(path: Path, mend: str) -> Iterator[None]:
-    """Turn damage that gzip finds into a ConvoyError; `mend` says what to do."""
-    try:
-        yield
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ConvoyError(f"{shown(path)} is cut off or is no gzip file ({printable(str(error))}): {mend}") from None
 
 
 def shown(path: Path) -> str:
@@ -93,17 +64,16 @@ def shown(path: Path) -> str:
 
 
 def split_of(name: str) -> str | None:
-    """train, val or test, by the words of a name in any case, alone or beside a noun: `seg_train`, `TestSet`,
-    `validation images 2`, `hold-out`. None for a name without such a word, or with words of two splits."""
+    """train, val or test, by the words of a name in any case, alone or beside a noun, as in `seg_train` and `TestSet`;
+    None for a name without such a word, or with words of two splits."""
     words = _WORD_ENDS.split(re.sub(r"(?i)(h[oe]ld)[\W_]+(?=out)", r"\1", name))
     splits = {_SPLITS[word.lower()] for word in words if word.lower() in _SPLITS}
     return splits.pop() if len(splits) == 1 else None
 
 
 def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], list[Path]]:
-    """The files with this suffix to train on and to test on, sorted by name; raises ConvoyError if unclear.
-    `config.train` and `config.test` say which is which, else the names of files and of their folders. Files of `val`
-    are preferred to those of `test`, whose labels are often withheld."""
+    """The files with this suffix to train on and to test on, sorted by name, as the recipe or their names say; raises
+    ConvoyError if unclear. Files of `val` are preferred to those of `test`, whose labels are often withheld."""
     if path.is_file():
         return [path], []
     paths = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.name.startswith("."))
@@ -150,20 +120,20 @@ def relabel(sources: Iterable[Source], classes: Sequence[str], all_classes: Sequ
         source.labels = table[source.labels]
 
 
-def check_labels(path: Path, opened: Opened) -> None:
+def check_labels(path: Path, contents: Opened) -> None:
     """Name classes "0", "1", … up to the largest label to train on where the format names none, and refuse labels that
     are no class, as where the test alone has them; the ConvoyError names the first sample."""
-    if not opened.classes:
-        largest_label = int(opened.train.labels.max())
+    if not contents.classes:
+        largest_label = int(contents.train.labels.max())
         if largest_label >= _MAX_CLASSES:
             raise ConvoyError(f"{shown(path)} has label {largest_label}, out of range: classes are numbered from 0")
-        opened.classes = [str(number) for number in range(largest_label + 1)]
-    for source in filter(None, (opened.train, opened.test)):
-        bad_samples = np.flatnonzero((source.labels < 0) | (source.labels >= len(opened.classes)))
+        contents.classes = [str(number) for number in range(largest_label + 1)]
+    for source in filter(None, (contents.train, contents.test)):
+        bad_samples = np.flatnonzero((source.labels < 0) | (source.labels >= len(contents.classes)))
         if len(bad_samples):
             sample = int(bad_samples[0])
             withheld = " (-1 marks a withheld label: use the validation split)" if source.labels[sample] == -1 else ""
             raise ConvoyError(
                 f"{source.name(sample)} in {shown(path)} has label {source.labels[sample]}, out of range: the classes "
-                f"to train on are 0 to {len(opened.classes) - 1}{withheld}"
+                f"to train on are 0 to {len(contents.classes) - 1}{withheld}"
             )

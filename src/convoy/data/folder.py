@@ -70,9 +70,7 @@ def find_folder(path: Path) -> bool:
 
 
 def open_folder(path: Path, config: DataConfig) -> Opened:
-    """The pictures in class folders; a note says what else was left out, except hidden files. Raises ConvoyError where
-    there are no class folders, the split is not clear, a class has only pictures that cannot be read, or the splits'
-    classes differ."""
+    """The pictures in class folders; a note says what else was left out, except hidden files."""
     notes: list[str] = []
     if config.train is None:
         train, test, notes = _splits(path)
@@ -105,15 +103,14 @@ def open_folder(path: Path, config: DataConfig) -> Opened:
             )
         relabel([held_out], test_names, classes)
     for folder in {path, train, test or train}:
-        beside = (entry.suffix.lower() for entry in folder.iterdir() if not entry.name.startswith("."))
-        leftovers.update(f"{end} beside the class folders" for end in beside if end in suffixes())
+        ends = (entry.suffix.lower() for entry in folder.iterdir() if not entry.name.startswith("."))
+        leftovers.update(f"{end} beside the class folders" for end in ends if end in suffixes())
     names = [printable(name) for name in classes]
     return Opened(path.resolve().name, names, source, held_out, notes=(*notes, *left_out(leftovers)))
 
 
 def _splits(path: Path) -> tuple[Path, Path | None, list[str]]:
-    """The folders of class folders to train and to test on (None where one tree holds all), and sentences for the user;
-    raises ConvoyError where names and contents do not say which they are."""
+    """The folders of class folders to train and to test on (None where one tree holds all), and sentences on that."""
     folders = _folders(path)
     splits = {folder: split for folder in folders if (split := split_of(folder.name)) is not None}
     if not splits:
@@ -182,8 +179,7 @@ def _folders(path: Path) -> list[Path]:
 def _scan(
     root: Path, split: Path, without: Path | None, leftovers: Counter[str], empty: list[str]
 ) -> tuple[list[str], FolderSource]:
-    """The classes that have pictures, and their source; counts other files in `others` by kind, and lists empty folders
-    in `empty`."""
+    """The classes that have pictures, and their source; counts other files by kind, and lists empty folders."""
     files: list[str] = []
     counts: dict[str, int] = {}
     for folder in _folders(split):
@@ -203,8 +199,7 @@ def _scan(
 
 
 def open_class(path: Path) -> Opened | None:
-    """A folder of pictures without class folders, as a data set of the one class that the folder is named after. None
-    where the folder holds other folders, or no pictures."""
+    """A folder of pictures and nothing else, as a data set of the one class that it is named after; else None."""
     leftovers = Counter[str]()
     files = [] if next(iter(_folders(path)), None) else pictures(path, leftovers)
     if not files:
@@ -215,18 +210,14 @@ def open_class(path: Path) -> Opened | None:
 
 def pictures(folder: Path, others: Counter[str] | None = None) -> list[str]:
     """All picture files below a folder, sorted; `others` counts the other files by the ends of their names."""
-    picture_files = []
-    for file, end in _files(folder):
-        if end in suffixes():
-            picture_files.append(file)
-        elif others is not None:
-            others[end] += 1
-    return sorted(picture_files)
+    files = list(_files(folder))
+    if others is not None:
+        others.update(end for _, end in files if end not in suffixes())
+    return sorted(file for file, end in files if end in suffixes())
 
 
 def _files(folder: Path) -> Iterator[tuple[str, str]]:
-    """All files below a folder except hidden ones, and the ends of their names in lower case; links are followed, but
-    no folder is entered twice."""
+    """All files below a folder except hidden ones, with the ends of their names; links are followed, once."""
     seen: set[tuple[int, int]] = set()
     open_folders = [str(folder)]
     while open_folders:

@@ -1,7 +1,7 @@
 """Batches in the order of the run, made in this process or in worker processes: the same ones either way."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -17,7 +17,6 @@ from convoy.data.order import Order
 from convoy.data.sources import Source
 from convoy.data.transforms import Geometry
 from convoy.data.workers import Request, Workers
-from convoy.errors import ConvoyError
 from convoy.resources import own_share
 
 _MAX_AUTOMATIC = 32
@@ -34,49 +33,37 @@ def training_batches(
     seed: int,
     positions: range | None = None,
     pin_memory: bool = False,
-    told: Callable[[int], None] = lambda _: None,
 ) -> Generator[Batch, None, None]:
-    """The batches of updates `first_update` to `first_update + num_updates - 1` of the run, across its epochs.
-
-    Batch k depends on (seed, k) alone, so starting at k is resuming at k. `positions` are those of this rank in every
-    batch, None all; `told` gets the number of worker processes whenever more have started. Close the generator
-    (`contextlib.closing`) or drop it to end them. Raises ConvoyError for a picture that cannot be read or a missing
-    library, MachineError where a worker process died or lacks memory.
-    """
+    """The batches of some updates of the run, across its epochs: batch k depends on (seed, k) alone. `positions` are
+    those of this rank in every batch, None all. Close the generator to end the worker processes. Raises ConvoyError for
+    a picture that cannot be read, MachineError where a worker died."""
     maker = batch_maker(data, config, data.train, seed)
     part = slice(None) if positions is None else slice(positions.start, positions.stop)
 
-    def requests() -> Generator[Request, None, None]:
-        for update in range(first_update, first_update + num_updates):
-            epoch, samples = order.update(update)
-            yield Request(samples[part], epoch)
-
+    updates = map(order.update, range(first_update, first_update + num_updates))
+    requests = (Request(samples[part], epoch) for epoch, samples in updates)
     largest = len(range(order.batch)[part])
     workers = min(num_workers(data, config)[0], num_updates)
-    return _run(maker, requests(), largest, workers, first_workers(config, workers), pin_memory, told)
+    return _run(maker, requests, largest, workers, pin_memory)
 
 
 def evaluation_batches(
     data: DataSet, config: DataConfig, *, batch: int, part: int = 0, num_parts: int = 1, pin_memory: bool = False
 ) -> Generator[Batch, None, None]:
-    """Every sample of the test split exactly once, in order, resized and cut in the center. The last batch may be
-    smaller. `num_parts` ranks take turns at the batches; all get equally many, so that the last ones may be empty.
-    Raises the same errors as `training_batches`."""
-    if batch < 1:
-        raise ConvoyError(f"batch {batch} is not a number of samples: set it to at least 1")
+    """Every sample of the test split exactly once, in order, resized and cut in the center. `num_parts` ranks take
+    turns at the batches; all get equally many, so that the last ones may be smaller or empty."""
     maker = batch_maker(data, config, data.test, seed=0)
     num_batches = -(-len(data.test) // (batch * num_parts))
     starts = range(part * batch, num_batches * num_parts * batch, num_parts * batch)
     requests = (Request(np.arange(start, max(start, min(start + batch, len(data.test))))) for start in starts)
     workers = min(num_workers(data, config)[0], num_batches)
     largest = min(batch, len(data.test))
-    return _run(maker, requests, largest, workers, workers, pin_memory, lambda _: None)
+    return _run(maker, requests, largest, workers, pin_memory)
 
 
 def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
-    """The number of worker processes, and why. 0 where a batch is taken from memory at once; else one per core of this
-    process's share, up to 32, which is what one GPU can use up. Cores are those that the process may run on, or as many
-    as control groups leave time for."""
+    """The number of worker processes, and why: 0 where a batch is taken from memory at once; else one per core of this
+    process's share, up to 32, which is what one GPU can use up."""
     if config.workers is not None:
         return config.workers, "as the recipe says"
     if batch_maker(data, config, data.train, seed=0).vectorised:
@@ -85,37 +72,19 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
     return min(max(int(share), 1), _MAX_AUTOMATIC), f"min({share:.3g} cores of this process, {_MAX_AUTOMATIC})"
 
 
-def first_workers(config: DataConfig, most: int) -> int:
-    """How many worker processes a training begins with; more start while batches are waited for."""
-    return most if config.workers is not None else -(-most // 2)
-
-
 def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) -> BatchMaker:
-    """The maker of the batches of one of the splits; raises ConvoyError as `BatchMaker` does."""
+    """The maker of the batches of one of the splits."""
     geometry = Geometry(data.image_size, data.resize, config.augment)
-    return BatchMaker(
-        source,
-        geometry,
-        data.channels,
-        seed=seed,
-        skip_bad=config.bad_images == "skip",
-        decoder=config.decoder or "pillow",
-    )
+    skip_bad, decoder = config.bad_images == "skip", config.decoder or "pillow"
+    return BatchMaker(source, geometry, data.channels, seed=seed, skip_bad=skip_bad, decoder=decoder)
 
 
 def _run(
-    maker: BatchMaker,
-    requests: Iterator[Request],
-    largest: int,
-    workers: int,
-    first: int,
-    pin_memory: bool,
-    told: Callable[[int], None],
+    maker: BatchMaker, requests: Iterator[Request], largest: int, workers: int, pin_memory: bool
 ) -> Generator[Batch, None, None]:
     """The batches of some requests, made by worker processes, by a thread beside a GPU, or by this process."""
     if workers and largest:
-        pool = Workers(maker, requests, largest, most=workers, first=first, pin_memory=pin_memory, told=told)
-        with closing(pool.batches()) as batches:
+        with closing(Workers(maker, requests, largest, workers, pin_memory).batches()) as batches:
             yield from batches
     elif pin_memory:
         with closing(_by_thread(maker, requests)) as batches:
@@ -138,7 +107,8 @@ def _by_thread(maker: BatchMaker, requests: Iterator[Request]) -> Generator[Batc
     pending = deque[tuple[Request, Future[Batch]]]()
     try:
         while True:
-            pending.extend((one, pool.submit(make, one)) for one in islice(requests, _AHEAD - len(pending)))
+            coming = islice(requests, _AHEAD - len(pending))
+            pending.extend((request, pool.submit(make, request)) for request in coming)
             if not pending:
                 return
             request, batch = pending.popleft()

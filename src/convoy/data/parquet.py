@@ -105,14 +105,14 @@ class ParquetSource(EncodedSource):
         return MemorySource(self, self._everything(progress))
 
     def _everything(self, progress: Progress | None) -> Iterator[bytes]:
-        done = 0
+        num_done = 0
         for file, group, _, _ in self._groups.tolist():
             with _arrow(Path(self._files[file])):
                 pictures = _row_group.__wrapped__(self._files[file], group, self._column)
             yield from (picture or b"" for picture in pictures.to_pylist())
-            done += len(pictures)
+            num_done += len(pictures)
             if progress:
-                progress("reading parquet", done, len(self))
+                progress("reading parquet", num_done, len(self))
 
 
 @lru_cache(maxsize=64)
@@ -136,18 +136,18 @@ def open_parquet(path: Path, config: DataConfig) -> Opened:
     splits = [files for files in shards(path, ".parquet", config) if files]
     with _arrow(splits[0][0]):
         layout = _Layout.of(splits[0][0], config)
-    sources, names = zip(*map(layout.open, splits), strict=True)
+    sources = [layout.open(files) for files in splits]
+    classes = layout.classes or []
     if layout.text:
-        classes = sorted(set(names[0]))
-        if unknown := set(names[-1]) - set(classes):
+        names = np.unique(sources[0].labels)
+        if len(unknown := np.setdiff1d(sources[-1].labels, names)):
             raise ConvoyError(
-                f"{shown(splits[-1][0])} has label {min(unknown)!r}, which no training sample has: mend that, or go "
+                f"{shown(splits[-1][0])} has label {str(unknown[0])!r}, which no training sample has: mend that, or go "
                 "without its split by naming the files to train on (--set data.train=…)"
             )
-        for source, label_names in zip(sources, names, strict=True):
-            source.labels = np.searchsorted(np.array(classes), np.array(label_names)).astype(np.int64)
-    else:
-        classes = layout.classes or []
+        for source in sources:
+            source.labels = np.searchsorted(names, source.labels).astype(np.int64)
+        classes = names.tolist()
     return Opened(path.stem if path.is_file() else path.resolve().name, classes, *sources, notes=layout.notes)
 
 
@@ -191,20 +191,19 @@ class _Layout:
         classes = [printable(str(name)) for name in names] if isinstance(names, list) and names else None
         return cls(path, label, text, classes, schema, notes)
 
-    def open(self, files: list[Path]) -> tuple[ParquetSource, list[str]]:
-        """The source, and the labels' names where the labels are text."""
-        labels, groups = [], []
-        names: list[str] = []
+    def open(self, files: list[Path]) -> ParquetSource:
+        """The source, whose labels are still names where they are text."""
+        labels: list[NDArray[Any]] = []
+        groups: list[tuple[int, int, int, int]] = []
         sizes: list[int] = []
-        num = 0
         for index, path in enumerate(files):
             with _arrow(path):
                 file = pq.ParquetFile(path)
                 if not file.schema_arrow.equals(self.schema):
-                    have = ", ".join(map(printable, file.schema_arrow.names))
+                    columns = ", ".join(map(printable, file.schema_arrow.names))
                     raise ConvoyError(
-                        f"{shown(path)} has other columns ({have}) than the first file, or other types: keep one data "
-                        "set in the folder, or name its files by data.train"
+                        f"{shown(path)} has other columns ({columns}) than the first file, or other types: keep one "
+                        "data set in the folder, or name its files by data.train"
                     )
                 column = file.read(columns=[self.label], use_threads=False).column(0)
                 column = column.cast(_plain(column.type))
@@ -213,21 +212,18 @@ class _Layout:
                         f"{shown(path)} has {column.null_count} rows without a label: remove them, or name the files "
                         "to train on (--set data.train=…)"
                     )
-                if self.text:
-                    names.extend(printable(name) for name in column.to_pylist())
-                labels.append(np.zeros(len(column), np.int64) if self.text else column.to_numpy().astype(np.int64))
-                row = 0
-                for group in range(file.num_row_groups):
-                    groups.append((index, group, row, num + row))
-                    meta = file.metadata.row_group(group)
-                    sizes.append(meta.total_byte_size)
-                    row += meta.num_rows
-                num += len(column)
-                if row != len(column):
+                values = column.to_numpy()
+                metas = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
+                ends = np.cumsum([0, *(meta.num_rows for meta in metas)]).tolist()
+                if ends[-1] != len(values):
                     raise pa.ArrowInvalid("row groups have other numbers of rows than the file")
-        if num == 0:
+                first = sum(map(len, labels))
+                groups += [(index, group, row, first + row) for group, row in enumerate(ends[:-1])]
+                sizes += [meta.total_byte_size for meta in metas]
+                labels.append(np.array([*map(printable, values)], object) if self.text else values.astype(np.int64))
+        if not sum(map(len, labels)):
             raise ConvoyError(f"{shown(files[0])} holds no rows: fetch it again")
-        return ParquetSource(files, self.image, np.concatenate(labels), np.array(groups, np.int64), sizes), names
+        return ParquetSource(files, self.image, np.concatenate(labels), np.array(groups, np.int64), sizes)
 
 
 @contextmanager
@@ -268,9 +264,9 @@ def _column(file: Path, key: str, candidates: list[str], schema: pa.Schema, conf
         raise ConvoyError(
             f"{shown(file)} has no column of {what}: its columns are {columns}; set data.{key}_column to one"
         )
-    listed = ", ".join(map(printable, matches))
+    listing = ", ".join(map(printable, matches))
     raise ConvoyError(
-        f"{shown(file)} has several columns of {key}s: say which by --set data.{key}_column=…, of {listed}"
+        f"{shown(file)} has several columns of {key}s: say which by --set data.{key}_column=…, of {listing}"
     )
 
 

@@ -1,28 +1,173 @@
-"""Worker processes: where they come from, how they end, and memory that they share: pictures and names that are read,
-buffers that batches are written to."""
+"""Worker processes: a pool of them, how they end, and memory that they share: pictures and names that are read, buffers
+that batches are written to."""
 
 import mmap
 import multiprocessing
 import os
+import pickle
+import select
+import struct
 import tempfile
 import threading
+import traceback
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from multiprocessing import reduction, util
+from multiprocessing import connection, reduction, util
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from convoy.errors import ConvoyError, MachineError
 from convoy.launch.rank import end_with_parent
 
+Task = tuple[int, int, int, int, int]
+_TASK = struct.Struct("5q")
+_IDLE = -1
+_STATES = {"T": ", which is stopped,", "D": ", which waits for a file system,"}  # of processes in `/proc/PID/stat`
 
-def forkserver(module: str) -> ForkServerContext:
+
+class Pool:
+    """Processes that do tasks of five numbers, the first of them not below 0, in any order.
+
+    Whichever is free reads the next task from the one pipe that all have. It holds whole tasks only, and what is as
+    short is written and read at once: no lock is needed, which a worker that dies could keep, and no semaphore, which
+    would lie in /dev/shm. Workers are killed at the end, not asked: they have nothing to put in order.
+    """
+
+    # Tasks that are on their way: as many as the smallest pipe takes, so that sending never waits for a worker.
+    MOST_SENT = 64
+
+    def __init__(self, work: str, mend: str, most: int, begin: Callable[..., Callable[..., Any]], *state: Any) -> None:
+        """`begin` gets the state in the worker, once, and returns the function that does a task. In sentences a worker
+        is "a process that" and `work`; `mend` is what helps where memory is short."""
+        self._words = work, mend
+        self._context = _forkserver(begin.__module__)
+        self._taken, self._tasks = self._context.Pipe(duplex=False)
+        self._held = SharedArray.of(np.full((most, 5), _IDLE))  # the task of each process
+        self._arguments = self._words, begin, state, self._taken, self._held
+        self._processes: list[BaseProcess] = []
+        # One poll object for all waits: those of multiprocessing set up a selector each time.
+        self._poll, self._speakers = select.poll(), dict[int, tuple[connection.Connection, BaseProcess]]()
+        self.num_sent = 0
+
+    def __len__(self) -> int:
+        return len(self._processes)
+
+    def start(self, number: int) -> None:
+        try:
+            for _ in range(number):
+                answers, sender = self._context.Pipe(duplex=False)
+                arguments = *self._arguments, sender, len(self)
+                process = self._context.Process(target=_work, args=arguments, name="convoy-pictures", daemon=True)
+                process.start()
+                sender.close()
+                self._processes.append(process)
+                for speaker in (answers.fileno(), process.sentinel):
+                    self._speakers[speaker] = answers, process
+                    self._poll.register(speaker, select.POLLIN)
+        except (OSError, EOFError) as error:
+            raise self._died(error) from error
+
+    def send(self, tasks: Iterable[Task]) -> None:
+        """Hand out tasks, no more than `MOST_SENT` with those that are on their way."""
+        if content := b"".join(_TASK.pack(*task) for task in tasks):
+            self.num_sent += len(content) // _TASK.size
+            os.write(self._tasks.fileno(), content)
+
+    def receive(self) -> Iterator[tuple[Task, Any]]:
+        """Wait for a worker; all tasks that are done, with what became of them: a result or an exception."""
+        ready = self._poll.poll()
+        while ready:
+            for speaker, _ in ready:
+                answers, process = self._speakers[speaker]
+                if speaker == process.sentinel:
+                    process.join()
+                    raise self._died(f"exit status {process.exitcode}")
+                try:
+                    answer = answers.recv()
+                except (EOFError, OSError) as error:
+                    raise self._died(error) from error
+                self.num_sent -= 1
+                yield answer
+            ready = self._poll.poll(0)
+
+    def held(self) -> Iterator[tuple[str, list[int] | None]]:
+        """The processes that have a task or are stopped, by a beginning of a sentence, with their tasks."""
+        for process, task in zip(self._processes, self._held.array.tolist(), strict=False):
+            with suppress(OSError):
+                stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8", errors="replace")
+                state = _STATES.get(stat.rpartition(") ")[2][:1], "")
+                if state or task[0] != _IDLE:
+                    yield f"process {process.pid}{state}", task if task[0] != _IDLE else None
+
+    def close(self) -> None:
+        processes, self._processes, self._poll = self._processes, [], select.poll()
+        for process in processes:
+            process.kill()  # SIGTERM may be ignored
+        for process in processes:
+            answers, _ = self._speakers[process.sentinel]
+            process.join()
+            process.close()
+            answers.close()
+        self._taken.close()
+        self._tasks.close()
+
+    def _died(self, why: object) -> MachineError:
+        work, mend = self._words
+        return MachineError(
+            f"a process that {work} died ({str(why) or type(why).__name__}): it may have run out of memory, so {mend}; "
+            "a script of your own that starts it needs `if __name__ == '__main__':`"
+        )
+
+
+def _work(
+    words: tuple[str, str],
+    begin: Callable[..., Callable[..., Any]],
+    state: tuple[Any, ...],
+    tasks: connection.Connection,
+    held: "SharedArray",
+    answers: connection.Connection,
+    place: int,
+) -> None:
+    _follow_parent()
+    do = begin(*state)
+    with suppress(OSError):  # the starting process is gone
+        while content := os.read(tasks.fileno(), _TASK.size):
+            held.array[place] = task = _TASK.unpack(content)
+            try:
+                answer = do(*task)
+            except Exception as error:
+                answer = _portable(error, *words)
+            answers.send((task, answer))
+            held.array[place] = _IDLE
+
+
+def _portable(error: Exception, work: str, mend: str) -> Exception:
+    """An exception as the starting process can raise it."""
+    from convoy.comm.memory import lack_of_memory  # with torch, which a folder's listing does not need
+
+    if lack_of_memory(error) is not None:
+        return MachineError(f"a process that {work} ran out of memory: {mend}")
+    if isinstance(error, ConvoyError):
+        return error.with_traceback(None)
+    trace = traceback.format_exc()
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(f"in a process that {work}:\n{trace}")
+    return error
+
+
+def _forkserver(module: str) -> ForkServerContext:
     """A server process without threads that forks workers: forking this one, which has some, could deadlock. The server
-    imports `module`, so that workers begin at once and share its memory."""
+    imports `module`, so that workers begin in milliseconds and share its memory."""
     # A socket's path has 107 characters at most, its 32 below the temporary directory. Python asks for that once, and
     # makes a folder there for this user alone.
     if len(os.fsencode(directory := tempfile.gettempdir())) > 107 - 32:
@@ -34,7 +179,7 @@ def forkserver(module: str) -> ForkServerContext:
     return context
 
 
-def follow_parent() -> None:
+def _follow_parent() -> None:
     """In a worker: end with the process that asked for it, however that ended, and not by a signal to its group. The
     process that workers are forked from has left the group, unless another library had started it before."""
     end_with_parent()

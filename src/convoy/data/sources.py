@@ -5,7 +5,6 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,18 +19,17 @@ Progress = Callable[[str, int, int], None]  # called with the name of long work,
 
 
 class Source(ABC):
-    """Labelled pictures, numbered from 0: `labels` are int64 [N]; `mend` says what to do about one that is bad.
-    `is_packed` says whether they come from a pack."""
+    """Labelled pictures, numbered from 0."""
 
-    labels: NDArray[np.int64]
-    mend = "mend or remove it"
+    labels: NDArray[np.int64]  # int64 [N]
+    mend = "mend or remove it"  # what to do about one that is bad
     is_packed = False
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a worker process, which needs the number of samples, but not a copy of their labels."""
+        """For a worker process, which needs no copy of the labels."""
         return self.__dict__ | {"labels": range(len(self))}
 
     @abstractmethod
@@ -39,17 +37,16 @@ class Source(ABC):
         """The sample's name in messages: a file name, or a file and a number in it."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """The marks by which the samples are recognised, as JSON; no picture file is read. The number of `samples`,
-        CRC-32 of their `labels` and, where there are any, of their `names` in their order; and either that of the
-        `contents` of all, or the `sizes` of a few files (-1: cannot be seen)."""
+        """The marks by which the samples are recognised, as JSON: the number of `samples`, CRC-32 of their `labels` and
+        `names` in their order, and either that of the `contents` of all, or the `sizes` of a few files."""
         return {"samples": len(self), "labels": zlib.crc32(self.labels.astype(np.int64).data), **self._marks()}
 
     def _marks(self) -> dict[str, Any]:
         return {}
 
     def names(self, samples: NDArray[np.int64]) -> str:
-        shown, more = ", ".join(self.name(int(sample)) for sample in samples[:3]), len(samples) - 3
-        return f"{shown} and {more} more" if more > 0 else shown
+        names, more = ", ".join(self.name(int(sample)) for sample in samples[:3]), len(samples) - 3
+        return f"{names} and {more} more" if more > 0 else names
 
     @abstractmethod
     def open(self, sample: int) -> Image.Image:
@@ -65,19 +62,19 @@ class Source(ABC):
 
 
 class PixelSource(Source):
-    """Pictures of one size in memory: `pixels` is uint8 [N, H, W, C] with C of 1 or 3. `bad` names the samples whose
-    pixels could not be read (they are black here), with the reason."""
+    """Pictures of one size in memory, uint8 [N, H, W, C] with C of 1 or 3; `name` is that of the sample with a number
+    in `numbers`."""
 
     def __init__(
         self,
         pixels: NDArray[np.uint8],
         labels: NDArray[np.int64],
         name: str | Callable[[int], str],
-        bad: dict[int, str] | None = None,
+        numbers: NDArray[np.int64] | None = None,
     ) -> None:
         assert pixels.ndim == 4 and pixels.dtype == np.uint8 and len(pixels) == len(labels)
-        self.pixels, self.labels, self.bad = pixels, labels, bad or {}
-        self._name = name
+        self.pixels, self.labels = pixels, labels
+        self._name, self._numbers = name, np.arange(len(labels)) if numbers is None else numbers
         self._shared: SharedArray | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -90,13 +87,12 @@ class PixelSource(Source):
         self.__dict__ = state | {"pixels": state["_shared"].array}
 
     def open(self, sample: int) -> Image.Image:
-        if sample in self.bad:
-            raise BadImage(self.name(sample), self.bad[sample])
         pixels = self.pixels[sample]
         return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
     def name(self, sample: int) -> str:
-        return _name_of(self._name, sample)
+        number = int(self._numbers[sample])
+        return f"{self._name}, picture {number}" if isinstance(self._name, str) else self._name(number)
 
     def _marks(self) -> dict[str, Any]:
         return {"contents": zlib.crc32(np.ascontiguousarray(self.pixels).data)}
@@ -108,19 +104,10 @@ class PixelSource(Source):
         strip = self.pixels.reshape(num * height, width, depth)
         image = in_channels(Image.fromarray(strip[:, :, 0] if depth == 1 else strip), channels)
         pixels = np.asarray(image).reshape(num, height, width, channels)
-        return PixelSource(pixels, self.labels, self._name, self.bad)
+        return PixelSource(pixels, self.labels, self._name, self._numbers)
 
     def subset(self, samples: NDArray[np.int64]) -> "PixelSource":
-        bad = {new: self.bad[old] for new, old in enumerate(samples.tolist()) if old in self.bad}
-        return PixelSource(self.pixels[samples], self.labels[samples], partial(_name_in, self._name, samples), bad)
-
-
-def _name_of(name: str | Callable[[int], str], sample: int) -> str:
-    return f"{name}, picture {sample}" if isinstance(name, str) else name(sample)
-
-
-def _name_in(name: str | Callable[[int], str], samples: NDArray[np.int64], sample: int) -> str:
-    return _name_of(name, int(samples[sample]))
+        return PixelSource(self.pixels[samples], self.labels[samples], self._name, self._numbers[samples])
 
 
 class EncodedSource(Source):
@@ -169,36 +156,32 @@ _PROGRESS_EVERY = 2000
 
 def in_memory(
     sources: dict[str, EncodedSource], skip_bad: bool, progress: Progress | None
-) -> tuple[tuple[int, int, int], list[PixelSource]] | None:
-    """Height, width and channels of the pictures of all splits, and the decoded splits, if the pictures are small, of
-    one size and few enough to keep in memory; else None. With `skip_bad` those that cannot be read are kept as bad
-    ones; without it they raise ConvoyError."""
+) -> tuple[tuple[int, int, int] | None, list[PixelSource]]:
+    """Height, width and channels of the pictures of all splits if they are small, of one size and few enough to keep in
+    memory; and the decoded splits, none where pictures that cannot be read are to be skipped."""
     form = _common_form(sources.values())
-    if form is None:
-        return None
     decoded = []
-    for split, source in sources.items():
-        pixels, bad = np.zeros((len(source), *form), np.uint8), dict[int, str]()
+    for split, source in sources.items() if form is not None else ():
+        assert form is not None
+        pixels = np.zeros((len(source), *form), np.uint8)
         for sample in range(len(source)):
             try:
                 image = source.load(sample)
             except BadImage as reason:
                 if not skip_bad:
                     raise refusal(reason, source) from None
-                bad[sample] = reason.reason
-                continue
+                return form, []
             if image.size != (form[1], form[0]):
-                return None
+                return None, []
             pixels[sample] = np.asarray(in_channels(image, form[2])).reshape(form)
             if progress and (sample % _PROGRESS_EVERY == 0 or sample == len(source) - 1):
                 progress(f"decoding the {split} pictures", sample + 1, len(source))
-        decoded.append(PixelSource(pixels, source.labels, source.name, bad))
+        decoded.append(PixelSource(pixels, source.labels, source.name))
     return form, decoded
 
 
 def _common_form(sources: Collection[EncodedSource]) -> tuple[int, int, int] | None:
-    """Height, width and channels by a few pictures of each source; None where they differ, have a side of more than 64
-    pixels, or all take more than 1 GiB."""
+    """Height, width and channels by a few pictures of each source; None where they differ or are too large."""
     sizes, modes = set(), set()
     for source in sources:
         for sample in spread(len(source), _NUM_PROBES):

@@ -27,6 +27,12 @@ _ATTEMPTS = 10
 CropBox = tuple[float, float, float, float]  # left, upper, right and lower end of a part of a picture
 
 
+def least_size(image_size: int, width: int, height: int, box: CropBox) -> tuple[int, int]:
+    """Width and height of a picture from which on the short side of a box of it has image_size pixels."""
+    factor = image_size / min(box[2] - box[0], box[3] - box[1])
+    return math.ceil(width * factor), math.ceil(height * factor)
+
+
 @dataclass(frozen=True)
 class Geometry:
     """How pictures get the size of the network's input."""
@@ -48,42 +54,33 @@ class Geometry:
     def pad(self) -> int:
         return DEFAULT_PAD if self.augment.pad is None else self.augment.pad
 
-    def center(self, image: Image.Image, name: str) -> Image.Image:
-        """The center of the picture after its short side was resized. Raises BadImage."""
-        image = finish_picture(image, name)
-        return self._cut(image, self.center_box(*image.size))
-
     def center_box(self, width: int, height: int) -> CropBox:
-        """Left, upper, right and lower end of `center` in a picture of this size."""
         side = min(width, height) * self.image_size / self.resize
         left, top = (width - side) / 2, (height - side) / 2
         return left, top, left + side, top + side
 
-    def training_box(self, draws: NDArray[np.float64], width: int, height: int) -> CropBox:
-        """The same of training's crop, unless that is `pad`."""
-        assert self.augment.crop != "pad"
-        if self.augment.crop == "none":
+    def box(self, draws: NDArray[np.float64] | None, width: int, height: int) -> CropBox:
+        """The part of a picture of this size that becomes the result, but for crop=pad; the center without draws."""
+        if draws is None or self.augment.crop == "none":
             return self.center_box(width, height)
         return self._random_box(width, height, draws)
 
     def draws(self, seed: int, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The random numbers in [0, 1) that `crop` needs: [n, 0, 2 or 22], a row for each sample."""
+        """The random numbers in [0, 1) that `crop` needs: [n, 0, 2 or 22]."""
         num = {"none": 0, "pad": 2, "random-resized": 2 * _ATTEMPTS + 2}[self.augment.crop]
         return uniforms(seed, Purpose.CROP, epoch, samples, num)
 
-    def crop(self, image: Image.Image, name: str, draws: NDArray[np.float64]) -> Image.Image:
-        """Training's piece of the picture, as `augment.crop` says. Raises BadImage."""
-        if self.augment.crop == "none":
-            return self.center(image, name)
-        if self.augment.crop == "pad":
+    def crop(self, image: Image.Image, name: str, draws: NDArray[np.float64] | None) -> Image.Image:
+        """Training's piece of the picture, as `augment.crop` says; the center without draws. Raises BadImage."""
+        if draws is not None and self.augment.crop == "pad":
             return self._padded_crop(finish_picture(image, name), draws)
         width, height = upright_size(image)
-        box = self._random_box(width, height, draws)
-        # As small as may be decoded, so that the box still has image_size pixels on its short side.
-        factor = self.image_size / min(box[2] - box[0], box[3] - box[1])
-        image = finish_picture(image, name, (math.ceil(width * factor), math.ceil(height * factor)))
+        box = self.box(draws, width, height)
+        is_random = draws is not None and self.augment.crop == "random-resized"
+        image = finish_picture(image, name, least_size(self.image_size, width, height, box) if is_random else None)
         across, down = image.width / width, image.height / height
-        return self._cut(image, (box[0] * across, box[1] * down, box[2] * across, box[3] * down))
+        box = box[0] * across, box[1] * down, box[2] * across, box[3] * down
+        return image.resize((self.image_size, self.image_size), self._resample, box=box)
 
     def pad_offsets(self, width: int, height: int, draws: NDArray[np.float64]) -> NDArray[np.int64]:
         """Left and top corner [n, 2] of crop=pad's pieces in padded pictures of this size, from draws [n, 2]."""
@@ -118,9 +115,6 @@ class Geometry:
         left, top = (width - w) // 2, (height - h) // 2
         return left, top, left + w, top + h
 
-    def _cut(self, image: Image.Image, box: CropBox) -> Image.Image:
-        return image.resize((self.image_size, self.image_size), self._resample, box=box)
-
 
 # Eigenvalues and eigenvectors (in columns) of the covariance of ImageNet's RGB values, scaled from 0 to 1.
 _PCA_VALUES = np.array([0.2175, 0.0188, 0.0045])
@@ -131,9 +125,7 @@ class ColorAugment:
     """The changes of color that a recipe asks for, each a function of (seed, epoch, sample)."""
 
     def __init__(self, config: AugmentConfig, seed: int) -> None:
-        """Raises ConvoyError when RandAugment is asked for and kornia is not installed."""
-        self._config = config
-        self._seed = seed
+        self._config, self._seed = config, seed
         if config.rand_augment and find_spec("kornia") is None:
             raise ConvoyError(
                 f"augment.rand_augment={config.rand_augment} needs kornia, which is not installed: "
@@ -159,8 +151,7 @@ class ColorAugment:
 
 
 def jitter(image: Image.Image, strength: float, draws: NDArray[np.float64]) -> Image.Image:
-    """Multiply brightness, contrast and saturation by 1 - strength to 1 + strength, in random order; grey has no
-    saturation. `draws` are six numbers in [0, 1): the factors, then the order."""
+    """Multiply brightness, contrast and saturation by 1 ± strength; `draws` are the factors, then the order."""
     enhancers: list[Any] = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
     for which in np.argsort(draws[3:], kind="stable").tolist():
         if image.mode == "RGB" or which != 2:
@@ -169,9 +160,8 @@ def jitter(image: Image.Image, strength: float, draws: NDArray[np.float64]) -> I
 
 
 def pca_noise(image: Image.Image, deviation: float, draws: NDArray[np.float64]) -> Image.Image:
-    """Adds one color to the whole RGB picture, along the main directions of ImageNet's colors. Krizhevsky, Sutskever,
-    Hinton, 2012: the eigenvectors times their eigenvalues times normal numbers with the given standard deviation (0.1
-    there). `draws` are three numbers in [0, 1)."""
+    """Add one color to the whole RGB picture: the eigenvectors of ImageNet's colors times their eigenvalues times
+    normal numbers of this deviation (0.1 in Krizhevsky, Sutskever, Hinton, 2012)."""
     shift = _PCA_VECTORS @ (_PCA_VALUES * normals(draws) * deviation) * 255
     table = np.arange(256)[None, :] + shift[:, None]
     return image.point(np.rint(table).clip(0, 255).astype(int).ravel().tolist())
@@ -203,28 +193,20 @@ def _kornia(num: int, strength: int) -> Any:
 def mix(
     images: Tensor, labels: Tensor, *, num_classes: int, config: MixConfig, sizes: list[int], keys: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Mix each sample with its partner: the one at the same place from the microbatch's end.
+    """Mix each sample with its partner: the one at the same place from the microbatch's end. Returns images and targets
+    [samples, classes].
 
     mixup (Zhang et al., 2018): images and labels are λ of the one and 1 - λ of the other. CutMix (Yun et al., 2019): a
     rectangle of 1 - λ of the area comes from the partner, and λ is corrected where it is cut off at the border. λ has
-    the distribution Beta(alpha, alpha). With both on, each microbatch gets one or the other.
-
-    `images` are float [samples, channels, height, width] and stay as they are; `sizes` are those of the microbatches,
-    and one of `keys` decides λ and rectangle of each. Returns images and targets [samples, classes] whose rows add up
-    to 1.
+    the distribution Beta(alpha, alpha). With both on, each microbatch gets one or the other; its key decides.
     """
     assert sum(sizes) == len(images) == len(labels) and len(sizes) == len(keys)
     targets = F.one_hot(labels, num_classes).to(images.dtype)
     if not config.on:
         return images, targets
-    mixed = torch.empty_like(images)
-    blended = torch.empty_like(targets)
-    start = 0
-    for size, key in zip(sizes, keys, strict=True):
-        part = slice(start, start + size)
-        mixed[part], blended[part] = _mix_one(images[part], targets[part], config, key)
-        start += size
-    return mixed, blended
+    pairs = zip(images.split(sizes), targets.split(sizes), keys, strict=True)
+    mixed = [_mix_one(part, part_targets, config, key) for part, part_targets, key in pairs]
+    return torch.cat([part for part, _ in mixed]), torch.cat([part_targets for _, part_targets in mixed])
 
 
 def _mix_one(images: Tensor, targets: Tensor, config: MixConfig, key: int) -> tuple[Tensor, Tensor]:

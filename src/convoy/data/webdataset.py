@@ -3,10 +3,10 @@
 By the format's rule a name ends at its first dot; `22.05.jpg` and `22.05.cls`, alike up to the last, are a sample too.
 
 Only the headers are read to begin with; a picture is then read at its offset, in any order, which an exact order of
-samples needs. Nothing is unpacked and no member's name is ever used as a path.
+samples needs (the `webdataset` package shuffles in a buffer while it streams). Nothing is unpacked and no member's name
+is ever used as a path.
 """
 
-import json
 import os
 import tarfile
 import weakref
@@ -28,7 +28,7 @@ from convoy.data.sources import NUM_SIZES, EncodedSource, Progress, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
-_MAX_LABEL_BYTES = 2**20
+_MAX_LABEL_BYTES = 40
 _MOST_OPEN = 256
 CLASS_NAMES = "classes.txt"
 
@@ -91,16 +91,14 @@ class _Descriptor:
 
 def open_tars(path: Path, config: DataConfig, progress: Progress | None = None) -> Opened:
     """One tar, or a folder of tars whose names say train, val or test; class names come from a `classes.txt` beside
-    them. Raises ConvoyError for a tar that is compressed or damaged, or a sample that lacks its picture or label or has
-    several."""
-    leftovers = Counter[str]()
+    them."""
+    leftovers, text = Counter[str](), ""
     sources = [_open_split(files, progress, leftovers) for files in shards(path, ".tar", config) if files]
     names = (path.parent if path.is_file() else path) / CLASS_NAMES
-    classes: list[str] = []
     if names.is_file():
         with reading(names):
-            lines = names.read_text(encoding="utf-8", errors="replace").splitlines()
-        classes = [printable(line.strip()) for line in lines if line.strip()]
+            text = names.read_text(encoding="utf-8", errors="replace")
+    classes = [printable(line.strip()) for line in text.splitlines() if line.strip()]
     name = path.stem if path.is_file() else path.resolve().name
     return Opened(name, classes, *sources, notes=tuple(left_out(leftovers)))
 
@@ -125,11 +123,16 @@ def _open_split(files: list[Path], progress: Progress | None, leftovers: Counter
 
 def _labeled(path: Path, leftovers: Counter[str]) -> list[tuple[tarfile.TarInfo, int]]:
     """The pictures of a tar and their labels; counts the members that are left out by their kind."""
-    kinds: dict[str, dict[str, tarfile.TarInfo]] = {"picture": {}, ".cls": {}, ".json": {}}
+    kinds: dict[str, dict[str, tarfile.TarInfo]] = {"picture": {}, ".cls": {}}
     try:
         with reading(path), tarfile.open(path, "r:") as tar:
             for member in tar:
-                _check_size(member, path)
+                # Of one with fewer bytes than none, Python would read for ever; another would fill the memory.
+                if member.size < 0 or (member.isreg() and member.size > MAX_PICTURE_BYTES):
+                    raise ConvoyError(
+                        f"{shown(path)} has {printable(member.name)} of {member.size} bytes, which is no picture: "
+                        "write the tar again"
+                    )
                 key, end = os.path.splitext(member.name.removeprefix("./"))  # noqa: PTH122 (no path)
                 kind = "picture" if end.lower() in suffixes() else end.lower()
                 if not member.isreg() or member.sparse is not None or key.rpartition("/")[2].startswith("."):
@@ -138,37 +141,30 @@ def _labeled(path: Path, leftovers: Counter[str]) -> list[tuple[tarfile.TarInfo,
                 elif kind not in kinds:
                     leftovers[_after_first_dot(member.name)] += 1
                 elif key in kinds[kind]:
-                    what = "pictures" if kind == "picture" else f"members {kind} of"
+                    what = "pictures" if kind == "picture" else "members .cls of"
                     raise ConvoyError(f"{shown(path)} has two {what} {printable(key)}: give them other names")
                 else:
                     kinds[kind][key] = member
-            pictures, labels, documents = kinds.values()
-            alone = {key: member for key, member in documents.items() if key not in labels}
-            labels |= {key: member for key, member in alone.items() if _label(tar, member, path) is not None}
+            pictures, labels = kinds.values()
             pairs = _pairs(pictures, labels, path, leftovers)
-            labeled = [(pictures[key], _label(tar, labels[by], path)) for by, key in pairs]
-            return [(member, label) for member, label in labeled if label is not None]
+            return [(pictures[key], _label(tar, labels[by], path)) for by, key in pairs]
     except ConvoyError:
         raise
     except (tarfile.TarError, MemoryError, ValueError, OverflowError) as error:
         reason = printable(str(error)) or "it says it holds more than fits into memory"
+        sentence = f"is no tar file, or is cut off or damaged ({reason}): fetch it again"
         with path.open("rb") as file:
-            compressed = file.read(2) == b"\x1f\x8b"
-        if compressed:
-            raise ConvoyError(
-                f"{shown(path)} is compressed, and pictures cannot be read at random from it: unpack it to a plain tar "
-                "(gunzip)"
-            ) from None
-        raise ConvoyError(
-            f"{shown(path)} is no tar file, or is cut off or damaged ({reason}): fetch it again"
-        ) from None
+            if file.read(2) == b"\x1f\x8b":
+                sentence = (
+                    "is compressed, and pictures cannot be read at random from it: unpack it to a plain tar (gunzip)"
+                )
+        raise ConvoyError(f"{shown(path)} {sentence}") from None
 
 
 def _pairs(
     pictures: dict[str, tarfile.TarInfo], labels: Collection[str], path: Path, leftovers: Counter[str]
 ) -> Iterable[tuple[str, str]]:
-    """The keys of each sample's label and picture: the same up to their last dots, else up to their first ones. Raises
-    ConvoyError for a sample with no label, no picture, or several of either."""
+    """The keys of each sample's label and picture: the same up to their last dots, else up to their first ones."""
     pairs: dict[str, str] = {}
     for key in sorted(pictures, key=lambda key: "." in key.rpartition("/")[2]):  # names with one dot first
         short_key = key.removesuffix(_after_first_dot(key))
@@ -176,7 +172,7 @@ def _pairs(
         if by not in labels and key == short_key:
             raise ConvoyError(
                 f"{shown(path)} has no label for {printable(pictures[key].name)}: a sample needs {printable(key)}.cls "
-                'with a whole number, or .json with "label"'
+                "with a whole number"
             )
         if pairs.get(by, by) != by:
             raise ConvoyError(
@@ -198,30 +194,10 @@ def _after_first_dot(name: str) -> str:
     return dot + end
 
 
-def _check_size(member: tarfile.TarInfo, path: Path) -> None:
-    """Refuse a member that nobody could read: with fewer bytes than none (Python reads such a tar for ever), or a
-    picture that would fill the memory."""
-    if member.size < 0 or (member.isreg() and member.size > MAX_PICTURE_BYTES):
-        raise ConvoyError(
-            f"{shown(path)} has {printable(member.name)} of {member.size} bytes, which is no picture: write the tar "
-            "again"
-        )
-
-
-def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int | None:
-    """The whole number in a .cls, or under "label" or "cls" in a .json; None where a .json has neither."""
+def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
+    """The whole number in a .cls."""
     file = tar.extractfile(member)
-    content = file.read(_MAX_LABEL_BYTES) if file else b""
-    if member.name.lower().endswith(".json"):
-        try:
-            document = json.loads(content)
-        except (ValueError, RecursionError):
-            raise ConvoyError(f"{shown(path)} has {printable(member.name)}, which is no JSON: write it again") from None
-        value = document.get("label", document.get("cls")) if isinstance(document, dict) else None
-        if value is None:
-            return None
-        content = str(value).encode()
-    text = content[:40].decode("utf-8", "replace").strip()
+    text = (file.read(_MAX_LABEL_BYTES) if file else b"").decode("utf-8", "replace").strip()
     try:
         label = int(text)
     except ValueError:

@@ -136,7 +136,7 @@ def _packed(
     """Seconds of the processor for a picture from a pack; None where packing changes nothing."""
     began, files = time.perf_counter(), []
     for sample in samples.tolist():
-        files.append(packed_picture(source, sample, options).data)
+        files.append(packed_picture(source, sample, options)[0])
         if time.perf_counter() - began > most_s:
             break
     if all(source.read(sample) == file for sample, file in zip(samples.tolist(), files, strict=False)):

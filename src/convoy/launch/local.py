@@ -6,6 +6,7 @@ of its processes to itself and sends SIGTERM by itself: what the ranks would hav
 """
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -39,21 +40,20 @@ def start(
     advice: Callable[[], str] = str,
     on_failure: Callable[[Failure], None] = lambda failure: None,
 ) -> int:
-    """Run `python -m convoy ARGUMENTS` as `num_devices` ranks until they end.
+    """Run `python -m convoy ARGUMENTS` as `num_devices` ranks until they end; the exit status.
 
-    SIGINT, SIGTERM, SIGHUP and SIGUSR2 are handed on to every rank. When one rank fails all end, and its name and
-    reason are printed, with `advice` where it was killed; unless it was a mistake of the user, all are started again as
-    often as `max_restarts` says. When this process ends, whatever ends it, so do the ranks. The exit status is that of
-    rank 0, 2 for a mistake of the user, 1 for any other failure.
+    Signals are handed on to every rank. When one rank fails all end, and its name and reason are printed, with `advice`
+    where it was killed; unless it was a mistake of the user, all are started again as often as `max_restarts` says.
+    When this process ends, whatever ends it, so do the ranks.
     """
     job = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_MAX_RESTARTS": str(max_restarts)}
     restart = 0
-    with _signals() as signals:
+    with _signals() as (signals, woken):
         while True:
             with private_folder() as folder:
                 variables = job | {"TORCHELASTIC_RESTART_COUNT": str(restart)}
                 with _ranks(["-m", "convoy", *arguments], num_devices, folder, variables) as ranks:
-                    failure = _watched(ranks, folder, signals)
+                    failure = _watched(ranks, folder, signals, woken)
             if failure is None:
                 return max(rank.returncode for rank in ranks)
             if failure.final or signals or restart == max_restarts:
@@ -103,13 +103,14 @@ def _ranks(arguments: Sequence[str], number: int, folder: Path, variables: dict[
                 process.wait(_KILLED_S)
 
 
-def _watched(ranks: Sequence[Rank], folder: Path, signals: Sequence[signal.Signals]) -> Failure | None:
+def _watched(ranks: Sequence[Rank], folder: Path, signals: Sequence[signal.Signals], woken: int) -> Failure | None:
     """Wait until all ranks have ended, or one has failed and the others have had time to notice it; the cause."""
     num_handed_on, until = 0, float("inf")
     with ExitStack() as message:
         message.enter_context(waiting_for(f"starting {len(ranks)} processes"))
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
-            time.sleep(_POLL_S)
+            if select.select([woken], [], [], _POLL_S)[0]:  # a signal is handed on at once: a run may be at its end
+                os.read(woken, 64)
             if all(is_ready(folder, rank) for rank in range(len(ranks))):
                 message.close()  # they speak for themselves
             come = tuple(signals)  # more may come at any time
@@ -141,8 +142,8 @@ def _failures(ranks: Sequence[Rank], folder: Path) -> list[Failure]:
 
 
 @contextmanager
-def _signals() -> Iterator[list[signal.Signals]]:
-    """The signals that come from now on."""
+def _signals() -> Iterator[tuple[list[signal.Signals], int]]:
+    """The signals that come from now on, and a file that can be read when one does."""
     signals: list[signal.Signals] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -151,8 +152,15 @@ def _signals() -> Iterator[list[signal.Signals]]:
     main = threading.current_thread() is threading.main_thread()
     numbers = [number for number in (*FORWARDED, signal.SIGQUIT) if main and not outlives(number)]
     handlers = {number: signal.signal(number, note) for number in numbers}
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    before = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False) if main else -1
     try:
-        yield signals
+        yield signals, woken
     finally:
+        if main:
+            signal.set_wakeup_fd(before)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        os.close(woken)
+        os.close(wakes)

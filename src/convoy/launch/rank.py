@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from convoy.errors import ConvoyError
-from convoy.failure import AGENTS, Failure, failure_of, leave_word
+from convoy.failure import AGENTS, Failure, Kind, failure_of, leave_word
 from convoy.launch.slurm import number_of, slurm_variables
 from convoy.resources import check_threads
 
@@ -81,9 +82,8 @@ def find_place(environment: MutableMapping[str, str] = os.environ) -> RankPlace 
 
 
 def job(environment: Mapping[str, str] = os.environ) -> str:
-    """The name of the launcher of this process, which stays the same when ranks are started again. For torch's elastic
-    launcher that is the identifier of the job (`--rdzv-id`), or the agent itself where the user gave none; for Slurm
-    the number of the job, which a requeued one keeps. Empty where nobody restarts anything."""
+    """The name of the launcher of this process, which stays the same when ranks are started again: the identifier of
+    torch's job, or its agent where the user gave none; or the number of Slurm's. Empty where nobody restarts."""
     if "TORCHELASTIC_RUN_ID" in environment:
         name = environment["TORCHELASTIC_RUN_ID"]
         return f"torchrun:{name}" if name != "none" else f"agent:{socket.gethostname()}:{os.getppid()}"
@@ -96,9 +96,8 @@ _SOON_S = 60.0  # a folder that is younger may not be locked yet
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A new folder of mode 0700 in the temporary directory; folders of processes that were killed are removed. It stays
-    locked while its process lives. That tells the next one which folders are in use, and systemd, which removes what
-    has not been touched for ten days, leaves a locked folder alone."""
+    """A new folder of mode 0700 in the temporary directory; folders of processes that were killed are removed. It is
+    locked while its process lives: systemd, which removes what is ten days old, leaves that alone, too."""
     _sweep()
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     lock = _locked(folder)
@@ -139,8 +138,7 @@ _ENDED_FIRST = "100"  # counts as a tenth of the memory more than the process ha
 
 
 def follow(parent: int, stop: Callable[[str], None]) -> None:
-    """End with the starting process, however that ended, and soon after a signal to stop, whose handler must wait while
-    the main thread is in a collective."""
+    """End with the starting process, and soon after a signal to stop, whose handler waits for a collective to end."""
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
@@ -188,23 +186,21 @@ Hang = Callable[[str], None]  # ends this rank, from any thread, with a sentence
 
 @contextmanager
 def as_rank(place: RankPlace, saves: bool = False) -> Iterator[Hang]:
-    """Run as the rank at a place. An exception that leaves this context is reported and ends the process. A rank that
-    `convoy.launch.start` or torchrun started leaves its failure for the starting process to print; any other prints it
-    itself. The function that is yielded ends the rank where its main
-    thread cannot; `saves` says whether a rank that is asked to stop may be expected to save something."""
+    """Run as the rank at a place. An exception that leaves this context is reported and ends the process: it is left
+    for a starting process that prints it. The function that is yielded ends the rank where its main thread cannot;
+    `saves` says whether a rank that is asked to stop may be expected to save something."""
     folder = place.folder
 
-    def stop(name: str) -> None:
-        sentence = f"{name}: stopped at once{', without saving' if saves else ''}"
-        _fail(Failure(place.rank, "interrupted", sentence, "", time.time()), folder)
+    def end(kind: Kind, sentence: str) -> None:
+        _fail(Failure(place.rank, kind, sentence, "", time.time()), folder)
 
-    def hang(sentence: str) -> None:
-        _fail(Failure(place.rank, "hung", sentence, "", time.time()), folder)
+    def stop(name: str) -> None:
+        end("interrupted", f"{name}: stopped at once{', without saving' if saves else ''}")
 
     try:
         if folder is not None:
             _prepare(place.rank, folder, stop)
-        yield hang
+        yield partial(end, "hung")
     except _StoppedEarly as stopped:
         stop(str(stopped))
     except (Exception, KeyboardInterrupt) as error:
@@ -233,9 +229,8 @@ def _prepare(rank: int, folder: Path, stop: Callable[[str], None]) -> None:
 
 
 def ended(place: RankPlace, status: int) -> int:
-    """The status of this process after a run that ended in good order. Every rank calls it, after rank 0 has written
-    everything. Each of torchrun's agents judges the ranks of its own host alone; srun and Convoy's own launcher take
-    the highest status."""
+    """The status of this process after a run that ended in good order, and rank 0 has written everything. Each of
+    torchrun's agents judges the ranks of its host alone; srun and Convoy's launcher take the highest status."""
     if place.folder is not None:
         with contextlib.suppress(OSError):
             (place.folder / f"ended-{place.rank}").touch()
@@ -258,12 +253,7 @@ def _fail(failure: Failure, folder: Path | None) -> None:
             print(failure.text(verbose), file=sys.stderr, flush=True)
     if failure.kind == "lost" and folder is None:  # the rank that was lost is the cause, and is to be noticed first
         time.sleep(GRACE_S)
-    _end(failure.status)
-
-
-def _end(status: int) -> None:
-    """End at once: tearing down connections to ranks that are gone may take forever."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(status)
+    os._exit(failure.status)  # at once: tearing down connections to ranks that are gone may take forever

@@ -2,7 +2,8 @@
 
 `torchrun --rdzv-backend=convoy --rdzv-endpoint=HOST:PORT` is otherwise used as with `c10d`. The stores of torch's
 agents listen on the address of the endpoint and, for the ranks, of the interface that GLOO_SOCKET_IFNAME names or that
-is on the way to the endpoint; hosts call themselves by that address, so that nobody needs to resolve their names. A
+is on the way to the endpoint (torch's own listens on all, whatever host it is given, unless it gets a socket that
+listens); hosts call themselves by that address, so that nobody needs to resolve their names. A
 single host listens nowhere: its ranks meet in a file that no other user can open.
 """
 

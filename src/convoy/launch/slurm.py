@@ -1,5 +1,10 @@
 """Slurm: a script for `sbatch`, which saves and queues itself again before its time is over; and the place of a task
-that its `srun` started, in torchrun's variables."""
+that its `srun` started, in torchrun's variables.
+
+A script, not submitit: that submits a pickled Python function, pickles it again for every requeue, and starts one task
+that would have to find the others. The signal goes to the script (`B:USR2`), which hands it to `srun`, because only the
+script knows that the ranks ended because of it, and not of a failure.
+"""
 
 import re
 import shlex
@@ -7,27 +12,26 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from convoy.errors import ConvoyError
+from convoy.launch.templates import rendered
 
-_UNITS = {"d": 1440, "h": 60, "m": 1}
-_SLURM = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d{1,2})(?::(?P<minutes>\d{2}))?(?::(?P<seconds>\d{2}))?")
+_TIMES = (
+    r"(?:(?P<days>\d+)d)?(?:(?P<hours>\d+)h)?(?:(?P<minutes>\d+)m)?",
+    r"(?P<days>\d+)-(?P<hours>\d\d?)(?::(?P<minutes>\d\d))?(?::(?P<seconds>\d\d))?",
+    r"(?P<hours>\d\d?):(?P<minutes>\d\d):(?P<seconds>\d\d)",
+)
 
 
 def minutes_of(text: str) -> int:
     """A time in minutes, rounded up, from `90m`, `8h`, `1d12h`, or as Slurm writes it: `8:00:00`, `1-12`."""
-    words = text.strip().lower()
-    parts = re.findall(r"(\d+)([dhm])", words)
-    match = _SLURM.fullmatch(words)
-    if parts and "".join(number + unit for number, unit in parts) == words:
-        total = sum(int(number) * _UNITS[unit] for number, unit in parts)
-    elif match is not None and (match["days"] or match["seconds"]):
-        days, hours, minutes, seconds = (int(match[name] or 0) for name in ("days", "hours", "minutes", "seconds"))
-        total = days * 1440 + hours * 60 + minutes + (seconds > 0)
-    else:
-        raise ConvoyError(f"--time {text!r} is no time: write e.g. 8h, 90m, 1d12h or 1-12:00:00")
+    matches = filter(None, (re.fullmatch(form, text.strip().lower()) for form in _TIMES))
+    parts = {unit: int(number or 0) for match in matches for unit, number in match.groupdict().items()}
+    days, hours, minutes, seconds = (parts.get(unit, 0) for unit in ("days", "hours", "minutes", "seconds"))
+    total = days * 1440 + hours * 60 + minutes + (seconds > 0)
     if total == 0:
-        raise ConvoyError(f"--time {text!r} is no time at all: write e.g. 8h")
+        raise ConvoyError(f"--time {text!r} is no time: write e.g. 8h, 90m, 1d12h or 1-12:00:00")
     return total
 
 
@@ -38,77 +42,24 @@ OWN = frozenset(
 
 _EARLY_S = 60  # Slurm may send a signal so much earlier than it was asked to
 
-_SCRIPT = """\
-#!/bin/bash
-{options}
-# One task for each device; Convoy finds its place by Slurm's variables. Slurm sends USR2 before the time is over: the
-# run is saved and the job queued again, and goes on where it was, like after the loss of a node.
-
-# The tasks know each other by it; srun hands it on with the environment.
-export CONVOY_SECRET="${{CONVOY_SECRET:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')}}"
-out={out}
-stopping=
-step=
-told=
-stop() {{
-    stopping=yes
-    if [ -n "$step" ] && [ -z "$told" ]; then
-        told=yes
-        kill -USR2 "$step"
-    fi
-}}
-trap stop USR2
-restarts=0
-while true; do
-    step=
-    srun {srun} \\
-        {command} &
-    step=$!
-    [ -z "$stopping" ] || stop  # the signal came while nothing ran
-    wait "$step"
-    status=$?
-    if [ -n "$stopping" ]; then
-        wait "$step"  # the first one ended with the signal
-        status=$?
-    fi
-    if [ "$status" -eq 0 ] || [ "$status" -eq 2 ]; then
-        exit "$status"  # done, or a mistake that another try would not mend
-    fi
-    if [ -n "$stopping" ]; then
-        echo "queued again, to go on with $out"
-        exec scontrol requeue "$SLURM_JOB_ID"
-    fi
-    if [ "$restarts" -ge {max_restarts} ]; then
-        exit "$status"
-    fi
-    restarts=$((restarts + 1))
-    echo "restart $restarts of {max_restarts} after status $status"
-done
-"""
-
 
 def script(
     arguments: Sequence[str],
     out: str | None,
     name: str,
-    python: str = "python",
-    nodes: int = 1,
-    devices_per_node: int = 1,
-    gpus: bool = True,
-    cores_per_device: int | None = None,
-    time: str = "1h",
-    save_before: int = 120,
-    max_restarts: int = 3,
-    options: Mapping[str, str | None] = {},
+    *,
+    python: str,
+    gpus: bool,
+    options: Mapping[str, str | None],
+    **values: Any,
 ) -> str:
     """The script of a training with the arguments of `convoy train`, `--resume` among them.
 
     `out` is what they say of the run directory, on a file system that all nodes share, None for a new one for each
-    job; `python` the interpreter that has Convoy, on every node. Each device is a task, of `gpus` a GPU too. `time`,
-    as a person writes it, is the limit of the job before it is queued again, saved `save_before` seconds earlier; ranks
-    start again within the job `max_restarts` times when one has failed. `options` are others of `sbatch`, by name.
+    job; `python` the interpreter that has Convoy, on every node; `options` are others of `sbatch`, by name, and
+    `values` those of `convoy launch slurm`. Each device is a task, of `gpus` a GPU too.
     """
-    minutes = minutes_of(time)
+    minutes, save_before = minutes_of(values["time"]), values["save_before"]
     if not name.isprintable():
         raise ConvoyError(f"--name {name!r} must be one line without control characters")
     if not 1 <= save_before < min(60 * minutes - _EARLY_S, 1 << 16):
@@ -121,13 +72,13 @@ def script(
             raise ConvoyError(f"--option {option} is set by an option of its own: see convoy launch slurm --help")
         if not re.fullmatch(r"[a-z][a-z-]*", option) or (value is not None and not value.isprintable()):
             raise ConvoyError(f"--option {option!r} is no option of sbatch: write e.g. --option partition=gpu")
-    width = {} if cores_per_device is None else {"cpus-per-task": str(cores_per_device)}
+    devices, width = values["devices_per_node"], values["cores_per_device"]
     all_options = {
         "job-name": name,
-        "nodes": str(nodes),
-        "ntasks-per-node": str(devices_per_node),
-        **width,
-        **({"gpus-per-node": str(devices_per_node)} if gpus else {}),
+        "nodes": values["nodes"],
+        "ntasks-per-node": devices,
+        **({} if width is None else {"cpus-per-task": width}),
+        **({"gpus-per-node": devices} if gpus else {}),
         "time": f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00",
         "signal": f"B:USR2@{save_before}",
         "requeue": None,
@@ -136,15 +87,14 @@ def script(
         **options,
     }
     command = shlex.join([python, "-m", "convoy", "train", *arguments])
-    return _SCRIPT.format(
-        options="\n".join(
-            f"#SBATCH --{option}" if value is None else f"#SBATCH --{option}={shlex.quote(value)}"
-            for option, value in all_options.items()
-        ),
+    return rendered(
+        "job.sbatch",
+        lambda value: shlex.quote(str(value)),
+        options=all_options,
+        width=width,
         out=shlex.quote(out) if out is not None else f"runs/{word(name)}-$SLURM_JOB_ID",
-        srun=" ".join(["--kill-on-bad-exit=1", *(f"--{option}={value}" for option, value in width.items())]),
         command=command if out is not None else f'{command} --out "$out"',
-        max_restarts=max_restarts,
+        max_restarts=values["max_restarts"],
     )
 
 
@@ -157,11 +107,11 @@ def submit(script: Path) -> str:
     """Submit a script from the current folder, and return the number of the job."""
     if shutil.which("sbatch") is None:
         raise ConvoyError(f"there is no sbatch here: submit {script} on a host of the cluster, by sbatch {script}")
-    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        message = " ".join((done.stderr or done.stdout).split())
+    answer = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
+    if answer.returncode:
+        message = " ".join((answer.stderr or answer.stdout).split())
         raise ConvoyError(f"sbatch does not take {script}: {message}")
-    return done.stdout.strip().partition(";")[0]
+    return answer.stdout.strip().partition(";")[0]
 
 
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000

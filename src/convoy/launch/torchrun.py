@@ -13,16 +13,15 @@ import shlex
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
-from convoy import interfaces
 from convoy.errors import ConvoyError
 from convoy.failure import AGENTS, TRACEBACK, Failure, end_of, text_of, word_in
 
-BACKEND = "convoy"
 # Beginnings of torch's messages about ranks that failed, by logger.
 _PAGES = {
     "torch.distributed.elastic.multiprocessing.api": ("Sending process", "failed (exitcode"),
@@ -96,9 +95,7 @@ def _error_files(record: logging.LogRecord) -> Iterator[str]:
     """The files in which the ranks leave word, from the arguments of a log record or the torch object that logs it."""
     if isinstance(record.args, tuple):
         yield from (arg for arg in record.args if isinstance(arg, str) and arg.endswith("error.json"))
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         files = getattr(frame.f_locals.get("self"), "error_files", None)
         if isinstance(files, dict):
             yield from files.values()
@@ -120,9 +117,8 @@ class Host:
 
     @staticmethod
     def parse(text: str, devices: int | None = None) -> "list[Host]":
-        """Hosts in a line, those of IPv6 in brackets: `node1,node2:4,[fe80::1]:2`; `devices` is for those without a
-        number."""
-        hosts = []
+        """Hosts in a line, as `node1,node2:4,[fe80::1]:2`; `devices` is for those without a number."""
+        hosts, names = [], set[str]()
         for part in text.split(","):
             match = re.fullmatch(rf"(?:{_HOST.pattern})(?::(?P<devices>\d+))?", part.strip())
             if match is None or re.search(r"[\s/]", part.strip()):
@@ -132,11 +128,10 @@ class Host:
                 raise ConvoyError(f"{part} says no number of devices: write e.g. {part}:4, or --devices-per-host 4")
             if number < 1:
                 raise ConvoyError(f"{part} has {number} devices: write at least 1")
+            if match["bare"] in names or match["six"] in names:
+                raise ConvoyError(f"host {part} is named twice: write it once, with all of its devices")
+            names.add(match["bare"] or match["six"])
             hosts.append(Host(match["bare"] or match["six"], number))
-        names = [host.name for host in hosts]
-        repeated_name = next((name for name in names if names.count(name) > 1), None)
-        if repeated_name is not None:
-            raise ConvoyError(f"host {repeated_name} is named twice: write {repeated_name}:N with all of its devices")
         return hosts
 
 
@@ -162,26 +157,18 @@ def commands(
     rendezvous: Rendezvous = "convoy",
     least: int | None = None,
     max_restarts: int = 0,
-    interface: str | None = None,
-    secret: Mapping[str, str] = {},
+    environment: Mapping[str, str] = {},
 ) -> list[Command]:
-    """A command for each of the hosts that train together, with the arguments of `convoy train`.
-
-    They meet on the first host, at a port; `run_id` is the same on all of them, and another one for every run. `least`
-    hosts are enough to begin and to go on, all by default; ranks start again `max_restarts` times when one has failed,
-    and talk through an interface, by default the one on the way to the first host. `secret` has the variables with the
-    secret by which the hosts know each other, or with its file.
-    """
+    """A command for each of the hosts that train together and meet on the first one. `run_id` is another one for every
+    run; `least` hosts are enough to begin and to go on, all by default."""
     count, first = len(hosts), hosts[0].name
     if least is not None and not 1 <= least <= count:
         raise ConvoyError(f"--min-hosts {least} must be from 1 to the {count} hosts that are named")
     if rendezvous == "static" and least not in (None, count):
         raise ConvoyError("--rendezvous static needs all hosts: leave --min-hosts out, or use convoy or c10d")
-    environment = dict.fromkeys(interfaces.VARIABLES, interface) if interface is not None else {}
-    environment |= secret if count > 1 else {}
     endpoint = f"[{first}]:{port}" if ":" in first else f"{first}:{port}"
     meeting = [f"--rdzv-backend={rendezvous}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}"]
-    result = []
+    lines = []
     for number, host in enumerate(hosts):
         if rendezvous == "static":
             meeting = [f"--node-rank={number}", f"--master-addr={first}", f"--master-port={port}"]
@@ -193,5 +180,5 @@ def commands(
             *meeting,
             *("-m", "convoy", "train"),
         ]
-        result.append(Command(host.name, host.devices, environment, (*words, *arguments)))
-    return result
+        lines.append(Command(host.name, host.devices, dict(environment), (*words, *arguments)))
+    return lines

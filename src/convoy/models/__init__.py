@@ -5,26 +5,17 @@ from typing import TYPE_CHECKING
 from convoy.late import lazily
 
 if TYPE_CHECKING:
-    from convoy.models.counting import Counts, count
-    from convoy.models.factory import accepts, create, describe
-    from convoy.models.googlenet import GoogLeNetOutputs
-    from convoy.models.heads import classifier_names, image_channels
-    from convoy.models.registry import ModelInfo, list_models
-    from convoy.models.weights import load_weights
-
-__all__ = [
-    "Counts",
-    "GoogLeNetOutputs",
-    "ModelInfo",
-    "accepts",
-    "classifier_names",
-    "count",
-    "create",
-    "describe",
-    "image_channels",
-    "list_models",
-    "load_weights",
-]
+    from convoy.models.counting import Counts as Counts
+    from convoy.models.counting import count as count
+    from convoy.models.factory import accepts as accepts
+    from convoy.models.factory import create as create
+    from convoy.models.factory import describe as describe
+    from convoy.models.googlenet import GoogLeNetOutputs as GoogLeNetOutputs
+    from convoy.models.heads import classifier_names as classifier_names
+    from convoy.models.heads import image_channels as image_channels
+    from convoy.models.registry import ModelInfo as ModelInfo
+    from convoy.models.registry import list_models as list_models
+    from convoy.models.weights import load_weights as load_weights
 
 __getattr__ = lazily(
     __name__,

@@ -3,7 +3,6 @@
 Nothing is computed: the network runs on torch's meta device, which knows shapes only.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,11 +37,13 @@ def count(model: str | nn.Module, input_shape: tuple[int, int, int] | None = Non
         raise ConvoyError(f"{name} does not say what images it takes: give the channels, height and width")
     with torch.random.fork_rng(devices=[]):
         try:
-            return _count_on_meta(_on_meta(model, shape[0]), shape)
+            with torch.device("meta"):
+                network = create(model, in_channels=shape[0]) if isinstance(model, str) else model
+            return _count(network, shape, torch.device("meta"))
         except Exception:  # what the meta device cannot do, a real run of one image may
             network = create(model, in_channels=shape[0]) if isinstance(model, str) else model
     try:
-        return _count_for_real(network, shape)
+        return _count(network, shape, next((x.device for x in network.parameters()), torch.device("cpu")))
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         small = f", and {name}-cifar is for 32x32" if f"{name}-cifar" in REGISTRY else ""
@@ -56,41 +57,21 @@ def count(model: str | nn.Module, input_shape: tuple[int, int, int] | None = Non
         ) from error
 
 
-def _on_meta(model: str | nn.Module, in_channels: int) -> nn.Module:
-    if isinstance(model, nn.Module):
-        return model
-    with torch.device("meta"):
-        return create(model, in_channels=in_channels)
-
-
-def _count_on_meta(model: nn.Module, shape: tuple[int, int, int]) -> Counts:
-    """Run on tensors without storage in place of the model's parameters and buffers."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    shadow = {name: torch.empty_like(tensor, device="meta") for name, tensor in named}
-    image = torch.empty(1, *shape, dtype=_dtype(model), device="meta")
-    return Counts(num_parameters(model), _flops(lambda: torch.func.functional_call(model, shadow, (image,)), model))
-
-
-def _count_for_real(model: nn.Module, shape: tuple[int, int, int]) -> Counts:
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    image = torch.zeros(1, *shape, dtype=_dtype(model), device=device)
-    return Counts(num_parameters(model), _flops(lambda: model(image), model))
-
-
-def _flops(forward: Callable[[], object], model: nn.Module) -> int:
+def _count(model: nn.Module, shape: tuple[int, int, int], device: torch.device) -> Counts:
+    """Run on a device: on the meta device with tensors in place of the model's that have no numbers."""
+    named = dict([*model.named_parameters(), *model.named_buffers()])
+    state = {name: torch.empty_like(x, device=device) if device.type == "meta" else x for name, x in named.items()}
+    dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
+    image = torch.zeros(1, *shape, dtype=dtype, device=device)
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            forward()
+            torch.func.functional_call(model, state, (image,))
     finally:
         for module in training:
             module.training = True
-    return int(counter.get_total_flops())
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next((parameter.dtype for parameter in model.parameters()), torch.float32)
+    return Counts(num_parameters(model), int(counter.get_total_flops()))
 
 
 def num_parameters(model: nn.Module) -> int:

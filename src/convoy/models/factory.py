@@ -20,17 +20,16 @@ from convoy.errors import ConvoyError
 from convoy.failure import INSTALLED
 from convoy.graph.given import unwrapped
 from convoy.models.heads import classifier_names, first_convolution
-from convoy.models.libraries import Timm, Torchvision, UnknownOptionError, called, parameters, reason, takes
-from convoy.models.registry import REGISTRY, ModelInfo, Registered, check_name
+from convoy.models.libraries import Timm, Torchvision, called, parameters, reason, takes
+from convoy.models.registry import REGISTRY, ModelInfo, Registered, UnknownOptionError, check_name
 from convoy.models.weights import RUN as CONFIG
 from convoy.terminal import did_you_mean
 
 
 @dataclass(frozen=True)
 class Factory:
-    """A function or class of the user's, `package.module:factory`, that returns an `nn.Module`. It gets `num_classes`
-    and `in_channels` where its signature has them; where it has not, the network it returns must already have what was
-    asked for."""
+    """A function or class of the user's that returns an `nn.Module`. It gets `num_classes` and `in_channels` where its
+    signature has them; where it has not, the network it returns must already have what was asked for."""
 
     name: str
 
@@ -39,37 +38,22 @@ class Factory:
         return ModelInfo(self.name, f"{self.name} (own factory)", None, None)
 
     def accepts(self, option: str) -> bool:
-        return takes(self.function(), option) is not None
+        return takes(self.function(), option)
 
     def build(self, num_classes: int | None, in_channels: int | None, options: Mapping[str, Any]) -> nn.Module:
-        """The module that the factory returns; raises ConvoyError where it fails or ignores the classes or channels
-        asked for."""
         function = self.function()
         for option in options:
-            if takes(function, option) is None:
-                raise UnknownOptionError(self.name, option, parameters(function))
+            if not takes(function, option):
+                raise UnknownOptionError(self.name, option, parameters(function), "leave it out")
         request = {"num_classes": num_classes, "in_channels": in_channels}
-        sizes = {key: value for key, value in request.items() if value is not None and takes(function, key)}
-        model = self._call(function, sizes, options)
+        sizes = {key: value for key, value in request.items() if takes(function, key, by_name=True)}
+        keywords = {key: value for key, value in sizes.items() if value is not None} | dict(options)
+        model = called(self.name, function, **keywords)
         if not isinstance(model, nn.Module):
             raise ConvoyError(f"{self.name} returned {type(model).__name__}: it has to return an nn.Module")
         model = unwrapped(model)
-        _check_sizes(
-            self.name,
-            model,
-            {key: request[key] for key in request if takes(function, key) != "explicitly"},
-        )
+        _check_sizes(self.name, model, {key: value for key, value in request.items() if key not in sizes})
         return model
-
-    def _call(self, function: Callable[..., Any], sizes: dict[str, int], options: Mapping[str, Any]) -> Any:
-        """Call with the sizes, less those that **kwargs took and the code behind it refused."""
-        while True:
-            try:
-                return called(self.name, function, **(sizes | dict(options)))
-            except UnknownOptionError as error:
-                if error.option not in sizes or takes(function, error.option) == "explicitly":
-                    raise
-                del sizes[error.option]
 
     def function(self) -> Callable[..., Any]:
         module, _, path = self.name.partition(":")
@@ -88,9 +72,8 @@ class Factory:
 
 
 def check_own(name: str, file: Path) -> None:
-    """Refuse a network that the file of a run or recipe names where building it would run code from elsewhere. What
-    lies below the current folder is the user's own: such modules are imported to see what they name. Installed packages
-    are not, wherever they lie, as some have functions that run what they are given."""
+    """Refuse a network that the file of a run or recipe names where building it would run code that is not the user's
+    own: below the current folder, but in no installed package, as some have functions that run what they are given."""
     network = find(name)
     if not isinstance(network, Factory):
         return
@@ -117,8 +100,8 @@ def check_own(name: str, file: Path) -> None:
 
 
 def _is_own(code: str | None, file: Path) -> bool:
-    """Whether a module's file lies below the current folder, neither installed nor brought by the run or recipe. What
-    was unpacked comes in one folder: nothing in that below the current one which has the run is the user's own."""
+    """Whether a module's file lies below the current folder, neither installed nor brought by the run or recipe, as is
+    what lies in the same folder below the current one."""
     if code is None:
         return False
     cwd, path, folder = (location.resolve() for location in (Path.cwd(), Path(code), file.parent))
@@ -173,14 +156,9 @@ def _check_sizes(name: str, model: nn.Module, request: Mapping[str, int | None])
 
 
 def create(name: str, *, num_classes: int | None = None, in_channels: int | None = None, **options: Any) -> nn.Module:
-    """Build the network `name` with fresh weights, on the device of torch's context.
-
-    `name` is one of `list_models()`, `timm:NAME`, `torchvision:NAME` or `package.module:factory`. `num_classes` and
-    `in_channels` of None stand for the network's own. `options` go to its constructor.
-    It takes images [N, in_channels, H, W] and gives logits [N, num_classes].
-    Raises ConvoyError for an unknown name, an unknown option, a missing extra, or classes and channels that the network
-    cannot be built for.
-    """
+    """Build the network `name` (of `list_models()`, `timm:NAME`, `torchvision:NAME` or `package.module:factory`) with
+    fresh weights, on the device of torch's context. It takes images [N, in_channels, H, W] and gives logits
+    [N, num_classes], both its own where None; `options` go to its constructor. Raises ConvoyError."""
     for key, number in (("num_classes", num_classes), ("in_channels", in_channels)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise ConvoyError(f"{key} of {name} is {number!r}: give a whole number of at least 1")
@@ -188,18 +166,17 @@ def create(name: str, *, num_classes: int | None = None, in_channels: int | None
 
 
 def accepts(name: str, option: str) -> bool:
-    """Whether the network `name` takes the keyword `option`; raises ConvoyError for an unknown name. A network of timm
-    or torchvision is built on the meta device to find out."""
+    """Whether the network `name` takes an option of Convoy's networks."""
     return find(name).accepts(option)
 
 
 def describe(name: str) -> ModelInfo:
-    """What is known of the network `name` before it is built; raises ConvoyError for an unknown name."""
+    """What is known of the network `name` before it is built."""
     return find(name).info
 
 
 def find(name: str) -> Registered | Timm | Torchvision | Factory:
-    """The origin of the network `name`; raises ConvoyError for a name that is none of the four kinds."""
+    """The origin of the network `name`."""
     check_name(name)
     if name in REGISTRY:
         return REGISTRY[name]

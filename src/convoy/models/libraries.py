@@ -7,7 +7,7 @@ file, by `load_weights`. A failure of their constructors becomes one sentence.
 import importlib
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -16,18 +16,10 @@ import torch
 from torch import nn
 
 from convoy.errors import ConvoyError
-from convoy.models.registry import ModelInfo
+from convoy.models.registry import ModelInfo, UnknownOptionError
 from convoy.terminal import did_you_mean
 
-
-class UnknownOptionError(ConvoyError):
-    """A keyword that a network from elsewhere does not take."""
-
-    def __init__(self, name: str, option: str, accepted: Iterable[str] = ()) -> None:
-        choices = ", ".join(accepted)
-        remedy = f"it accepts {choices}" if choices else "leave it out, or see what its constructor accepts"
-        super().__init__(f"{name} has no option {option!r}: {remedy}")
-        self.option = option
+_UNKNOWN = "leave it out, or see what its constructor accepts"
 
 
 def called(name: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
@@ -39,7 +31,7 @@ def called(name: str, function: Callable[..., Any], *arguments: Any, **keywords:
     except Exception as error:
         option = str(error).partition("unexpected keyword argument '")[2].partition("'")[0]
         if isinstance(error, TypeError) and option in keywords:
-            raise UnknownOptionError(name, option) from error
+            raise UnknownOptionError(name, option, (), _UNKNOWN) from error
         raise ConvoyError(f"{name} could not be built, it failed with {reason(error)}") from error
 
 
@@ -57,15 +49,11 @@ def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         return {}
 
 
-def takes(function: Callable[..., Any], keyword: str) -> str | None:
-    """How `function` takes `keyword`: "explicitly", through "**kwargs", or not at all (None)."""
-    signature = parameters(function)
-    kinds = inspect.Parameter
-    if keyword in signature and signature[keyword].kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY):
-        return "explicitly"
-    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in signature.values()):
-        return "**kwargs"
-    return None
+def takes(function: Callable[..., Any], keyword: str, by_name: bool = False) -> bool:
+    """Whether `function` takes `keyword` by its name or, unless it has to, among its **kwargs."""
+    kinds = {name: parameter.kind for name, parameter in parameters(function).items()}
+    is_named = kinds.get(keyword) in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return is_named or (not by_name and inspect.Parameter.VAR_KEYWORD in kinds.values())
 
 
 DOWNLOADS = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "weights", "weights_backbone"}
@@ -84,28 +72,16 @@ class Timm:
         return ModelInfo(self.name, f"{self._model()} (timm)", (channels, height, width), config.num_classes)
 
     def accepts(self, option: str) -> bool:
-        """Whether the network takes `option`; found out by building it on the meta device."""
-        return option not in DOWNLOADS and self._builds_with(option)
+        """Timm's networks have options of their own names, as `zero_init_last`, which only their construction tells."""
+        return False
 
     def build(self, num_classes: int | None, in_channels: int | None, options: Mapping[str, Any]) -> nn.Module:
-        """The network with fresh weights; None stands for its own number of classes or channels."""
         _refuse_downloads(self.name, options)
         sizes = {"num_classes": num_classes, "in_chans": in_channels}
         requested_sizes = {key: value for key, value in sizes.items() if value is not None}
         create = _extra("timm").create_model
         model: nn.Module = called(self.name, create, self._model(), pretrained=False, **requested_sizes, **options)
         return model
-
-    def _builds_with(self, option: str) -> bool:
-        self._model()
-        with torch.device("meta"):
-            try:
-                self.build(None, None, {option: False})
-            except UnknownOptionError as error:
-                return error.option != option
-            except ConvoyError:  # the value or the meta device was refused, not the keyword
-                return True
-        return True
 
     def _model(self) -> str:
         timm = _extra("timm")
@@ -124,19 +100,16 @@ class Torchvision:
 
     @property
     def info(self) -> ModelInfo:
-        """Name, and the input and classes of the weights that torchvision publishes for it."""
         published = list(_extra("torchvision.models").get_model_weights(self._model()))
         size = min(weights.transforms().crop_size[0] for weights in published)  # larger ones are for fine-tuned weights
         classes = len(published[0].meta["categories"])
         return ModelInfo(self.name, f"{self._model()} (torchvision)", (3, size, size), classes)
 
     def accepts(self, option: str) -> bool:
-        """Whether the builder or the class it names takes the keyword `option`. Some of torchvision's classes swallow
-        whatever they do not know (`**kwargs`); that does not count."""
+        """Whether the builder or the class it names takes `option` by name: some swallow whatever they do not know."""
         return option in self._options()
 
     def build(self, num_classes: int | None, in_channels: int | None, options: Mapping[str, Any]) -> nn.Module:
-        """The network with fresh weights; None stands for its own number of classes."""
         _refuse_downloads(self.name, options)
         if in_channels not in (None, 3):
             raise ConvoyError(
@@ -146,7 +119,7 @@ class Torchvision:
         accepted = self._options()
         for option in options:
             if option not in accepted:
-                raise UnknownOptionError(self.name, option, accepted)
+                raise UnknownOptionError(self.name, option, accepted, _UNKNOWN)
         arguments: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
         if "init_weights" in accepted and self._model() in ("googlenet", "inception_v3"):  # they warn unless told
             arguments["init_weights"] = True
@@ -175,11 +148,8 @@ def _extra(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != package:
-            raise ConvoyError(
-                f"{package} needs the package {error.name!r}: pip install 'convoy-nn[{package}]'"
-            ) from error
-        raise ConvoyError(f"models of {package} need its extra: pip install 'convoy-nn[{package}]'") from error
+        need = "models of {} need its extra" if error.name == package else f"{{}} needs the package {error.name!r}"
+        raise ConvoyError(f"{need.format(package)}: pip install 'convoy-nn[{package}]'") from error
     except Exception as error:
         raise ConvoyError(
             f"{package} is installed but does not import beside torch {torch.__version__} ({reason(error)}): "

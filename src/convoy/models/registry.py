@@ -9,7 +9,7 @@ import importlib.machinery
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,15 @@ class ModelInfo:
     title: str
     input_shape: tuple[int, int, int] | None
     num_classes: int | None
+
+
+class UnknownOptionError(ConvoyError):
+    """A keyword that a network does not take."""
+
+    def __init__(self, name: str, option: str, accepted: Iterable[str], otherwise: str) -> None:
+        choices = ", ".join(accepted)
+        super().__init__(f"{name} has no option {option!r}: {f'it accepts {choices}' if choices else otherwise}")
+        self.option = option
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,7 @@ class Registered:
         return option in self.options
 
     def build(self, num_classes: int | None, in_channels: int | None, options: Mapping[str, Any]) -> "nn.Module":
-        """The network; None stands for its own number of classes or channels. Raises ConvoyError for an option that it
-        lacks, or whose value it refuses."""
+        """The network; None stands for its own number of classes or channels."""
         for option, value in options.items():
             self._check(option, value)
         assert self.info.input_shape is not None
@@ -78,11 +86,12 @@ class Registered:
     def _check(self, option: str, value: object) -> None:
         name, accepted = self.info.name, self.options
         if option not in accepted:
-            choices = f"it accepts {', '.join(accepted)}" if accepted else "it has none"
-            raise ConvoyError(f"{name} has no option {option!r}: {choices}")
-        kind = type(accepted[option])
-        kinds = (int, float) if kind is float else (kind,)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
+            raise UnknownOptionError(name, option, accepted, "it has none")
+        kind, kinds = (
+            type(accepted[option]),
+            (type(accepted[option]), *([int] if type(accepted[option]) is float else [])),
+        )
+        if type(value) not in kinds:
             example = f"of type {kind.__name__}, like {accepted[option]!r}"
             raise ConvoyError(f"option {option!r} of {name} is {value!r}: give a value {example}")
 
@@ -132,22 +141,21 @@ def list_models() -> list[ModelInfo]:
 
 def check_name(name: str, here: bool = True) -> None:
     """Refuse a network's name that is none of the four kinds, as far as the name alone says it. With `here` it is to be
-    built on this machine, which then needs its library. Raises ConvoyError where the registry lacks it, it is
-    incomplete, or that library is not installed."""
+    built on this machine, which then needs its library."""
     if name in REGISTRY:
         return
     origin, colon, rest = name.partition(":")
-    shown = repr(brief(name))
+    quoted = repr(brief(name))
     if not colon:
         near = did_you_mean(name, REGISTRY, otherwise="`convoy models` lists them")
-        raise ConvoyError(f"unknown model {shown}{near} (others: timm:NAME, torchvision:NAME, package.module:factory)")
+        raise ConvoyError(f"unknown model {quoted}{near} (others: timm:NAME, torchvision:NAME, package.module:factory)")
     if not origin or not rest:
-        raise ConvoyError(f"model {shown} is incomplete: write timm:NAME, torchvision:NAME or package.module:factory")
+        raise ConvoyError(f"model {quoted} is incomplete: write timm:NAME, torchvision:NAME or package.module:factory")
     if origin in ("timm", "torchvision"):
         if here and not _is_installed(origin):
             raise ConvoyError(f"models of {origin} need its extra: pip install 'convoy-nn[{origin}]'")
     elif origin.endswith(".py") or not all(part.isidentifier() for part in origin.split(".")):
-        raise ConvoyError(f"model {shown} names no module: write package.module:factory, with dots and without .py")
+        raise ConvoyError(f"model {quoted} names no module: write package.module:factory, with dots and without .py")
     elif here and not _is_installed(top := origin.partition(".")[0]):
         raise ConvoyError(
             f"{brief(name)}: there is no module {brief(top)!r} in {Path.cwd()} or among the installed packages"

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from convoy.errors import ConvoyError
 from convoy.files import expanded
 from convoy.models.heads import auxiliary_names, classifier_names
+from convoy.models.libraries import reason
 
 # Put before every name by DistributedDataParallel, torch.compile, and trainers that hold the network in `model`.
 PREFIXES = ("module.", "_orig_mod.", "model.")
 # Under which key training checkpoints keep the weights.
 ENTRIES = ("state_dict", "model")
-# How what torch.save writes begins: zip archives, and the pickles of versions before 1.6.
-_ARCHIVE_OR_PICKLE = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 # What makes a folder a run directory, and where that keeps its weights.
 RUN, OF_RUN = "config.yaml", "weights.safetensors"
 
@@ -29,8 +28,8 @@ RUN, OF_RUN = "config.yaml", "weights.safetensors"
 def load_weights(model: nn.Module, path: str | Path) -> list[str]:
     """Read weights into `model`: a `.safetensors` file, a `.pth` or `.pt` file with a state dict, or a run directory. A
     file with another number of classes leaves the classifier's fresh weights in place; auxiliary heads that the file or
-    the network lacks are left out. Returns one sentence for each such thing, none where the file fits as it is. Raises
-    ConvoyError, with `model` unchanged, for a file that cannot be read or that belongs to another network."""
+    the network lacks are left out. Returns a sentence for each such thing. Raises ConvoyError, with `model` unchanged,
+    for a file that belongs to another network."""
     path = expanded(path)
     if (path / RUN).is_file():
         if not (path / OF_RUN).is_file():
@@ -61,8 +60,22 @@ def load_weights(model: nn.Module, path: str | Path) -> list[str]:
     if extra_heads:
         unexpected -= extra_heads
         notes.append(f"{path.name} has auxiliary heads and this net none: they are left out")
-    misfits = [key for key in state.keys() & tensors.keys() if key not in fresh and not _fits(tensors[key], state[key])]
-    _refuse(path, model, state, tensors, missing, unexpected, misfits)
+    misfits = [
+        f"{key} is {_kind(tensors[key])} where the net has {_kind(x)}"
+        for key, x in state.items()
+        if key in tensors and key not in fresh
+        if (tensors[key].shape, tensors[key].is_floating_point()) != (x.shape, x.is_floating_point())
+    ]
+    faults = [f"it lacks {_some(key for key in state if key in missing)}"] if missing else []
+    if unexpected:
+        faults.append(f"it has {_some(key for key in tensors if key in unexpected)}, which the net has not")
+    if misfits:
+        faults.append(_some(misfits))
+    if faults:
+        raise ConvoyError(
+            f"{path} does not fit {type(model).__name__}: {'; '.join(faults)}; give the weights of this net, or train "
+            f"the net they were made for"
+        )
 
     loaded = {key: tensors[key] for key in state if key in tensors and key not in fresh and not state[key].is_meta}
     model.load_state_dict(loaded, strict=False)  # what is on the meta device another rank has
@@ -86,7 +99,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
         raise ConvoyError(
-            f"{path} cannot be read as weights ({_why(path, error)}): give a whole .safetensors file, or a .pth or .pt "
+            f"{path} cannot be read as weights ({_why(error)}): give a whole .safetensors file, or a .pth or .pt "
             f"file with a state dict"
         ) from error
     for entry in ENTRIES:
@@ -105,26 +118,9 @@ def _read(path: Path) -> dict[str, Tensor]:
     return {str(key): value for key, value in content.items()}
 
 
-def _why(path: Path, error: Exception) -> str:
-    text = str(error)
-    if isinstance(error, OSError):
-        return error.strerror or text
-    with path.open("rb") as file:
-        begin = file.read(9)
-    if not begin:
-        return "it is empty"
-    if path.suffix == ".safetensors":
-        other = begin[:2] in _ARCHIVE_OR_PICKLE
-        return "it is no safetensors file" + (
-            " but what torch.save writes: let its name end in .pth" if other else ", or it is damaged"
-        )
-    if begin[:2] not in _ARCHIVE_OR_PICKLE:
-        what = " but a safetensors file: let its name end in .safetensors" if begin[3:] == b"\0\0\0\0\0{" else ""
-        return f"it is not what torch.save writes{what}"
-    forbidden = re.search(r"GLOBAL (\S+)", text)
-    if forbidden:
-        return f"it holds Python code or objects, {forbidden[1]}, which are not loaded"
-    return "it is damaged, or holds other things than tensors"
+def _why(error: Exception) -> str:
+    forbidden = re.search(r"GLOBAL (\S+)", str(error))
+    return f"it holds Python code or objects, {forbidden[1]}, which are not loaded" if forbidden else reason(error)
 
 
 def _without_prefixes(tensors: dict[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -147,45 +143,14 @@ def _other_classes(model: nn.Module, state: Mapping[str, Tensor], tensors: Mappi
     ]
 
 
-def _fits(tensor: Tensor, parameter: Tensor) -> bool:
-    return tensor.shape == parameter.shape and tensor.is_floating_point() == parameter.is_floating_point()
-
-
-def _refuse(
-    path: Path,
-    model: nn.Module,
-    state: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-    missing: set[str],
-    unexpected: set[str],
-    misfits: list[str],
-) -> None:
-    faults = []
-    if missing:
-        faults.append(f"it lacks {_some(key for key in state if key in missing)}")
-    if unexpected:
-        faults.append(f"it has {_some(key for key in tensors if key in unexpected)}, which the net has not")
-    if misfits:
-        differences = (
-            f"{key} is {_kind(tensors[key])} where the net has {_kind(state[key])}" for key in state if key in misfits
-        )
-        faults.append(_some(differences))
-    if faults:
-        raise ConvoyError(
-            f"{path} does not fit {type(model).__name__}: {'; '.join(faults)}; give the weights of this net, or train "
-            f"the net they were made for"
-        )
-
-
 def _kind(tensor: Tensor) -> str:
     shape = "x".join(str(size) for size in tensor.shape) or "one number"
     return shape if tensor.is_floating_point() else f"{shape} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _some(items: Iterable[str]) -> str:
-    listed = list(items)
-    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
-    return ", ".join(listed[:3]) + more
+    names = list(items)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _list(items: list[str]) -> str:

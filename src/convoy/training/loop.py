@@ -31,7 +31,7 @@ from convoy.training.session import Session
 
 GIVE_UP = 20  # updates left out in a row after which the run ends
 TOLD = 5  # updates left out of which something is said
-_DECIDED_ANEW = ("checkpoint every ", "data workers: ", "shares ")
+_DECIDED_ANEW = ("checkpoint every ", "shares ")
 
 
 class Loop:
@@ -187,7 +187,7 @@ class Loop:
         step = session.step()
         if step.recorded is not None:
             step.recorded.tell = self.tell
-        with closing(session.batches(self.done, self.total - self.done, self._more_workers)) as batches:
+        with closing(session.batches(self.done, self.total - self.done)) as batches:
             recorder.ask(self.done)
             for batch in batches:
                 step.records = recorder.has_watched
@@ -246,9 +246,6 @@ class Loop:
     def _next_line(self) -> int:
         """The update after which the next line of metrics comes; 0 after the last."""
         return next(filter(self.session.quantities.logged, range(self.done + 1, self.total + 1)), 0)
-
-    def _more_workers(self, number: int) -> None:
-        self.tell(f"data workers: {number} from update {self.done + 1:,} on, as batches were waited for")
 
     def tell(self, sentence: str) -> None:
         """Say something that stays with the run; of what is decided again and again, the last word alone stays."""

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from convoy import models
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch, DataSet, Order, num_workers, training_batches
-from convoy.data.loader import first_workers
 from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.network import Network
 from convoy.engine.recorded import Recorded, graph_on
@@ -88,10 +87,8 @@ class Prepared(TriedNetwork):
         memory_format = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         return InputPipeline(self.data, self.device, memory_format)
 
-    def batches_of(
-        self, positions: range, first_update: int, num_updates: int, told: Callable[[int], None] = lambda _: None
-    ) -> Generator[Batch, None, None]:
-        """The samples at some positions of the batches of some updates; `told` learns of more worker processes."""
+    def batches_of(self, positions: range, first_update: int, num_updates: int) -> Generator[Batch, None, None]:
+        """The samples at some positions of the batches of some updates."""
         return training_batches(
             self.data,
             self.recipe.data,
@@ -101,7 +98,6 @@ class Prepared(TriedNetwork):
             seed=self.recipe.seed,
             positions=positions,
             pin_memory=self.device.type == "cuda",
-            told=told,
         )
 
 
@@ -201,16 +197,9 @@ class Session(Prepared):
             return self.quantities.sizes[0]
         return max(1, min(largest, -(-len(self.data.test) // self.ranks.num_sample_ranks)))
 
-    def batches(
-        self, first_update: int, num_updates: int, told: Callable[[int], None] = lambda _: None
-    ) -> Generator[Batch, None, None]:
-        """This rank's samples of the batches of some updates; `told` learns of more worker processes."""
-
-        def more_workers(number: int) -> None:
-            self.workers = number
-            told(number)
-
-        return self.batches_of(self.division.positions(self.ranks.sample_rank), first_update, num_updates, more_workers)
+    def batches(self, first_update: int, num_updates: int) -> Generator[Batch, None, None]:
+        """This rank's samples of the batches of some updates."""
+        return self.batches_of(self.division.positions(self.ranks.sample_rank), first_update, num_updates)
 
     def divide_by_speed(self) -> str | None:
         """With `shares=auto`, let the slowest rank end soonest, and say so. All ranks call it, before an update.
@@ -282,8 +271,6 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
     else:
         division = divide(sizes, ranks.num_sample_ranks, given_shares)
     workers, why = num_workers(data, recipe.data)
-    if (num_first := first_workers(recipe.data, workers)) < workers:
-        why += "; half of them begin, others follow when batches are waited for"
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
     numbers = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes)
     in_one_pass = Derived("microbatches in one pass", merge, why_merged, "tried before training: docs/numerics.md")
@@ -301,7 +288,7 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
         state=RunState(exchange, optimizer, scaler, averaged),
         merge=merge,
         stages=[],
-        workers=num_first,
+        workers=workers,
     )
     session.notes = [*recipe.notes(), *data.notes, *ready.notes, *chosen.notes, *_notes(session)]
     session.derived += _rows(session)
