@@ -167,11 +167,11 @@ def test_tar_names_with_dots_and_other_oddities(tmp_path: Path) -> None:
         "v1.0/22.05.jpg": 1,
     }
     members = {f"{name.removesuffix('.jpg')}.cls": str(label).encode() for name, label in wanted.items()}
-    members |= {"y.json": b'{"label": 1}', "y.cls": b"1", "z.cls": b" 1\n", "bell\x07.cls": b"0"}
+    members |= {"y.json": b'{"label": 1}', "y.json.txt": b"", "z.cls": b" 1\n", "bell\x07.cls": b"0"}
     wanted |= {"y.jpg": 1, "z.big.jpg": 1, "bell\x07.png": 0}
     members |= dict.fromkeys([*wanted, "y.mask.png", "lone.05.jpg"], JPEGS[0])
     write_tar(tmp_path / "train.tar", members, format=tarfile.PAX_FORMAT)
     data = opened(tmp_path, validation_fraction=0.5)
     both = zip(names(data.train, data.test), [*data.train.labels, *data.test.labels], strict=True)
     assert {name.removeprefix("train.tar/").replace("\\x07", "\x07"): label for name, label in both} == wanted
-    assert set(data.notes[0].removeprefix("left out: ").split(", ")) == {"1 .mask.png", "1 .json", "1 .05.jpg"}
+    assert set(data.notes[0].removeprefix("left out: ").split(", ")) == {"1 .mask.png", "1 .json.txt", "1 .05.jpg"}

@@ -17,6 +17,7 @@ from convoy.data.order import Order
 from convoy.data.sources import Source
 from convoy.data.transforms import Geometry
 from convoy.data.workers import Request, Workers
+from convoy.errors import ConvoyError
 from convoy.resources import own_share
 
 _MAX_AUTOMATIC = 32
@@ -52,6 +53,8 @@ def evaluation_batches(
 ) -> Generator[Batch, None, None]:
     """Every sample of the test split exactly once, in order, resized and cut in the center. `num_parts` ranks take
     turns at the batches; all get equally many, so that the last ones may be smaller or empty."""
+    if batch < 1:
+        raise ConvoyError(f"batch {batch} is not a number of samples: set it to at least 1")
     maker = batch_maker(data, config, data.test, seed=0)
     num_batches = -(-len(data.test) // (batch * num_parts))
     starts = range(part * batch, num_batches * num_parts * batch, num_parts * batch)

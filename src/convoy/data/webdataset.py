@@ -7,6 +7,7 @@ samples needs (the `webdataset` package shuffles in a buffer while it streams). 
 is ever used as a path.
 """
 
+import json
 import os
 import tarfile
 import weakref
@@ -28,7 +29,7 @@ from convoy.data.sources import NUM_SIZES, EncodedSource, Progress, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
-_MAX_LABEL_BYTES = 40
+_MAX_LABEL_BYTES = 2**20
 _MOST_OPEN = 256
 CLASS_NAMES = "classes.txt"
 
@@ -123,7 +124,7 @@ def _open_split(files: list[Path], progress: Progress | None, leftovers: Counter
 
 def _labeled(path: Path, leftovers: Counter[str]) -> list[tuple[tarfile.TarInfo, int]]:
     """The pictures of a tar and their labels; counts the members that are left out by their kind."""
-    kinds: dict[str, dict[str, tarfile.TarInfo]] = {"picture": {}, ".cls": {}}
+    kinds: dict[str, dict[str, tarfile.TarInfo]] = {"picture": {}, ".cls": {}, ".json": {}}
     try:
         with reading(path), tarfile.open(path, "r:") as tar:
             for member in tar:
@@ -141,13 +142,16 @@ def _labeled(path: Path, leftovers: Counter[str]) -> list[tuple[tarfile.TarInfo,
                 elif kind not in kinds:
                     leftovers[_after_first_dot(member.name)] += 1
                 elif key in kinds[kind]:
-                    what = "pictures" if kind == "picture" else "members .cls of"
+                    what = "pictures" if kind == "picture" else f"members {kind} of"
                     raise ConvoyError(f"{shown(path)} has two {what} {printable(key)}: give them other names")
                 else:
                     kinds[kind][key] = member
-            pictures, labels = kinds.values()
+            pictures, labels, documents = kinds.values()
+            unlabeled = {key: member for key, member in documents.items() if key not in labels}
+            labels |= {key: member for key, member in unlabeled.items() if _label(tar, member, path) is not None}
             pairs = _pairs(pictures, labels, path, leftovers)
-            return [(pictures[key], _label(tar, labels[by], path)) for by, key in pairs]
+            labeled = [(pictures[key], _label(tar, labels[by], path)) for by, key in pairs]
+            return [(member, label) for member, label in labeled if label is not None]
     except ConvoyError:
         raise
     except (tarfile.TarError, MemoryError, ValueError, OverflowError) as error:
@@ -172,7 +176,7 @@ def _pairs(
         if by not in labels and key == short_key:
             raise ConvoyError(
                 f"{shown(path)} has no label for {printable(pictures[key].name)}: a sample needs {printable(key)}.cls "
-                "with a whole number"
+                'with a whole number, or .json with "label"'
             )
         if pairs.get(by, by) != by:
             raise ConvoyError(
@@ -194,10 +198,20 @@ def _after_first_dot(name: str) -> str:
     return dot + end
 
 
-def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
-    """The whole number in a .cls."""
+def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int | None:
+    """The whole number in a .cls, or under "label" or "cls" in a .json; None where a .json has neither."""
     file = tar.extractfile(member)
-    text = (file.read(_MAX_LABEL_BYTES) if file else b"").decode("utf-8", "replace").strip()
+    content = file.read(_MAX_LABEL_BYTES) if file else b""
+    if member.name.lower().endswith(".json"):
+        try:
+            document = json.loads(content)
+        except (ValueError, RecursionError):
+            raise ConvoyError(f"{shown(path)} has {printable(member.name)}, which is no JSON: write it again") from None
+        value = document.get("label", document.get("cls")) if isinstance(document, dict) else None
+        if value is None:
+            return None
+        content = str(value).encode()
+    text = content[:40].decode("utf-8", "replace").strip()
     try:
         label = int(text)
     except ValueError:
