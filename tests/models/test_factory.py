@@ -26,6 +26,9 @@ def fixed():
 def forwards(num_classes=10, **kwargs):
     return only_classes(num_classes=num_classes, **kwargs)
 
+def passes_on(**kwargs):
+    return Net(**kwargs)
+
 def only_classes(num_classes):
     return Net(num_classes)
 
@@ -60,7 +63,8 @@ def test_classes_channels_and_options_reach_the_factory_or_must_already_be_so(mo
     for name in ("convoy_own_package.small:Net", f"{module}:Namespace.inner"):
         assert isinstance(create(name), nn.Module)
     assert create(f"{module}:fixed", num_classes=5, in_channels=3)[3].out_features == 5
-    assert create(f"{module}:forwards", num_classes=6, in_channels=3)[3].out_features == 6
+    for name in ("forwards", "passes_on"):
+        assert create(f"{module}:{name}", num_classes=6, in_channels=3)[3].out_features == 6
     assert accepts(f"{module}:Net", "width") and not accepts(f"{module}:Net", "zero_init_residual")
 
 

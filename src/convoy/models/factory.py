@@ -47,13 +47,23 @@ class Factory:
                 raise UnknownOptionError(self.name, option, parameters(function), "leave it out")
         request = {"num_classes": num_classes, "in_channels": in_channels}
         sizes = {key: value for key, value in request.items() if takes(function, key, by_name=True)}
-        keywords = {key: value for key, value in sizes.items() if value is not None} | dict(options)
-        model = called(self.name, function, **keywords)
+        keywords = {key: value for key, value in request.items() if value is not None and takes(function, key)}
+        model = self._call(function, keywords, options)
         if not isinstance(model, nn.Module):
             raise ConvoyError(f"{self.name} returned {type(model).__name__}: it has to return an nn.Module")
         model = unwrapped(model)
         _check_sizes(self.name, model, {key: value for key, value in request.items() if key not in sizes})
         return model
+
+    def _call(self, function: Callable[..., Any], sizes: dict[str, int], options: Mapping[str, Any]) -> Any:
+        """Call with the sizes, less those that **kwargs took and the code behind it refused."""
+        while True:
+            try:
+                return called(self.name, function, **(sizes | dict(options)))
+            except UnknownOptionError as error:
+                if error.option not in sizes or takes(function, error.option, by_name=True):
+                    raise
+                del sizes[error.option]
 
     def function(self) -> Callable[..., Any]:
         module, _, path = self.name.partition(":")
