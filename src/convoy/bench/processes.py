@@ -1,8 +1,9 @@
 """The processes that measure: fresh ones for each measurement, one a device, each on its own cores.
 
 They are forked from a server that has torch imported, so that starting them takes no time worth mentioning, and nothing
-that one configuration leaves in memory or in caches of the allocator meets the next one. Each runs in a slot: on a
-block of cores, on a GPU, or on a device of an emulated cluster.
+that one configuration leaves in memory or in caches of the allocator meets the next one. (Started as `convoy train`
+starts its ranks, each turn of a study would begin with seconds of imports.) Each runs in a slot: on a block of cores,
+on a GPU, or on a device of an emulated cluster.
 """
 
 import contextlib
@@ -14,7 +15,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -29,7 +29,7 @@ from convoy.resources import PINNED, own_cores
 
 Say = Callable[[str, int, int], None]  # is told of long work: what, done, of how many
 
-_PATIENCE_S = 60.0
+_PATIENCE_S, _AGAIN_S = 60.0, 0.25  # in which ranks that were asked to stop save; and until they are asked again
 PRELOAD = ("torch", "torch.distributed", "convoy.training", "convoy.planner", "convoy.bench.measure")
 
 
@@ -67,163 +67,12 @@ class RankSlot:
         as local, since they share the machine."""
         variables = {PINNED: ",".join(map(str, self.cores))} if self.cores else {}
         if self.num > 1:
-            variables |= {
-                "RANK": str(self.rank),
-                "LOCAL_RANK": str(self.rank),
-                "GROUP_RANK": "0",
-                "WORLD_SIZE": str(self.num),
-                "LOCAL_WORLD_SIZE": str(self.num),
-                interfaces.STORE: str(store),
-                "TORCHELASTIC_RUN_ID": "convoy-bench",
-            }
-            loopback = interfaces.loopback()
-            if loopback is not None:
+            variables |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(self.rank))
+            variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.num))
+            variables |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "convoy-bench", interfaces.STORE: str(store)}
+            if (loopback := interfaces.loopback()) is not None:
                 variables["GLOO_SOCKET_IFNAME"] = loopback
         return variables | dict(self.location.environment if self.location is not None else {})
-
-
-def run_ranks(
-    function: Callable[..., Any],
-    slots: Sequence[RankSlot],
-    *args: Any,
-    seconds: float = 600.0,
-    lasting: bool = False,
-    say: Say | None = None,
-    quiet: bool = False,
-    preload: Sequence[str] = PRELOAD,
-) -> list[Any]:
-    """Run `function(*args, say)`, of a module's top level, on each of the ranks, and give all results.
-
-    After so many `seconds` all are ended; where they are `lasting`, the seconds begin again with all that rank 0 says,
-    and on Ctrl-C the ranks have time to save. `quiet` drops what they print, which else goes to the standard error.
-    The server that forks the processes imports the modules of `preload` of the first call.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
-    pipes: list[Connection] = []
-    processes: list[BaseProcess] = []
-    made = ExitStack()
-    try:
-        store = made.enter_context(private_folder()) / "store"
-        for slot in slots:
-            ours, theirs = context.Pipe()
-            process: BaseProcess = context.Process(
-                target=_serve,
-                args=(theirs, slot, store, quiet, function, args),
-                daemon=False,  # a daemon may not start processes that load pictures
-            )
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        return _collect(pipes, processes, seconds, lasting, say or (lambda *_: None))
-    except KeyboardInterrupt:
-        if lasting:
-            _end_softly(pipes, processes)
-        raise
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
-        for pipe in pipes:
-            pipe.close()
-        made.close()
-
-
-def _end_softly(pipes: list[Connection], processes: list[BaseProcess]) -> None:
-    """Ask the ranks to end until they have, and hear what they still say."""
-    until = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < until and any(process.is_alive() for process in processes):
-        for process in processes:
-            if process.is_alive() and process.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGINT)  # ignored by those that do not save, and after the first
-        for pipe in wait(pipes, timeout=0.2):
-            with contextlib.suppress(EOFError, OSError):
-                assert isinstance(pipe, Connection)
-                pipe.recv()
-        time.sleep(0.05)
-
-
-def _collect(
-    pipes: list[Connection], processes: list[BaseProcess], seconds: float, lasting: bool, say: Say
-) -> list[Any]:
-    results: dict[int, Any] = {}
-    deadline = time.monotonic() + seconds
-    while len(results) < len(pipes):
-        left = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
-        ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise RankFailed(f"rank {min(left.values())} did not come back in time (--timeout)")
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = left[pipe]
-            try:
-                kind, value = pipe.recv()
-            except (EOFError, ConnectionError) as error:
-                processes[rank].join(5)
-                raise RankFailed(f"rank {rank} {end_of(processes[rank].exitcode)}") from error
-            if kind == "says":
-                say(*value)
-                deadline = time.monotonic() + seconds if lasting else deadline
-            elif kind == "mistake":
-                raise ConvoyError(value)
-            elif kind == "failed":
-                raise RankFailed(f"rank {rank} failed: {value}")
-            else:
-                results[rank] = value
-    return [results[rank] for rank in range(len(pipes))]
-
-
-def _serve(
-    pipe: Connection, slot: RankSlot, store: Path, quiet: bool, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
-    if quiet:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
-    os.dup2(2, 1)  # the standard output is for the table
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it decides when it ends
-    end_with_parent()
-    faulthandler.enable()
-
-    def say(what: str, done: int, total: int) -> None:
-        if slot.rank == 0:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.send(("says", (what, done, total)))
-
-    def follow_parent() -> None:
-        # the server that forked this process stays as long as it has such children, so its end is none of theirs
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
-    answer: tuple[str, Any]
-    try:
-        if slot.cores and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, slot.cores)
-        if slot.location is not None:
-            slot.location.enter()
-        threading.Thread(target=follow_parent, daemon=True, name="convoy-follow").start()
-        os.environ.update(slot.environment(store))
-        import torch
-        import torch.distributed as dist
-
-        threads = slot.location.environment.get("OMP_NUM_THREADS") if slot.location is not None else None
-        torch.set_num_threads(int(threads) if threads else len(own_cores()))
-        torch.manual_seed(0)
-        answer = "done", function(*args, say)
-        if dist.is_initialized():
-            dist.barrier()  # a rank that leaves early would cut the connections of the others
-            dist.destroy_process_group()
-    except ConvoyError as error:
-        answer = "mistake", str(error)
-    except BaseException as error:
-        answer = "failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-    with contextlib.suppress(BrokenPipeError):
-        pipe.send(answer)
 
 
 @dataclass(frozen=True)
@@ -242,3 +91,151 @@ class RankSlots:
         blocks = len(cores) // width if width else 1
         begins = [(rank + first + round_ - 1) % blocks * width for rank in range(num)]
         return [RankSlot(rank, num, tuple(cores[begin : begin + width])) for rank, begin in enumerate(begins)]
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    slots: Sequence[RankSlot],
+    *args: Any,
+    seconds: float | None = 600.0,
+    say: Say | None = None,
+    quiet: bool = False,
+    preload: Sequence[str] = PRELOAD,
+) -> list[Any]:
+    """Run `function(*args, say)`, of a module's top level, on each of the ranks, and give all results.
+
+    After so many `seconds` all are ended; None leaves that to themselves, and on Ctrl-C they have time to save. `quiet`
+    drops what they print, which else goes to the standard error. The server that forks the processes imports the
+    modules of `preload` of the first call.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    pipes: list[Connection] = []
+    processes: list[BaseProcess] = []
+    with private_folder() as folder:
+        try:
+            for slot in slots:
+                pipe, end = context.Pipe()
+                job = end, slot, folder / "store", quiet, function, args
+                # a daemon may not start processes that load pictures
+                processes.append(context.Process(target=_serve, args=job, daemon=False))
+                processes[-1].start()
+                end.close()
+                pipes.append(pipe)
+            return _collect(pipes, processes, seconds, say or (lambda *_: None))
+        except KeyboardInterrupt:
+            if seconds is None:
+                _end_softly(processes)
+            raise
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+            for pipe in pipes:
+                pipe.close()
+
+
+def _end_softly(processes: Sequence[BaseProcess]) -> None:
+    """Ask the ranks to end until they have: one that has not begun to train ignores it, and so it does the second."""
+    until = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < until and any(process.is_alive() for process in processes):
+        for process in processes:
+            if process.is_alive() and process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGINT)
+        time.sleep(_AGAIN_S)
+
+
+def _collect(
+    pipes: Sequence[Connection], processes: Sequence[BaseProcess], seconds: float | None, say: Say
+) -> list[Any]:
+    results: dict[int, Any] = {}
+    deadline = None if seconds is None else time.monotonic() + seconds
+    while len(results) < len(pipes):
+        rank_of = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = wait(list(rank_of), timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailed(f"rank {min(rank_of.values())} did not come back in time (--timeout)")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = rank_of[pipe]
+            try:
+                kind, value = pipe.recv()
+            except (EOFError, ConnectionError) as error:
+                processes[rank].join(5)
+                raise RankFailed(f"rank {rank} {end_of(processes[rank].exitcode)}") from error
+            if kind == "says":
+                say(*value)
+            elif kind == "failed":
+                raise value
+            else:
+                results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+_pipe: Connection | None = None  # of a rank to whoever started it
+
+
+def _answer(kind: str, value: Any) -> None:
+    assert _pipe is not None
+    with contextlib.suppress(BrokenPipeError):
+        _pipe.send((kind, value))
+
+
+def give_up(sentence: str) -> None:
+    """End this rank, from any thread, with a sentence for whoever started it."""
+    _answer("failed", RankFailed(sentence))
+    os._exit(1)
+
+
+def _follow_parent() -> None:
+    """End with whoever started this rank: the server that forked it stays as long as it has such children, so its end
+    is none of theirs."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _serve(
+    pipe: Connection, slot: RankSlot, store: Path, quiet: bool, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    global _pipe
+    _pipe = pipe
+    if quiet:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+    os.dup2(2, 1)  # the standard output is for the table
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it decides when it ends
+    end_with_parent()
+    faulthandler.enable()
+
+    def say(*work: Any) -> None:
+        if slot.rank == 0:
+            _answer("says", work)
+
+    try:
+        if slot.cores and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, slot.cores)
+        if slot.location is not None:
+            slot.location.enter()
+        threading.Thread(target=_follow_parent, daemon=True, name="convoy-follow").start()
+        os.environ.update(slot.environment(store))
+        import torch
+        import torch.distributed as dist
+
+        threads = slot.location.environment.get("OMP_NUM_THREADS") if slot.location is not None else None
+        torch.set_num_threads(int(threads) if threads else len(own_cores()))
+        torch.manual_seed(0)
+        result = function(*args, say)
+        if dist.is_initialized():
+            dist.barrier()  # a rank that leaves early would cut the connections of the others
+            dist.destroy_process_group()
+        _answer("done", result)
+    except ConvoyError as error:
+        _answer("failed", ConvoyError(str(error)))
+    except BaseException as error:
+        reason = f"rank {slot.rank} failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+        _answer("failed", RankFailed(reason))

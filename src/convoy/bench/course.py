@@ -5,10 +5,9 @@ import os
 import re
 import shutil
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -17,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from convoy.bench.ask import Ask, parts_of
+from convoy.bench.ask import Ask
 from convoy.bench.emulated import Cluster, emulate
-from convoy.bench.measure import forecast, measure_rank
-from convoy.bench.measurement import MeasurementTask, join
-from convoy.bench.processes import Location, RankFailed, RankSlots, Say, reason_of, run_ranks
+from convoy.bench.forecast import forecast
+from convoy.bench.measure import MeasurementTask, measure_rank
+from convoy.bench.processes import Location, RankFailed, RankSlots, Say, give_up, reason_of, run_ranks
 from convoy.bench.records import (
     AUTO,
     CONVOY,
@@ -35,8 +34,8 @@ from convoy.bench.records import (
     TableOptions,
     Training,
 )
-from convoy.bench.study import Prepared, assumed, prepare, recipe_for, too_coarse
-from convoy.comm.position import current
+from convoy.bench.study import assumed, coarse, prepare, recipe_for
+from convoy.comm.joining import meeting_store
 from convoy.data import open_data
 from convoy.doctor.updates import RunDoctor
 from convoy.errors import ConvoyError
@@ -44,7 +43,8 @@ from convoy.progress import Reporter
 from convoy.report.run_directory import column, read_metrics
 from convoy.training import Recipe, RunDirectory, train
 from convoy.training.config import Duration
-from convoy.training.derived import num_microbatches, resolve
+from convoy.training.derived import resolve
+from convoy.training.watchdog import Watchdog
 from convoy.units import plural
 
 IMAGENET = 1_281_167
@@ -60,9 +60,26 @@ class Course:
     rows: Sequence[Configuration]  # also those of earlier calls
     store: Store
     slots: RankSlots
-    timeout: float = 600.0  # seconds for all ranks; in a training, seconds without a word from them
+    timeout: float = 600.0  # seconds for all ranks; in a training, those in which nothing moves
     progress: Say = lambda what, done, total: None  # hears of the work as a whole
     tell: Callable[[str], None] = lambda sentence: None  # gets sentences for the user
+    done: int = 0  # parts of the work, of `total`
+    total: int = 0
+
+    def _say(self, what: str) -> None:
+        self.progress(what, self.done, self.total)
+
+    @contextmanager
+    def _spending(self, *times: str) -> Iterator[None]:
+        """Adds the seconds spent within to these times of the command, and saves the study."""
+        session, began = self.store.sessions[-1], time.perf_counter()
+        try:
+            yield
+        finally:
+            spent_s = time.perf_counter() - began
+            for name in ("wall_s", *times):
+                setattr(session, name, round(getattr(session, name) + spent_s, 3))
+            self.store.save()
 
     def measure(self, rounds: int = 1, predict: bool = True) -> None:
         """Predict and measure; a ConvoyError where no configuration at all can be measured.
@@ -70,45 +87,34 @@ class Course:
         Every second round goes through the configurations backwards, and from round to round the devices move on by
         one over the cores, so that neither a machine that becomes slower nor a core that is slower favors anyone.
         """
-        began, planning = time.perf_counter(), 0.0
         numbers = list(dict.fromkeys(row.devices for row in self.rows if row.kind == CONVOY))
-        done, total = 0, len(numbers) + rounds * len(self.rows)
-
-        def save() -> None:
-            session = self.store.sessions[-1]
-            session.wall_s, session.planning_s = round(time.perf_counter() - began, 3), round(planning, 3)
-            self.store.save()
-
+        self.total = len(numbers) + rounds * len(self.rows)
         if rounds and self.store.study.updates is None:
-            self.store.study.updates = self._usual_updates(total)
-        save()
+            with self._spending():
+                self.store.study.updates = self._usual_updates()
         for number in numbers:
-            start = time.perf_counter()
-            self._forecast(number, predict, done, total)
-            planning += time.perf_counter() - start
-            done += 1
-            save()
+            with self._spending("planning_s"):
+                self._forecast(number, predict)
+            self.done += 1
         for round_ in range(1, rounds + 1):
             for row in self.rows if round_ % 2 else reversed(self.rows):
-                if not row.failed and all(one.round != round_ for one in row.visits):
-                    self.progress(
-                        f"round {round_} of {rounds}: {row.label}, {plural(row.devices, 'device')}", done, total
-                    )
-                    self._measure(row, round_)
-                    save()
-                done += 1
-        if total:
-            self.progress("measured", total, total)
+                if not row.failed and all(visit.round != round_ for visit in row.visits):
+                    self._say(f"round {round_} of {rounds}: {row.label}, {plural(row.devices, 'device')}")
+                    with self._spending():
+                        self._measure(row, round_)
+                self.done += 1
+        if self.total:
+            self._say("measured")
         if all(row.failed for row in self.rows):
             raise ConvoyError(str(self.rows[0].failed))
 
-    def _usual_updates(self, total: int) -> int | None:
+    def _usual_updates(self) -> int | None:
         """The number of updates that takes the usual time in the first row that runs; None where none does.
 
         Rows that do not run are not measured, but for one whose plan the planner is still to find.
         """
         for row in self.rows:
-            self.progress(f"trying {row.label}", 0, total)
+            self._say(f"trying {row.label}")
             plan, shares = (row.plan, row.shares) if row.plan != AUTO else (None, "")
             ranks = self._ranks(row, self._task(row, plan, shares, updates=2, warm_up=2), 1)
             if not isinstance(ranks, str):
@@ -118,7 +124,7 @@ class Course:
                 self._fail(row, ranks)
         return LEAST if any(row.plan == AUTO for row in self.rows) else None
 
-    def _forecast(self, devices: int, predict: bool, done: int, total: int) -> None:
+    def _forecast(self, devices: int, predict: bool) -> None:
         """Predict the rows on some devices that have no prediction yet, and let the planner choose."""
         rows = [row for row in self.rows if row.kind == CONVOY and row.devices == devices and not row.failed]
         earlier = self.store.forecasts.get(devices, Forecast())
@@ -132,8 +138,7 @@ class Course:
         if not plans and not bound:
             return
         what = f"planning for {plural(devices, 'device')}"
-        self.progress(what, done, total)
-        keep = not self.store.study.cluster  # times on a share of a core are not those of this machine
+        self._say(what)
         try:
             (new, *_) = run_ranks(
                 forecast,
@@ -142,15 +147,20 @@ class Course:
                 plans,
                 bound,
                 predict,
-                keep,
+                self._keeps_times,
                 seconds=self.timeout,
-                say=lambda part, number, of: self.progress(f"{what}: {part}, {number} of {of}", done, total),
+                say=lambda part, number, of: self._say(f"{what}: {part}, {number} of {of}"),
             )
         except (RankFailed, ConvoyError) as error:
             new = Forecast(notes=[f"nothing is predicted for {devices}: {reason_of(error)}"])
         for note in new.notes:
             self.tell(f"{plural(devices, 'device')}: {note}")
         self.store.forecasts[devices] = earlier | new
+
+    @property
+    def _keeps_times(self) -> bool:
+        """Times on a share of a core are not those of this machine."""
+        return not self.store.study.cluster
 
     def _measure(self, row: Configuration, round_: int) -> None:
         began, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
@@ -193,29 +203,22 @@ class Course:
         """Train what is not finished yet, stopped and gone on with as any run; a ConvoyError where no configuration at
         all can be trained. `command` repeats the study."""
         rows = [row for row in self.rows if row.kind == CONVOY and not row.place]
-        trainings: list[Training] = []
+        updates = resolve(self.recipe, len(open_data(self.recipe.data).train)).total_updates
+        self.done, self.total = 0, len(rows) * updates
         for row in rows:  # one that has failed is tried again
             row.training = row.training or Training()
             row.training.failed = None
-            trainings.append(row.training)
-        began, session = time.perf_counter(), self.store.sessions[-1]
-        measuring = session.wall_s
-        updates = resolve(self.recipe, len(open_data(self.recipe.data).train)).total_updates
-        total = len(rows) * updates
-        for number, (row, training) in enumerate(zip(rows, trainings, strict=True)):
-            if training.finished:
-                continue
-            try:
-                self._train(row, training, command, number * updates, total)
-            finally:
-                session.training_s = round(time.perf_counter() - began, 3)
-                session.wall_s = round(measuring + session.training_s, 3)
-                self.store.save()
-        self.progress("trained", total, total)
-        if rows and all(training.failed for training in trainings):
-            raise ConvoyError(str(trainings[0].failed))
+        for row in rows:
+            if row.training is not None and not row.training.finished:
+                with self._spending("training_s"):
+                    self._train(row, row.training, command)
+            self.done += updates
+        self._say("trained")
+        failures = [row.training.failed for row in rows if row.training is not None]
+        if rows and all(failures):
+            raise ConvoyError(str(failures[0]))
 
-    def _train(self, row: Configuration, training: Training, command: str, before: int, total: int) -> None:
+    def _train(self, row: Configuration, training: Training, command: str) -> None:
         store, study = self.store, self.store.study
         name = re.sub(r"[^A-Za-z0-9=.,#-]+", "-", row.key)
         if len(name) > 80 or "\n" in row.key:
@@ -224,8 +227,8 @@ class Course:
         if out.is_dir() and not (out / "config.yaml").is_file():
             shutil.rmtree(out)  # ended before it had begun
         recipe = recipe_for(self.recipe, study, row, store.plan_of(row), store.shares_of(row))
-        task = MeasurementTask(CONVOY, recipe, None, study.device_type, updates=0, warm_up=0)
-        began = time.perf_counter()
+        task = MeasurementTask(CONVOY, recipe, None, study.device_type)
+        began, before = time.perf_counter(), self.done
         signals: list[str | None] = []
         try:
             signals = run_ranks(
@@ -234,10 +237,10 @@ class Course:
                 task,
                 out,
                 command,
-                not study.cluster,  # times on emulated devices are not those of this machine
-                seconds=self.timeout,
-                lasting=True,
-                say=lambda text, done, _: self.progress(f"training {row.where}: {text}", before + done, total),
+                self._keeps_times,
+                self.timeout,
+                seconds=None,
+                say=lambda text, done, _: self.progress(f"training {row.where}: {text}", before + done, self.total),
             )
             training.finished = not any(signals)
         except (RankFailed, ConvoyError) as error:
@@ -260,56 +263,32 @@ class Course:
             self.tell(f"the training of {row.where} was stopped by {stopped}; the same command goes on")
 
 
-_BEAT_S = 1.0
+class _Told(Reporter):
+    """Tells the study of a training, at most once in a second."""
 
-
-class Latest(Reporter):
-    """The newest figures of a training, for the study's own line."""
-
-    figures = ("beginning", 0, 0)
+    def __init__(self, say: Say) -> None:
+        self._tell, self._text, self._total, self._at = say, "training", 0, 0.0
 
     def prepare(self, what: str, done: int, total: int) -> None:
-        self.figures = what, 0, 0
+        self._tell(what, 0, 0)
 
     def begin(self, done: int, total: int) -> None:
-        self.figures = self.figures[0], done, total
+        self._total = total
 
     def advance(self, done: int, text: str | None = None) -> None:
-        self.figures = text or self.figures[0], done, self.figures[2]
+        self._text = text or self._text
+        if time.monotonic() - self._at >= 1:
+            self._at = time.monotonic()
+            self._tell(self._text, done, self._total)
 
 
-@contextmanager
-def heard(latest: Latest, say: Say) -> Iterator[None]:
-    """Tell the newest figures every second in which the training has moved, also where it reports nothing new."""
-    ended = threading.Event()
-
-    def beat() -> None:
-        before = None
-        while not ended.wait(_BEAT_S):
-            if before != (before := (latest.figures, current.moved)):
-                say(*latest.figures)
-
-    thread = threading.Thread(target=beat, daemon=True, name="convoy-beat")
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def train_rank(task: MeasurementTask, out: Path, command: str, keep: bool, say: Say) -> str | None:
+def train_rank(task: MeasurementTask, out: Path, command: str, keep: bool, timeout_s: float, say: Say) -> str | None:
     """A rank's part of a training, in the folder `out`; the name of the signal that stopped it, None at its end. All
     ranks call it. `command` repeats the study; `keep` uses times that were measured before, and stores new ones."""
-    ranks, device = join(task)
-    options: dict[str, Any] = {
-        "command": command,
-        "reporter": Latest(),
-        "handed_on": True,
-        "keep": keep,
-        "subscribe": RunDoctor,
-    }
-    with heard(options["reporter"], say):
+    ranks, device = task.join()
+    options: dict[str, Any] = {"command": command, "handed_on": True, "keep": keep, "subscribe": RunDoctor}
+    with Watchdog(ranks, meeting_store(), give_up, timeout_s, patient=True) as watchdog:
+        options |= {"watchdog": watchdog, "reporter": _Told(say)}
         return train(task.recipe, out, resume=True, device=device, ranks=ranks, **options).signal
 
 
@@ -351,7 +330,7 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
     """Measure all rows that are not measured yet, and train them with --train-epochs. `tell` gets sentences that
     stay."""
     prepared = prepare(ask)
-    study, recipe, rows = prepared.study, prepared.recipe, prepared.rows
+    study, recipe = prepared.study, prepared.recipe
     Store.open(ask.folder, study, prepared.machine)
     if study.images is not None and (sentence := assumed(recipe, study.images, ask.image_size)):
         tell(sentence)
@@ -369,30 +348,19 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
                 store.begin_training(ask.train_epochs)
             started = datetime.now(UTC).isoformat(timespec="seconds")
             store.sessions.append(Session(command=ask.command, started=started))
-            for sentence in _coarse(prepared):
+            for sentence in coarse(prepared):
                 tell(sentence)
             slots = RankSlots(study.cores_per_device, places)
-            course = Course(recipe, store.add(rows), store, slots, ask.timeout, progress, tell)
+            course = Course(recipe, store.add(prepared.rows), store, slots, ask.timeout, progress, tell)
             course.measure(ask.rounds, ask.predict and ask.rounds > 0)
             if ask.train_epochs is not None:
                 course.recipe = recipe_for_training(recipe, ask.train_epochs, ask.says("evaluate_every"))
                 course.train(ask.command)
 
 
-def _coarse(prepared: Prepared) -> list[str]:
-    """Sentences on batches that cannot be divided by the speeds of an emulated cluster's devices."""
-    study, microbatches = prepared.study, num_microbatches(prepared.recipe)
-    by_speed = [row for row in prepared.rows if row.shares and study.speeds]
-    wanted = [row.devices for row in by_speed if parts_of(row.plan or "serial", row.devices) == row.devices]
-    sentences = [too_coarse(study.batch_on(number), microbatches, study.speeds[:number]) for number in wanted]
-    return list(dict.fromkeys(filter(None, sentences)))
-
-
 @contextmanager
 def _places(cluster: Cluster | None) -> Iterator[Sequence[Location]]:
-    if cluster is None:
-        yield []
-        return
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hosts of a cluster have no names, which torch would tell
-    with emulate(cluster) as places:
+    if cluster is not None:  # its hosts have no names, which torch would tell
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with nullcontext([]) if cluster is None else emulate(cluster) as places:
         yield places
