@@ -7,7 +7,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -360,7 +360,9 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
 
 @contextmanager
 def _places(cluster: Cluster | None) -> Iterator[Sequence[Location]]:
-    if cluster is not None:  # its hosts have no names, which torch would tell
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with nullcontext([]) if cluster is None else emulate(cluster) as places:
+    if cluster is None:
+        yield []
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hosts of a cluster have no names, which torch would tell
+    with emulate(cluster) as places:
         yield places

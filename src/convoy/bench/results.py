@@ -224,8 +224,11 @@ class ErrorCurve(Named):
     def __init__(self, row: Configuration, training: Training) -> None:
         super().__init__(row)
         self.finished, self.weights_sha256 = training.finished, training.sha256
-        tests = [(test.step, test.train_s, test.error, test.loss) for test in training.evaluations]
-        self.tests = [test for test in tests if None not in test]
+        self.tests = [
+            (test.step, test.train_s, test.error, test.loss)
+            for test in training.evaluations
+            if test.error is not None and test.loss is not None
+        ]
         # Weight updates, seconds without evaluations and checkpoints, test error from 0 to 1, test loss
         self.steps, self.seconds, self.errors, self.losses = np.array(self.tests, np.float64).reshape(-1, 4).T
         last = self.tests[-1] if self.tests else (0, 0.0, 0.0, 0.0)
