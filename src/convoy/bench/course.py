@@ -4,11 +4,10 @@ import math
 import os
 import re
 import shutil
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -48,8 +47,9 @@ from convoy.training.watchdog import Watchdog
 from convoy.units import plural
 
 IMAGENET = 1_281_167
-# Where nobody says how many updates are timed in a round: so many seconds of the first row, within bounds.
-TIMED_S, LEAST, MOST = 2.0, 3, 100
+# Where nobody says how many updates are timed in a round: those of so many seconds by the first prediction, within
+# bounds, or so many where nothing is predicted.
+TIMED_S, LEAST, MOST, UNPREDICTED = 2.0, 3, 100, 10
 
 
 @dataclass
@@ -89,13 +89,15 @@ class Course:
         """
         numbers = list(dict.fromkeys(row.devices for row in self.rows if row.kind == CONVOY))
         self.total = len(numbers) + rounds * len(self.rows)
-        if rounds and self.store.study.updates is None:
-            with self._spending():
-                self.store.study.updates = self._usual_updates()
         for number in numbers:
             with self._spending("planning_s"):
                 self._forecast(number, predict)
             self.done += 1
+        study = self.store.study
+        if rounds and study.updates is None:
+            predicted = filter(None, map(self.store.prediction_of, self.rows))
+            update_s = next((prediction.seconds for prediction in predicted), TIMED_S / UNPREDICTED)
+            study.updates = max(LEAST, min(MOST, round(TIMED_S / update_s)))
         for round_ in range(1, rounds + 1):
             for row in self.rows if round_ % 2 else reversed(self.rows):
                 if not row.failed and all(visit.round != round_ for visit in row.visits):
@@ -107,22 +109,6 @@ class Course:
             self._say("measured")
         if all(row.failed for row in self.rows):
             raise ConvoyError(str(self.rows[0].failed))
-
-    def _usual_updates(self) -> int | None:
-        """The number of updates that takes the usual time in the first row that runs; None where none does.
-
-        Rows that do not run are not measured, but for one whose plan the planner is still to find.
-        """
-        for row in self.rows:
-            self._say(f"trying {row.label}")
-            plan, shares = (row.plan, row.shares) if row.plan != AUTO else (None, "")
-            ranks = self._ranks(row, self._task(row, plan, shares, updates=2, warm_up=2), 1)
-            if not isinstance(ranks, str):
-                update_s = max(statistics.median(rank.seconds) for rank in ranks)
-                return max(LEAST, min(MOST, round(TIMED_S / update_s)))
-            if row.plan != AUTO:
-                self._fail(row, ranks)
-        return LEAST if any(row.plan == AUTO for row in self.rows) else None
 
     def _forecast(self, devices: int, predict: bool) -> None:
         """Predict the rows on some devices that have no prediction yet, and let the planner choose."""
@@ -143,7 +129,7 @@ class Course:
             (new, *_) = run_ranks(
                 forecast,
                 self.slots.of(devices),
-                self._task(rows[0], None, ""),
+                replace(self._task(rows[0]), recipe=recipe_for(self.recipe, self.store.study, rows[0], None)),
                 plans,
                 bound,
                 predict,
@@ -164,40 +150,27 @@ class Course:
 
     def _measure(self, row: Configuration, round_: int) -> None:
         began, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
-        ranks = self._ranks(row, self._task(row, self.store.plan_of(row), self.store.shares_of(row)), round_)
-        if isinstance(ranks, str):
-            self._fail(row, ranks)
-        elif not math.isfinite(loss := sum(rank.loss for rank in ranks)):
-            self._fail(row, f"the loss of the first update is {loss}")
-        else:
-            wall = round(time.perf_counter() - began, 3)
-            row.visits.append(Measurement(round=round_, started=started, wall_s=wall, loss=loss, ranks=ranks))
-
-    def _ranks(self, row: Configuration, task: MeasurementTask, round_: int) -> list[RankTimes] | str:
-        """The times of all ranks, or why there are none."""
-        slots = self.slots.of(row.devices, round_, row.place)
+        task, slots = self._task(row), self.slots.of(row.devices, round_, row.place)
         quiet = row.kind != CONVOY  # some greet at every start
         try:
-            return run_ranks(measure_rank, slots, task, seconds=self.timeout, quiet=quiet)
+            ranks: list[RankTimes] = run_ranks(measure_rank, slots, task, seconds=self.timeout, quiet=quiet)
+            loss = sum(rank.loss for rank in ranks)
+            if not math.isfinite(loss):
+                raise RankFailed(f"the loss of the first update is {loss}")
         except (RankFailed, ConvoyError) as error:
-            return reason_of(error)
+            row.failed = reason_of(error)
+            self.tell(f"{row.where}: {row.failed}")
+            return
+        wall_s = round(time.perf_counter() - began, 3)
+        row.visits.append(Measurement(round=round_, started=started, wall_s=wall_s, loss=loss, ranks=ranks))
 
-    def _fail(self, row: Configuration, reason: str) -> None:
-        row.failed = reason
-        self.tell(f"{row.where}: {reason}")
-
-    def _task(
-        self, row: Configuration, plan: str | None, shares: str, updates: int = 0, warm_up: int | None = None
-    ) -> MeasurementTask:
-        study = self.store.study
-        return MeasurementTask(
-            kind=row.kind,
-            recipe=recipe_for(self.recipe, study, row, plan, shares),
-            made=study.images,
-            device_type=f"cuda:{row.place}" if row.place and study.device_type == "cuda" else study.device_type,
-            updates=updates or study.updates or LEAST,
-            warm_up=study.warm_up if warm_up is None else warm_up,
-        )
+    def _task(self, row: Configuration) -> MeasurementTask:
+        """What a row runs, as far as its plan is known."""
+        study, store = self.store.study, self.store
+        plan, shares = store.plan_of(row), store.shares_of(row)
+        device_type = f"cuda:{row.place}" if row.place and study.device_type == "cuda" else study.device_type
+        recipe = recipe_for(self.recipe, study, row, plan, shares)
+        return MeasurementTask(row.kind, recipe, study.images, device_type, study.updates or LEAST, study.warm_up)
 
     def train(self, command: str = "") -> None:
         """Train what is not finished yet, stopped and gone on with as any run; a ConvoyError where no configuration at
@@ -219,15 +192,13 @@ class Course:
             raise ConvoyError(str(failures[0]))
 
     def _train(self, row: Configuration, training: Training, command: str) -> None:
-        store, study = self.store, self.store.study
         name = re.sub(r"[^A-Za-z0-9=.,#-]+", "-", row.key)
         if len(name) > 80 or "\n" in row.key:
             name = f"{name[:30]}-{sha256(row.key.encode()).hexdigest()[:10]}"
-        out = store.path.parent / "training" / name
+        out = self.store.path.parent / "training" / name
         if out.is_dir() and not (out / "config.yaml").is_file():
             shutil.rmtree(out)  # ended before it had begun
-        recipe = recipe_for(self.recipe, study, row, store.plan_of(row), store.shares_of(row))
-        task = MeasurementTask(CONVOY, recipe, None, study.device_type)
+        task = replace(self._task(row), made=None)
         began, before = time.perf_counter(), self.done
         signals: list[str | None] = []
         try:
@@ -248,7 +219,7 @@ class Course:
         finally:
             training.wall_s = round(training.wall_s + time.perf_counter() - began, 3)
             if (out / "metrics.jsonl").is_file():
-                add_evaluations(training, out, study.batch_on(row.devices))
+                add_evaluations(training, out, self.store.study.batch_on(row.devices))
         if (out / "config.yaml").is_file():
             from convoy.report.report import write_report  # with matplotlib, for which no rank is to wait at its start
 

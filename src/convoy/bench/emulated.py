@@ -63,13 +63,23 @@ class _Links(_Section):
 class _Alike(_Section):
     count: Number
     speed: Speed = 1.0  # the share of a core that each has
-    hosts: Number | None = None
+    hosts: Number | None = None  # that hold consecutive devices; as many as devices where not said
 
 
 class _Listed(_Section):
     speed: Speed = 1.0
     host: str | None = None  # one of its own where none is named
     count: Number = 1
+
+
+class _AlikeDevices(_Section):
+    devices: _Alike
+    links: _Links = _Links()
+
+
+class _ListedDevices(_Section):
+    devices: list[_Listed]
+    links: _Links = _Links()
 
 
 @dataclass(frozen=True)
@@ -92,23 +102,27 @@ class Cluster:
     rates: Mapping[str, str] = field(default_factory=dict, hash=False)  # by host, of links with another rate
 
     def __post_init__(self) -> None:
+        for mistake in self._mistakes():
+            raise ConvoyError(mistake)
+
+    def _mistakes(self) -> Iterator[str]:
         if not self.devices:
-            raise ConvoyError("a cluster has at least one device: write e.g. `devices: {count: 4, speed: 0.5}`")
+            yield "a cluster has at least one device: write e.g. `devices: {count: 4, speed: 0.5}`"
         if len(self.devices) > MOST:
-            raise ConvoyError(f"a cluster of {len(self.devices)} devices is not emulated: write at most {MOST}")
+            yield f"a cluster of {len(self.devices)} devices is not emulated: write at most {MOST}"
         for number, device in enumerate(self.devices):
             if not _HOST.fullmatch(device.host):
-                raise ConvoyError(f"device {number} has the host {device.host!r}: use letters, digits and hyphens")
+                yield f"device {number} has the host {device.host!r}: use letters, digits and hyphens"
         for host in self.rates:
             if host not in self.hosts:
-                raise ConvoyError(f"a link is given for {host!r}, but the hosts are {', '.join(self.hosts)}: name one")
+                yield f"a link is given for {host!r}, but the hosts are {', '.join(self.hosts)}: name one"
         for rate in (*self.rates.values(), *([] if self.rate == "" else [self.rate])):
             match = _RATE.fullmatch(rate) if isinstance(rate, str) else None
             if match is None or float(match[1]) == 0:  # `tc` would not take it, or for something else
-                raise ConvoyError(f"the rate of a link is {rate!r}: write e.g. 1gbit or 300mbit")
-        missing = [host for host in self.hosts if host not in self.rates]
-        if not self.rate and missing and len(self.hosts) > 1:
-            raise ConvoyError(f"the link of host {missing[0]} has no rate: write e.g. `links: {{rate: 3gbit}}`")
+                yield f"the rate of a link is {rate!r}: write e.g. 1gbit or 300mbit"
+        without = [host for host in self.hosts if not self.rate_of(host)]
+        if without and len(self.hosts) > 1:
+            yield f"the link of host {without[0]} has no rate: write e.g. `links: {{rate: 3gbit}}`"
 
     @staticmethod
     def alike(
@@ -131,7 +145,14 @@ class Cluster:
             raise ConvoyError(f"{path}: a cluster needs devices and their count: {form}")
         kind = _ListedDevices if isinstance(devices, list) else _AlikeDevices
         try:
-            return kind.model_validate(document).cluster
+            content = kind.model_validate(document)
+            links = content.links
+            if isinstance(content, _AlikeDevices):
+                return Cluster.alike(**dict(content.devices), rate=links.rate, rates=links.hosts)
+            listed = [entry for entry in content.devices for _ in range(entry.count)]
+            hosts = (f"host{number}" if entry.host is None else entry.host for number, entry in enumerate(listed))
+            places = (ClusterDevice(entry.speed, host) for entry, host in zip(listed, hosts, strict=True))
+            return Cluster(tuple(places), links.rate, links.hosts)
         except ValidationError as error:
             raise ConvoyError(f"{path}: {sentence(error, kind)}") from error
         except ConvoyError as error:
@@ -148,34 +169,12 @@ class Cluster:
 
     def __str__(self) -> str:
         speeds, rates = [f"{device.speed:g}" for device in self.devices], [self.rate_of(host) for host in self.hosts]
-        said = f"{units.plural(len(speeds), 'device')} with {', '.join(speeds)} of a core"
+        devices = f"{units.plural(len(speeds), 'device')} with {', '.join(speeds)} of a core"
         if len(speeds) > 1 and len(set(speeds)) == 1:
-            said = f"{len(speeds)} devices with {speeds[0]} of a core each"
-        if len(self.hosts) == 1:
-            return f"{said} in one host"
-        links = rates[0] if len(set(rates)) == 1 else ", ".join(rates)
-        return f"{said} in {len(rates)} hosts, links of {links}"
-
-
-class _AlikeDevices(_Section):
-    devices: _Alike
-    links: _Links = _Links()
-
-    @property
-    def cluster(self) -> Cluster:
-        return Cluster.alike(**dict(self.devices), rate=self.links.rate, rates=self.links.hosts)
-
-
-class _ListedDevices(_Section):
-    devices: list[_Listed]
-    links: _Links = _Links()
-
-    @property
-    def cluster(self) -> Cluster:
-        listed = [entry for entry in self.devices for _ in range(entry.count)]
-        hosts = (f"host{number}" if entry.host is None else entry.host for number, entry in enumerate(listed))
-        devices = tuple(ClusterDevice(entry.speed, host) for entry, host in zip(listed, hosts, strict=True))
-        return Cluster(devices, self.links.rate, self.links.hosts)
+            devices = f"{len(speeds)} devices with {speeds[0]} of a core each"
+        if len(rates) == 1:
+            return f"{devices} in one host"
+        return f"{devices} in {len(rates)} hosts, links of {', '.join(rates if len(set(rates)) > 1 else rates[:1])}"
 
 
 PORT = 29_500
@@ -243,14 +242,12 @@ def cores_for(speeds: Sequence[float], cores: Sequence[int]) -> list[int]:
         load[core] += speeds[device]
         chosen[device] = core
     if max(load.values()) > 1 + 1e-6:
-        total = sum(speeds)
-        have = f"{len(cores)} core{'s' if len(cores) > 1 else ''}"
-        if total > len(cores) + 1e-6:
-            raise ConvoyError(
-                f"the speeds of the devices add up to {total:g} cores, but here {'are' if len(cores) > 1 else 'is'} "
-                f"{have}: multiply all speeds by {int(100 * len(cores) / total) / 100:g} or less"
-            )
-        raise ConvoyError(f"devices of speed {', '.join(f'{s:g}' for s in speeds)} do not fit on {have}: lower some")
+        total, number = sum(speeds), len(cores)
+        mend = f"multiply all by {int(100 * number / total) / 100:g} or less" if total > number + 1e-6 else "lower some"
+        listed = ", ".join(f"{speed:g}" for speed in speeds)
+        raise ConvoyError(
+            f"devices of speed {listed}, together {total:g}, do not fit on {units.plural(number, 'core')}: {mend}"
+        )
     return [chosen[device] for device in range(len(speeds))]
 
 

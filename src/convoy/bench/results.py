@@ -20,7 +20,6 @@ from convoy.bench.records import (
     OPTIMIZER,
     PEERS,
     Configuration,
-    Forecast,
     Measurement,
     Store,
     Training,
@@ -105,13 +104,8 @@ class StudyRow(Named):
         self.memory_bytes = max(rank.memory for rank in ranks)
         self.overhead_s = statistics.median(rank.overhead for rank in ranks)  # that timing adds
         self.microbatches = [rank.microbatches for rank in row.visits[-1].ranks]  # 0 where that is not known
-        by_speed = store.found_shares(row) is not None
-        self.uneven = ", shares" in row.series or by_speed
-        prediction = None
-        shares = row.shares or store.study.recipe["parallel"].get("shares")
-        if row.kind == CONVOY and not row.place and (row.devices == 1 or not shares):
-            predictions = store.forecasts.get(row.devices, Forecast()).predictions
-            prediction = predictions.get(AUTO if by_speed else self.plan or "")
+        self.uneven = ", shares" in row.series or store.found_shares(row) is not None
+        prediction = store.prediction_of(row)
         self.predicted_s = prediction.seconds if prediction else None
         self.predicted_memory_bytes = prediction.memory if prediction else None
         self.prediction_error = prediction.seconds / self.step_s - 1 if prediction else None  # a part of the measured
