@@ -98,7 +98,7 @@ def test_rows_that_do_not_run_are_named_and_others_are_measured(
 
     monkeypatch.setattr(course, "run_ranks", run_ranks)
     rows = [("serial on 1", 0, "rank 0 failed: full"), ("sample=2 on 2", 0, "too few microbatches: give more")]
-    for updates, number in ((None, 20), (7, 7)):
+    for updates, number in ((None, course.UNPREDICTED), (7, 7)):
         assert outcomes([1, 2], ["sample", "filter"], updates) == (number, [*rows, ("filter=2 on 2", 1, None)])
     with pytest.raises(ConvoyError, match="give more"):
         outcomes([2], ["sample"], None)

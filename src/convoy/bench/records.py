@@ -284,15 +284,13 @@ class Store(Record):
         plan = forecast.auto if row.shares in ("", "auto") else forecast.bound.get(row.shares)
         return plan or f"sample={row.devices}"
 
-    def prediction_of(self, row: Configuration) -> "PlanPrediction | None":
+    def prediction_of(self, row: Configuration) -> PlanPrediction | None:
         """What was predicted of a row: of even parts, but for those that the planner found with its plan."""
         given = row.shares or self.study.recipe["parallel"].get("shares")
         if row.kind != CONVOY or row.place or (given and row.devices > 1):
             return None
-        by_speed = self.found_shares(row) is not None
-        return self.forecasts.get(row.devices, Forecast()).predictions.get(
-            AUTO if by_speed else self.plan_of(row) or ""
-        )
+        plan = self.plan_of(row) if self.found_shares(row) is None else AUTO
+        return self.forecasts.get(row.devices, Forecast()).predictions.get(plan or "")
 
     def found_shares(self, row: Configuration) -> list[int] | None:
         """Microbatches of each rank that the planner found for a row of `auto`; None for even or given ones."""
