@@ -3,12 +3,12 @@
 Those are over time and over updates, where they coincide (Yadan et al., 2013, Figure 1).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from convoy import units
@@ -16,7 +16,7 @@ from convoy.bench.records import COMMUNICATION, COMPUTE, CONVOY, INPUT, OPTIMIZE
 from convoy.bench.results import Convergence, ErrorCurve, Named, Results, StudyRow
 from convoy.bench.table import signed
 from convoy.report import axes as ax
-from convoy.report.pages import Panel
+from convoy.report.pages import Drawing, Panel, drawn
 from convoy.units import seconds as time_of
 
 COLORS = (ax.TRAIN, ax.TEST, ax.GREEN, ax.PURPLE, ax.OCHRE, ax.INK)
@@ -33,17 +33,14 @@ _PLOT, _ROW, _SIDE = 170, 31, 8  # in points: height of a plot and of a row, and
 _STRIP, _GAP = 52, 40  # in points: height of the strip of distances, and what lies between it and the curves
 _PALE: dict[str, Any] = {"color": ax.MUTED, "alpha": 0.45}
 
-Subject = TypeVar("Subject")
-Drawing = tuple[str, Figure] | None  # what it shows in words, and the picture; None where there is nothing
-
 
 def panels(results: Results) -> list[Panel]:
     """All pictures of a table, in the order of the report."""
     nothing, several = "Nothing has been measured yet.", "Nothing has been measured on several devices yet."
     return [
-        _panel(results, "speed-up", "Speed-up over devices", _speedups, several),
-        _panel(results, "parts", "Where an update's time goes", _parts, nothing),
-        _panel(results, "predictions", "Predicted and measured", _predictions, "Nothing was predicted."),
+        drawn("speed-up", "Speed-up over devices", partial(_speedups, results), several),
+        drawn("parts", "Where an update's time goes", partial(_parts, results), nothing),
+        drawn("predictions", "Predicted and measured", partial(_predictions, results), "Nothing was predicted."),
     ]
 
 
@@ -51,14 +48,9 @@ def convergence_panels(convergence: Convergence) -> list[Panel]:
     """Test error over time and over updates."""
     nothing = "No configuration has been evaluated yet."
     return [
-        _panel(convergence, "error-time", "Test error over time", _over_time, nothing),
-        _panel(convergence, "error-updates", "Test error over updates", _over_updates, nothing),
+        drawn("error-time", "Test error over time", partial(_over_time, convergence), nothing),
+        drawn("error-updates", "Test error over updates", partial(_over_updates, convergence), nothing),
     ]
-
-
-def _panel(subject: Subject, name: str, title: str, draw: Callable[[Subject, str], Drawing], nothing: str) -> Panel:
-    with ax.house_style():
-        return Panel(name, title, *(draw(subject, title) or (nothing, None)))
 
 
 def _series(results: Results) -> dict[str, list[StudyRow]]:

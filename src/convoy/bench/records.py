@@ -1,7 +1,7 @@
 """bench.json: configurations with their measurements, predictions and trainings; whole after each of them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -172,16 +172,8 @@ class TableOptions(Record):
     rounds: int = 1
 
 
-class TrainingLength(Record):
-    """Epochs of all trainings."""
-
-    epochs: float
-
-
 FORMAT, SCHEMA = "convoy-bench", 1
 NAME = "bench.json"
-_MACHINE = ("machine", "cores", "torch")
-_RECIPE = ("batch", "microbatch", "microbatches", "reproducible", "data", "parallel")
 _OF_THE_MACHINE = ("machine", "cores", "device", "gpus", "cuda", "torch", "convoy")
 
 
@@ -194,7 +186,7 @@ class Store(Record):
     table: TableOptions = TableOptions(epochs=None, dataset_size=0)
     sessions: list[Session] = Field([])
     forecasts: dict[int, Forecast] = Field({})  # by number of devices
-    training: TrainingLength | None = None  # None where nothing is trained
+    training: dict[str, float] | None = None  # the `epochs` of all trainings; None where nothing is trained
     configurations: list[Configuration] = Field([])
 
     @staticmethod
@@ -211,14 +203,9 @@ class Store(Record):
         if None in (there["updates"], wanted["updates"]):
             del wanted["updates"]
         measured_with = {key: machine[key] for key in _OF_THE_MACHINE if key in machine}
-        for what, before, now in (
-            ("is of a study", there, wanted),
-            ("was measured", store.machine, measured_with),
-        ):
-            for key, value in now.items():
-                if before.get(key) != value:
-                    difference = _difference(key, before.get(key), value)
-                    raise ConvoyError(f"{path} {what} with {difference}: give another --out, or remove it")
+        for what, before, now in (("is of a study", there, wanted), ("was measured", store.machine, measured_with)):
+            if difference := _difference(before, now):
+                raise ConvoyError(f"{path} {what} with {difference}: give another --out, or remove it")
         return store
 
     @staticmethod
@@ -239,15 +226,11 @@ class Store(Record):
                 "the Convoy that wrote it"
             )
         try:
-            store = Store.model_validate({**document, "path": path})
-            absent = [f"machine.{key}" for key in _MACHINE if key not in store.machine]
-            absent += [f"study.recipe.{key}" for key in _RECIPE if key not in store.study.recipe]
+            return Store.model_validate({**document, "path": path})
         except ValidationError as error:
             parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.errors()[0]["loc"])
-            absent = ["".join(parts).lstrip(".")]
-        if absent:
-            raise ConvoyError(f"{path} is corrupt (it has no {absent[0]}): remove it and measure again")
-        return store
+            absent = "".join(parts).lstrip(".")
+            raise ConvoyError(f"{path} is corrupt (it has no {absent}): remove it and measure again") from error
 
     def save(self) -> None:
         """Write the file, as a whole or not at all."""
@@ -268,11 +251,11 @@ class Store(Record):
 
     def begin_training(self, epochs: float) -> None:
         """Train all configurations for so long; a ConvoyError where they were trained for another time."""
-        self.training = self.training or TrainingLength(epochs=epochs)
-        if self.training.epochs != epochs:
+        self.training = self.training or {"epochs": epochs}
+        if self.training["epochs"] != epochs:
             raise ConvoyError(
-                f"{self.path} has trainings of {self.training.epochs:g} epochs, which --train-epochs {epochs:g} would "
-                "not go on with: give another --out, or remove it"
+                f"{self.path} has trainings of {self.training['epochs']:g} epochs, which --train-epochs {epochs:g} "
+                "would not go on with: give another --out, or remove it"
             )
 
     def plan_of(self, row: Configuration) -> str | None:
@@ -303,8 +286,13 @@ class Store(Record):
         return row.shares or ",".join(map(str, self.found_shares(row) or ()))
 
 
-def _difference(key: str, there: Any, wanted: Any) -> str:
-    if isinstance(there, dict) and isinstance(wanted, dict):
-        other = next(name for name in wanted if there.get(name) != wanted[name])
-        return _difference(f"{key}.{other}", there.get(other), wanted[other])
-    return f"{key}={there} and not {wanted}"
+def _difference(there: Mapping[str, Any], wanted: Mapping[str, Any], section: str = "") -> str:
+    """The first key with another value than is wanted, with both; empty where there is none."""
+    for key, value in wanted.items():
+        before = there.get(key)
+        if isinstance(before, dict) and isinstance(value, dict):
+            if difference := _difference(before, value, f"{section}{key}."):
+                return difference
+        elif before != value:
+            return f"{section}{key}={before} and not {value}"
+    return ""

@@ -270,4 +270,4 @@ class Convergence:
 
 def convergence(store: Store) -> Convergence | None:
     """The curves of a study; None where nothing was to be trained."""
-    return Convergence(store, store.training.epochs) if store.training is not None else None
+    return Convergence(store, store.training["epochs"]) if store.training is not None else None

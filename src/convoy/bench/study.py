@@ -223,9 +223,6 @@ def prepare(ask: Ask) -> Prepared:
         updates=ask.updates,
         warm_up=ask.warm_up,
     )
-    for number in numbers:
-        if (batch := study.batch_on(number)) < number:
-            raise ConvoyError(f"a batch of {batch} is too small for {number} devices: raise --batch")
     return Prepared(recipe, study, rows, _machine(device), cluster)
 
 

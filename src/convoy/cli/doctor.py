@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -190,16 +189,14 @@ def _examination(what: Sequence[str], seconds: float, no_trials: bool) -> Diagno
     MachineError where it was killed."""
     command = [sys.executable, "-m", "convoy", "doctor", *what, "--seconds", f"{seconds:g}", "--json"]
     command += ["--no-trials"] if no_trials else []
-    # In a session of its own a terminal's Ctrl-C reaches it once.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
-
-    with process, options.sigterm_as_interrupt(hand_on):
-        output, _ = process.communicate()
-    if process.returncode in (-signal.SIGINT, -signal.SIGTERM):
-        raise KeyboardInterrupt
+    # In a session of its own a terminal's Ctrl-C reaches it once, and it removes what it has made.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            output, _ = process.communicate()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
     if process.returncode < 0:
         raise MachineError(f"the training that was examined {end_of(process.returncode)}")
     if process.returncode:

@@ -279,8 +279,7 @@ def _link(facts: Facts) -> Iterator[Advice]:
 
 def _host(facts: Facts) -> Iterator[Advice]:
     """Cores or a GPU that others have, heat, limits of power and of control groups, memory that is swapped."""
-    for number, rank in enumerate(facts.ranks):
-        load, gpu = rank.load, None if rank.load is None else rank.load.gpu
+    for number, load in enumerate(rank.load for rank in facts.ranks):
         if load is None or not load.wall_s:
             continue
         where = f" of rank {number}" if len(facts.ranks) > 1 else ""
@@ -298,36 +297,36 @@ def _host(facts: Facts) -> Iterator[Advice]:
                 f"Other processes, {named}, keep {cores}{where} busy: waiting for a core takes "
                 f"{rough_percent(lost)} of the training's time.",
             )
+        gpu = load.gpu
         if gpu is not None and gpu.others and gpu.others_busy:  # it serves processes in turns
             process = f"{gpu.others[0].name} (process {gpu.others[0].pid})"
             sentence = f"Another process computes on the GPU{where}: {process}."
             yield _advice("busy", f"wait for {process} to end", 1 + gpu.others_busy, sentence)
-        for cause, part, change, sentence in _limits(facts, load):
-            if part:
-                gain = _saving(facts, min(part, _MOST_LOST) * facts.update_s)
-                yield _advice(cause, change, gain, sentence.format(where=where))
+        for cause, share, lost, change, sentence in _limits(facts, load):
+            if share:
+                gain = _saving(facts, min(share * lost, _MOST_LOST) * facts.update_s)
+                yield _advice(cause, change, gain, sentence.format(where=where, share=rough_percent(share)))
 
 
-def _limits(facts: Facts, load: HostLoad) -> Iterator[tuple[Cause, float, str, str]]:
-    """What a host limits a training by: the cause, the part of an update that is lost by it, the change, and the
-    sentence, in which `{where}` stands for the rank."""
+def _limits(facts: Facts, load: HostLoad) -> Iterator[tuple[Cause, float, float, str, str]]:
+    """What a host limits a training by: the cause, the share of the time in which it does, how much of that is lost,
+    the change, and the sentence."""
     if load.gpu is not None and load.gpu.throttled_s:  # not measured on one
         reason, held_s = max(load.gpu.throttled_s.items(), key=lambda reason: reason[1])
-        part = min(held_s / load.wall_s, 1.0)
-        held = f"The GPU{{where}} is held back for {rough_percent(part)} of the time ({reason})."
-        yield "limit", part * _HELD, "better cooling, or a higher power limit", held
-    hot = (load.hot_s or 0.0) / load.wall_s
-    slower = f"The processor{{where}} is too hot, and runs slower for {rough_percent(hot)} of the time."
-    yield "limit", min(hot, _MOST_LOST) / 2, "better cooling", slower  # at half its clock, about
+        held = f"The GPU{{where}} is held back for {{share}} of the time ({reason})."
+        yield "limit", min(held_s / load.wall_s, 1.0), _HELD, "better cooling, or a higher power limit", held
+    hot = min((load.hot_s or 0.0) / load.wall_s, _MOST_LOST)  # at half its clock, about
+    slower = "The processor{where} is too hot, and runs slower for {share} of the time."
+    yield "limit", hot, 0.5, "better cooling", slower
     # A limit that only some ranks have makes unequal devices, which are for `_shares`.
     if all(rank.load is not None and rank.load.throttled_s for rank in facts.ranks):
-        part = min(_lost_to_a_quota(facts, load), _MOST_LOST)
-        stops = f"A control group's CPU limit{{where}} stops the training for {rough_percent(part)} of its time."
-        yield "limit", part, "a higher CPU limit (the control group's quota)", stops
+        stops = "A control group's CPU limit{where} stops the training for {share} of its time."
+        change = "a higher CPU limit (the control group's quota)"
+        yield "limit", min(_lost_to_a_quota(facts, load), _MOST_LOST), 1.0, change, stops
     if load.swapped_bytes:
-        part = min((load.memory_pressure_s or 0.0) / load.wall_s, _MOST_LOST)
-        swapped = f"Memory is swapped{{where}}: processes wait for it for {rough_percent(part)} of the time."
-        yield "swap", part, "less memory: --recompute, fewer --workers, or a smaller batch", swapped
+        waits = min((load.memory_pressure_s or 0.0) / load.wall_s, _MOST_LOST)
+        swapped = "Memory is swapped{where}: processes wait for it for {share} of the time."
+        yield "swap", waits, 1.0, "less memory: --recompute, fewer --workers, or a smaller batch", swapped
 
 
 def _lost_to_a_quota(facts: Facts, load: HostLoad) -> float:
@@ -380,6 +379,9 @@ def _pauses(facts: Facts) -> Iterator[Advice]:
         )
 
 
+_OF_FACTS = ("model", "data", "devices", "plan", "batch", "images_per_s", "update_s", "notes")
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """What holds a training back, as `convoy doctor --json` prints it and `diagnosis.json` of a run keeps it."""
@@ -403,18 +405,11 @@ class Diagnosis:
         """The diagnosis that follows from the facts, which are of these updates of a run."""
         advice = advise(facts)
         return Diagnosis(
-            facts.model,
-            facts.data,
-            facts.devices,
-            facts.plan,
-            facts.batch,
-            facts.images_per_s,
-            facts.update_s,
-            {part: facts.update_s * facts.share(part) for part in facts.parts},  # other updates were watched
-            advice[0].sentence if advice else _healthy(facts),
-            advice,
-            updates,
-            notes=facts.notes,
+            **{name: getattr(facts, name) for name in _OF_FACTS},
+            parts={part: facts.update_s * facts.share(part) for part in facts.parts},  # other updates were watched
+            sentence=advice[0].sentence if advice else _healthy(facts),
+            advice=advice,
+            updates=updates,
         )
 
     @property

@@ -5,7 +5,7 @@ import gzip
 import hashlib
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,6 +108,15 @@ class Panel:
         if self.figure is None:
             return None
         return Markup(inline_svg(self.figure, self.name, self.title, self.description))  # markup of our own making
+
+
+Drawing = tuple[str, Figure] | None  # what it shows in words, and the picture; None where there is nothing
+
+
+def drawn(name: str, title: str, draw: Callable[[str], Drawing], nothing: str) -> Panel:
+    """A plot under a title, or a sentence where there is nothing to draw."""
+    with axes.house_style():
+        return Panel(name, title, *(draw(title) or (nothing, None)))
 
 
 @dataclass(frozen=True)
