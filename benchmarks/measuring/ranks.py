@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from convoy.bench import processes
 from convoy.bench.emulated import EmulatedDevice
-from convoy.bench.processes import RankFailed, RankSlot, Say
+from convoy.bench.processes import RankFailed, Say
 from convoy.errors import ConvoyError
 from convoy.resources import own_cores
 from measuring import harness
@@ -42,7 +42,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class _Location:
+class _Place:
     """Where a rank runs: within its limits, and on an emulated device or a core of this machine."""
 
     core: int
@@ -73,19 +73,15 @@ def run_ranks(
     """What `function(*args)` returns on each of `num` ranks."""
     os.environ.update(ENVIRONMENT)  # also of the server that forks them, which starts with the first call
     limits, cores = limits or Limits(), own_cores()
-    slots = [
-        RankSlot(
-            rank,
-            num,
-            location=_Location(
-                cores[(first_core + rank) % len(cores)],
-                places[rank] if places else None,
-                limits.cgroups[rank] if limits.cgroups else None,
-            ),
+    limited = [
+        _Place(
+            cores[(first_core + rank) % len(cores)],
+            places[rank] if places else None,
+            limits.cgroups[rank] if limits.cgroups else None,
         )
         for rank in range(num)
     ]
-    return processes.run_ranks(_call, slots, function, args, seconds=limits.seconds, preload=PRELOAD)
+    return processes.run_ranks(_call, limited, function, args, seconds=limits.seconds, preload=PRELOAD)
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], say: Say) -> Any:

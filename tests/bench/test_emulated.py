@@ -14,7 +14,7 @@ import torch.distributed as dist
 from convoy.bench import namespaces
 from convoy.bench.emulated import Cluster, ClusterDevice, emulate
 from convoy.bench.namespaces import Hierarchy
-from convoy.bench.processes import RankSlot, Say, run_ranks
+from convoy.bench.processes import Say, run_ranks
 from convoy.comm.joining import join
 from convoy.errors import ConvoyError
 from processes import alive, children
@@ -124,8 +124,7 @@ def talk(say: Say) -> tuple[float, set[int], list[float]]:
 def test_a_device_has_its_share_and_a_link_its_rate() -> None:
     devices = (ClusterDevice(0.3, "a"), ClusterDevice(0.3, "a"), ClusterDevice(0.5, "b"))
     with emulate(Cluster(devices, rates={"a": "1gbit", "b": "100mbit"})) as places:
-        slots = [RankSlot(rank, 3, location=place) for rank, place in enumerate(places)]
-        (first, _, (slow_in,)), (beside, _, (fast,)), (other, _, (slow_out,)) = results = run_ranks(talk, slots)
+        (first, _, (slow_in,)), (beside, _, (fast,)), (other, _, (slow_out,)) = results = run_ranks(talk, places)
     assert max(first, beside) < 0.4 and other < 0.6  # less is what others on this machine leave
     assert [cores for _, cores, _ in results] == [{place.core} for place in places]
     assert 5e6 < slow_in < 120e6 and 5e6 < slow_out < 120e6

@@ -19,7 +19,7 @@ from convoy.bench.ask import Ask
 from convoy.bench.emulated import Cluster, emulate
 from convoy.bench.forecast import forecast
 from convoy.bench.measure import MeasurementTask, measure_rank
-from convoy.bench.processes import Location, RankFailed, RankSlots, Say, give_up, reason_of, run_ranks
+from convoy.bench.processes import Place, Places, RankFailed, Say, give_up, reason_of, run_ranks
 from convoy.bench.records import (
     AUTO,
     CONVOY,
@@ -59,7 +59,7 @@ class Course:
     recipe: Recipe
     rows: Sequence[Configuration]  # also those of earlier calls
     store: Store
-    slots: RankSlots
+    places: Places
     timeout: float = 600.0  # seconds for all ranks; in a training, those in which nothing moves
     progress: Say = lambda what, done, total: None  # hears of the work as a whole
     tell: Callable[[str], None] = lambda sentence: None  # gets sentences for the user
@@ -128,7 +128,7 @@ class Course:
         try:
             (new, *_) = run_ranks(
                 forecast,
-                self.slots.of(devices),
+                self.places.of(devices),
                 replace(self._task(rows[0]), recipe=recipe_for(self.recipe, self.store.study, rows[0], None)),
                 plans,
                 bound,
@@ -150,10 +150,10 @@ class Course:
 
     def _measure(self, row: Configuration, round_: int) -> None:
         began, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
-        task, slots = self._task(row), self.slots.of(row.devices, round_, row.place)
+        task, places = self._task(row), self.places.of(row.devices, round_, row.place)
         quiet = row.kind != CONVOY  # some greet at every start
         try:
-            ranks: list[RankTimes] = run_ranks(measure_rank, slots, task, seconds=self.timeout, quiet=quiet)
+            ranks: list[RankTimes] = run_ranks(measure_rank, places, task, seconds=self.timeout, quiet=quiet)
             loss = sum(rank.loss for rank in ranks)
             if not math.isfinite(loss):
                 raise RankFailed(f"the loss of the first update is {loss}")
@@ -204,7 +204,7 @@ class Course:
         try:
             signals = run_ranks(
                 train_rank,
-                self.slots.of(row.devices),
+                self.places.of(row.devices),
                 task,
                 out,
                 command,
@@ -306,7 +306,7 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
     if study.images is not None and (sentence := assumed(recipe, study.images, ask.image_size)):
         tell(sentence)
     size = ask.dataset_size or (IMAGENET if study.images is not None else len(open_data(recipe.data, progress).train))
-    with _places(prepared.cluster) as places:
+    with _emulated(prepared.cluster) as emulated:
         try:
             ask.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -321,8 +321,8 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
             store.sessions.append(Session(command=ask.command, started=started))
             for sentence in coarse(prepared):
                 tell(sentence)
-            slots = RankSlots(study.cores_per_device, places)
-            course = Course(recipe, store.add(prepared.rows), store, slots, ask.timeout, progress, tell)
+            places = Places(study.cores_per_device, emulated)
+            course = Course(recipe, store.add(prepared.rows), store, places, ask.timeout, progress, tell)
             course.measure(ask.rounds, ask.predict and ask.rounds > 0)
             if ask.train_epochs is not None:
                 course.recipe = recipe_for_training(recipe, ask.train_epochs, ask.says("evaluate_every"))
@@ -330,7 +330,7 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def _places(cluster: Cluster | None) -> Iterator[Sequence[Location]]:
+def _emulated(cluster: Cluster | None) -> Iterator[Sequence[Place]]:
     if cluster is None:
         yield []
         return

@@ -2,8 +2,8 @@
 
 They are forked from a server that has torch imported, so that starting them takes no time worth mentioning, and nothing
 that one configuration leaves in memory or in caches of the allocator meets the next one. (Started as `convoy train`
-starts its ranks, each turn of a study would begin with seconds of imports.) Each runs in a slot: on a block of cores,
-on a GPU, or on a device of an emulated cluster.
+starts its ranks, each turn of a study would begin with seconds of imports.) Each runs in a place: on a block of
+cores, on a GPU, or on a device of an emulated cluster.
 """
 
 import contextlib
@@ -42,67 +42,60 @@ def reason_of(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] if isinstance(error, RankFailed) else str(error)
 
 
-class Location(Protocol):
-    """Where a rank runs, if not simply on this machine: a device of `convoy.bench.emulated`, for one."""
+class Place(Protocol):
+    """Where a rank runs: on cores of this machine, or on a device of `convoy.bench.emulated`, for one."""
 
     @property
     def environment(self) -> Mapping[str, str]:
         """Variables for the rank."""
 
     def enter(self) -> None:
-        """Move the calling process there."""
+        """Move the calling process there, before torch starts threads."""
 
 
 @dataclass(frozen=True)
-class RankSlot:
-    """A rank's place among the others, and on the machine."""
+class Cores:
+    """Some cores of this machine; all where there are none."""
 
-    rank: int
-    num: int  # how many ranks there are
-    cores: tuple[int, ...] = ()  # those it may use; all where empty
-    location: Location | None = None  # where it goes before it begins
+    cores: tuple[int, ...] = ()
 
-    def environment(self, store: Path) -> dict[str, str]:
-        """The variables of `convoy.launch.start` where there are other ranks, which meet in the file `store`; all count
-        as local, since they share the machine."""
-        variables = {PINNED: ",".join(map(str, self.cores))} if self.cores else {}
-        if self.num > 1:
-            variables |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(self.rank))
-            variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.num))
-            variables |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "convoy-bench", interfaces.STORE: str(store)}
-            if (loopback := interfaces.loopback()) is not None:
-                variables["GLOO_SOCKET_IFNAME"] = loopback
-        return variables | dict(self.location.environment if self.location is not None else {})
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return {PINNED: ",".join(map(str, self.cores))} if self.cores else {}
+
+    def enter(self) -> None:
+        if self.cores and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, self.cores)
 
 
 @dataclass(frozen=True)
-class RankSlots:
-    """The slots that there are: cores of a CPU, GPUs, or the devices of an emulated cluster."""
+class Places:
+    """The devices that there are: cores of a CPU, GPUs, or those of an emulated cluster."""
 
     cores_per_device: int  # 0 on GPUs and in an emulated cluster
-    locations: Sequence[Location] = ()  # devices of an emulated cluster
+    emulated: Sequence[Place] = ()
 
-    def of(self, num: int, round_: int = 1, first: int = 0) -> list[RankSlot]:
-        """The slots of some ranks, the first one on device `first`; from round to round they move on by one over equal
+    def of(self, num: int, round_: int = 1, first: int = 0) -> Sequence[Place]:
+        """Those of some ranks, the first one on device `first`; from round to round they move on by one over equal
         devices."""
-        if self.locations:
-            return [RankSlot(rank, num, location=self.locations[first + rank]) for rank in range(num)]
+        if self.emulated:
+            return self.emulated[first : first + num]
         cores, width = own_cores(), self.cores_per_device
         blocks = len(cores) // width if width else 1
         begins = [(rank + first + round_ - 1) % blocks * width for rank in range(num)]
-        return [RankSlot(rank, num, tuple(cores[begin : begin + width])) for rank, begin in enumerate(begins)]
+        return [Cores(tuple(cores[begin : begin + width])) for begin in begins]
 
 
 def run_ranks(
     function: Callable[..., Any],
-    slots: Sequence[RankSlot],
+    places: Sequence[Place],
     *args: Any,
     seconds: float | None = 600.0,
     say: Say | None = None,
     quiet: bool = False,
     preload: Sequence[str] = PRELOAD,
 ) -> list[Any]:
-    """Run `function(*args, say)`, of a module's top level, on each of the ranks, and give all results.
+    """Run `function(*args, say)`, of a module's top level, as a rank in each of some places, and give all results.
 
     After so many `seconds` all are ended; None leaves that to themselves, and on Ctrl-C they have time to save. `quiet`
     drops what they print, which else goes to the standard error. The server that forks the processes imports the
@@ -114,9 +107,9 @@ def run_ranks(
     processes: list[BaseProcess] = []
     with private_folder() as folder:
         try:
-            for slot in slots:
+            for rank, place in enumerate(places):
                 pipe, end = context.Pipe()
-                job = end, slot, folder / "store", quiet, function, args
+                job = end, place, rank, _variables(rank, len(places), folder / "store"), quiet, function, args
                 # a daemon may not start processes that load pictures
                 processes.append(context.Process(target=_serve, args=job, daemon=False))
                 processes[-1].start()
@@ -198,8 +191,26 @@ def _follow_parent() -> None:
     os._exit(1)
 
 
+def _variables(rank: int, num: int, store: Path) -> dict[str, str]:
+    """Those of `convoy.launch.start` where there are other ranks, which meet in the file `store`; all count as local,
+    since they share the machine."""
+    if num == 1:
+        return {}
+    variables = {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "convoy-bench", interfaces.STORE: str(store)}
+    variables |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num))
+    loopback = interfaces.loopback()
+    return variables if loopback is None else variables | {"GLOO_SOCKET_IFNAME": loopback}
+
+
 def _serve(
-    pipe: Connection, slot: RankSlot, store: Path, quiet: bool, function: Callable[..., Any], args: tuple[Any, ...]
+    pipe: Connection,
+    place: Place,
+    rank: int,
+    variables: Mapping[str, str],
+    quiet: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     global _pipe
     _pipe = pipe
@@ -213,21 +224,17 @@ def _serve(
     faulthandler.enable()
 
     def say(*work: Any) -> None:
-        if slot.rank == 0:
+        if rank == 0:
             _answer("says", work)
 
     try:
-        if slot.cores and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, slot.cores)
-        if slot.location is not None:
-            slot.location.enter()
+        place.enter()
         threading.Thread(target=_follow_parent, daemon=True, name="convoy-follow").start()
-        os.environ.update(slot.environment(store))
+        os.environ.update({**variables, **place.environment})
         import torch
         import torch.distributed as dist
 
-        threads = slot.location.environment.get("OMP_NUM_THREADS") if slot.location is not None else None
-        torch.set_num_threads(int(threads) if threads else len(own_cores()))
+        torch.set_num_threads(int(place.environment.get("OMP_NUM_THREADS", len(own_cores()))))
         torch.manual_seed(0)
         result = function(*args, say)
         if dist.is_initialized():
@@ -237,5 +244,5 @@ def _serve(
     except ConvoyError as error:
         _answer("failed", ConvoyError(str(error)))
     except BaseException as error:
-        reason = f"rank {slot.rank} failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+        reason = f"rank {rank} failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"
         _answer("failed", RankFailed(reason))
