@@ -27,7 +27,8 @@ def forecast(
 ) -> Forecast:
     """Predict all plans on the devices of a task's recipe, with the batch in even parts. All ranks call it.
 
-    Devices that are not equally fast are predicted as such; shares are not, but those that the planner has for `auto`.
+    Devices that are not equally fast are predicted as such; shares are not, but those that the planner has for `auto`:
+    plans are scored with even parts, so that `make_plan` is asked without shares.
     For `auto` among the plans, and for each of the shares in `bound`, the planner first finds a plan, also where
     `predict` is false. `keep` uses times that were measured before, and stores new ones.
     """

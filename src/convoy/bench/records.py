@@ -1,4 +1,7 @@
-"""bench.json: configurations with their measurements, predictions and trainings; whole after each of them."""
+"""bench.json: configurations with their measurements, predictions and trainings; whole after each of them.
+
+Ranks return these records, and tables, sentences and pages are computed from them; pydantic says what a file lacks.
+"""
 
 import json
 from collections.abc import Mapping, Sequence

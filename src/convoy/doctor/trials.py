@@ -127,6 +127,7 @@ def try_changes(
     """Seconds of an update whose input is ready, and, where `wanted`, a trial of each change that goes; the session's
     weights change. All ranks call it.
 
+    What a memory format, bf16, threads or a larger batch do to kernels here nothing predicts, and a few updates tell.
     Each gets an equal share of the time that is left, and what it needs less is left to the others. Where not even two
     updates fit into it, it is not tried. An update takes about `update_s`, and other processes keep `taken` of a rank's
     cores busy.

@@ -279,24 +279,18 @@ class Confusion:
 
     def classes(self) -> list[dict[str, Any]]:
         """Every class in numbers, in the order of the data; a share is None where there is nothing that it is of."""
+        right, images, predicted = np.diag(self._counts), self._counts.sum(1), self._counts.sum(0)
+        both = np.where((images > 0) & (predicted > 0), images + predicted, 0)
         return [
             {
                 "name": name,
-                "images": int(images),
-                "recall": _share(right, images),
-                "precision": _share(right, predicted),  # of the images taken for it
-                # harmonic mean of both
-                "f1": _share(2 * right, images + predicted if images and predicted else 0),
+                "images": int(images[place]),
+                "recall": _share(right[place], images[place]),
+                "precision": _share(right[place], predicted[place]),  # of the images taken for it
+                "f1": _share(2 * right[place], both[place]),  # harmonic mean of both
                 "mostly": self._names[int(wrong.argmax())] if wrong.any() else "",  # what it is taken for most often
             }
-            for name, right, images, predicted, wrong in zip(
-                self._names,
-                np.diag(self._counts),
-                self._counts.sum(1),
-                self._counts.sum(0),
-                self._wrong,
-                strict=True,
-            )
+            for place, (name, wrong) in enumerate(zip(self._names, self._wrong, strict=True))
         ]
 
     def hardest(self, most: int) -> list[dict[str, Any]]:
