@@ -106,7 +106,7 @@ def _names(rows: Sequence[StudyRow]) -> list[tuple[str, str, str]]:
 
 
 # A number, what it may differ by, its unit, and by how much a prediction is off.
-_CELL = re.compile(r"(\S+)(?: (± \S+))?( \S+)?(?: \((.*)\))?")
+_CELL = re.compile(r"([^ ]+)(?: (± [^ ]+))?( [^ ]+)?(?: \((.*)\))?")
 
 
 def _shown(table: Table, names: Sequence[tuple[str, str, str]] = ()) -> dict[str, Any]:
