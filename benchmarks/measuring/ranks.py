@@ -6,7 +6,7 @@ measured imported. They know their places by torchrun's variables.
 
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,15 +49,12 @@ class _Place:
     device: EmulatedDevice | None
     cgroup: Path | None
 
-    @property
-    def environment(self) -> Mapping[str, str]:
-        return {**ENVIRONMENT, **(self.device.environment if self.device else {})}
-
-    def enter(self) -> None:
+    def __call__(self) -> None:
+        os.environ.update(ENVIRONMENT)
         if self.cgroup is not None:
             (self.cgroup / "cgroup.procs").write_text(str(os.getpid()))
         if self.device is not None:
-            self.device.enter()
+            self.device()
         else:
             os.sched_setaffinity(0, {self.core})
 

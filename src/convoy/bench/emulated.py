@@ -217,6 +217,11 @@ class EmulatedDevice:
         # until Linux's clock ticks: milliseconds for every small message. In this class nobody pushes others off.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
+    def __call__(self) -> None:
+        """Put the calling process here, with the variables that it is to have."""
+        self.enter()
+        os.environ.update(self.environment)
+
     @property
     def environment(self) -> dict[str, str]:
         """Variables that the rank is to have: one thread, the interface for gloo, and where rank 0 is to be found.

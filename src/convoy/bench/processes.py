@@ -16,16 +16,16 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from convoy import interfaces
+from convoy import interfaces, resources
 from convoy.errors import ConvoyError
 from convoy.failure import end_of
 from convoy.launch.rank import end_with_parent, private_folder
-from convoy.resources import PINNED, own_cores
 
 Say = Callable[[str, int, int], None]  # is told of long work: what, done, of how many
 
@@ -42,30 +42,7 @@ def reason_of(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] if isinstance(error, RankFailed) else str(error)
 
 
-class Place(Protocol):
-    """Where a rank runs: on cores of this machine, or on a device of `convoy.bench.emulated`, for one."""
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """Variables for the rank."""
-
-    def enter(self) -> None:
-        """Move the calling process there, before torch starts threads."""
-
-
-@dataclass(frozen=True)
-class Cores:
-    """Some cores of this machine; all where there are none."""
-
-    cores: tuple[int, ...] = ()
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        return {PINNED: ",".join(map(str, self.cores))} if self.cores else {}
-
-    def enter(self) -> None:
-        if self.cores and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, self.cores)
+Place = Callable[[], None]  # moves the calling process to where a rank runs, before torch starts threads
 
 
 @dataclass(frozen=True)
@@ -80,10 +57,16 @@ class Places:
         devices."""
         if self.emulated:
             return self.emulated[first : first + num]
-        cores, width = own_cores(), self.cores_per_device
-        blocks = len(cores) // width if width else 1
-        begins = [(rank + first + round_ - 1) % blocks * width for rank in range(num)]
-        return [Cores(tuple(cores[begin : begin + width])) for begin in begins]
+        if not self.cores_per_device:
+            return [_stay] * num
+        cores, width = resources.own_cores(), self.cores_per_device
+        blocks = len(cores) // width
+        numbers = ((rank + first + round_ - 1) % blocks for rank in range(num))
+        return [partial(resources.pin, resources.share(cores, blocks, number, width)) for number in numbers]
+
+
+def _stay() -> None:
+    """A GPU is chosen by the rank's number."""
 
 
 def run_ranks(
@@ -228,13 +211,13 @@ def _serve(
             _answer("says", work)
 
     try:
-        place.enter()
+        os.environ.update(variables)
+        place()
         threading.Thread(target=_follow_parent, daemon=True, name="convoy-follow").start()
-        os.environ.update({**variables, **place.environment})
         import torch
         import torch.distributed as dist
 
-        torch.set_num_threads(int(place.environment.get("OMP_NUM_THREADS", len(own_cores()))))
+        torch.set_num_threads(len(resources.own_cores()))
         torch.manual_seed(0)
         result = function(*args, say)
         if dist.is_initialized():

@@ -18,7 +18,7 @@ from convoy.data import DataSet
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
-from convoy.resources import own_cores
+from convoy.resources import own_cores, share
 from convoy.training import choose_device
 from convoy.training.defaults import settle
 from convoy.training.derived import num_microbatches
@@ -164,18 +164,13 @@ def _cores_each(ask: Ask, largest: int, on_cpu: bool) -> int:
                 f"at most {num}, or --device cpu"
             )
         return 0
-    num = len(own_cores())
-    if largest > num:
+    cores = own_cores()
+    if largest > len(cores):
         raise ConvoyError(
-            f"--devices {largest} needs {largest} cores, but here are {num}: devices that take turns on a core say "
-            "nothing of real ones; use at most as many, or --emulate a cluster"
+            f"--devices {largest} needs {largest} cores, but here are {len(cores)}: devices that take turns on a core "
+            "say nothing of real ones; use at most as many, or --emulate a cluster"
         )
-    if asked is not None and asked * largest > num:
-        raise ConvoyError(
-            f"--cores-per-device {asked} on {largest} devices needs {asked * largest} cores, but here are {num}: use "
-            f"at most {num // largest}, or fewer devices"
-        )
-    return asked or num // largest
+    return len(share(cores, largest, 0, asked))
 
 
 @dataclass(frozen=True)
