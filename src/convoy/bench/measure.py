@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+import re
 import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
@@ -28,6 +29,7 @@ from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.watched import DeviceClock
 from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
+from convoy.resources import text_of
 from convoy.training import Recipe, choose_device
 from convoy.training.build import build_model
 from convoy.training.classification import ClassificationLoss, InputPipeline
@@ -39,7 +41,6 @@ from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.set_up import set_up
 
 _PAIRS = 2000
-_STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,8 @@ class Stopwatch:
 
 def _bytes(name: str) -> int:
     """A number of this process's that Linux keeps: `VmRSS`, its bytes now, or `VmHWM`, its most so far."""
-    lines = _STATUS.read_text(encoding="utf-8").splitlines() if _STATUS.exists() else ()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+    match = re.search(rf"^{name}:\s*(\d+) kB", text_of(Path("/proc/self/status")), re.MULTILINE)
+    return 1024 * int(match[1]) if match else 0
 
 
 class MemoryPeak:
