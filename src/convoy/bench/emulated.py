@@ -3,8 +3,7 @@
 cluster = Cluster.read("four.yaml")
 with emulate(cluster) as places:
     ...                                # in the process of a rank, before torch starts threads:
-    places[rank].enter()
-    os.environ |= places[rank].environment
+    places[rank]()
 
 Its file describes devices, the hosts that they are in, and the links between the hosts:
 
@@ -203,8 +202,8 @@ class EmulatedDevice:
     core: int  # of this machine, on which the process runs
     group: Path | None  # the control group that limits it; None where it has the whole core
 
-    def enter(self) -> None:
-        """Put the calling process here, for good: in the host's network, with the share of its core.
+    def __call__(self) -> None:
+        """Put the calling process here, for good: in the host's network, with the share of its core and `environment`.
 
         To be called before torch starts threads, by a process of the user root. All threads of the process together
         have the share, those of gloo too.
@@ -216,10 +215,6 @@ class EmulatedDevice:
         # gloo's thread tries again and again for a lock that the thread which it has just pushed off the core holds,
         # until Linux's clock ticks: milliseconds for every small message. In this class nobody pushes others off.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-    def __call__(self) -> None:
-        """Put the calling process here, with the variables that it is to have."""
-        self.enter()
         os.environ.update(self.environment)
 
     @property
