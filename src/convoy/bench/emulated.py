@@ -261,22 +261,22 @@ def emulate(cluster: Cluster) -> Iterator[list[EmulatedDevice]]:
         raise ConvoyError("clusters are emulated by Linux's namespaces and control groups: run this on Linux")
     if os.geteuid() != 0:
         raise ConvoyError("emulated hosts are network namespaces, which only root can make: run this as root")
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing:
-        raise ConvoyError(f"emulated hosts need {' and '.join(missing)}: install the package iproute2")
+    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if tools:
+        raise ConvoyError(f"emulated hosts need {' and '.join(tools)}: install the package iproute2")
     speeds = [device.speed for device in cluster.devices]
     cores = cores_for(speeds, own_cores())
-    made = ExitStack()
+    stack = ExitStack()
     try:
         with _undisturbed():
             namespaces.sweep()
             name = prefix()
-            hosts = made.enter_context(
+            hosts = stack.enter_context(
                 namespaces.made_hosts(name, {host: cluster.rate_of(host) for host in cluster.hosts})
             )
-            groups = made.enter_context(namespaces.made_groups(name, speeds))
+            groups = stack.enter_context(namespaces.made_groups(name, speeds))
             shared = {core for core, group in zip(cores, groups, strict=True) if group is not None}
-            made.enter_context(_pulses(sorted(shared)))
+            stack.enter_context(_pulses(sorted(shared)))
         master = hosts[cluster.devices[0].host].address
         yield [
             EmulatedDevice(rank, hosts[device.host], master, cores[rank], groups[rank])
@@ -284,7 +284,7 @@ def emulate(cluster: Cluster) -> Iterator[list[EmulatedDevice]]:
         ]
     finally:
         with _undisturbed():
-            made.close()
+            stack.close()
 
 
 @contextmanager
@@ -308,8 +308,8 @@ def _undisturbed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

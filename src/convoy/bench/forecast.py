@@ -40,8 +40,8 @@ def forecast(
 
     def choose(shares: str = "") -> Session:
         parallel = recipe.parallel.model_copy(update={"plan": AUTO, **in_recipe(shares)})
-        asked = recipe.model_copy(update={"parallel": parallel})
-        session = set_up(asked, device, say, ranks, data, keep, rivals=[] if shares else rivals)
+        auto_recipe = recipe.model_copy(update={"parallel": parallel})
+        session = set_up(auto_recipe, device, say, ranks, data, keep, rivals=[] if shares else rivals)
         result.notes.extend(f"shares {shares}: {note}" if shares else note for note in session.notes)
         return session
 
@@ -85,8 +85,8 @@ def forecast(
     except ConvoyError as error:
         result.notes.append(f"nothing is predicted: {error}")
     chosen = result.predictions.get(result.auto or "") if AUTO in plans else None
-    for text, other in result.predictions.items():
-        if chosen is not None and other.seconds < chosen.seconds:
+    for text, prediction in result.predictions.items():
+        if chosen is not None and prediction.seconds < chosen.seconds:
             result.notes.append(f"{text} is predicted to be faster than {result.auto}, but did not win the race")
     return result
 

@@ -53,12 +53,12 @@ def write_files(folder: Path) -> Written:
         of_trained, untrained = list(convergence_remarks(trained)), missing(trained)
     files = {name: text.encode() for name, text in texts.items()}
     downloads = [Download.of(name, content) for name, content in {NAME: store.path.read_bytes(), **files}.items()]
-    shown = []
+    figures = []
     for panel in drawn:
         pictures = _files(panel)
         files |= pictures
         uris = [(name, data_uri(content, KINDS[name.rpartition(".")[2]])) for name, content in pictures.items()]
-        shown.append((panel, panel.svg(), uris))
+        figures.append((panel, panel.svg(), uris))
     html = pages.render(
         "bench.html.jinja",
         ("report.css", "bench.css"),
@@ -70,7 +70,7 @@ def write_files(folder: Path) -> Written:
         trained=_shown(tables["convergence"]) if trained is not None else None,
         trained_remarks=of_trained,
         missing=[*warnings, *gaps, *untrained],
-        panels=shown,
+        panels=figures,
         downloads=downloads,
     )
     files["report.html"] = html.encode("utf-8", errors="replace")
@@ -96,12 +96,12 @@ def _files(panel: Panel) -> dict[str, bytes]:
 
 def _names(rows: Sequence[StudyRow]) -> list[tuple[str, str, str]]:
     """The name of each row on the page, the plan that stands below it, and its look."""
-    best, before, names = max(rows, key=lambda row: row.speedup, default=None), rows[:1], []
+    best, previous_rows, names = max(rows, key=lambda row: row.speedup, default=None), rows[:1], []
     for row in rows:
-        looks = {"best": row is best, "peer": row.kind != CONVOY, "group": before[0].devices != row.devices}
+        looks = {"best": row is best, "peer": row.kind != CONVOY, "group": previous_rows[0].devices != row.devices}
         plan = "layer by layer, below" if "\n" in row.found_plan else row.found_plan
         names.append((row.name, plan, " ".join(look for look, holds in looks.items() if holds)))
-        before = [row]
+        previous_rows = [row]
     return names
 
 

@@ -221,9 +221,9 @@ def _curves(
 
 def _marked(convergence: Convergence, curve: ErrorCurve, points: int) -> dict[str, Any]:
     """Color, line and marks of a curve; no two have their marks at the same evaluations, where there are enough."""
-    others = [other for other in convergence.curves if other is not convergence.reference]
-    place = others.index(curve) if curve in others else 0
-    interval = min(len(others), max(1, points // 3)) or 1
+    exact_curves = [drawn_curve for drawn_curve in convergence.curves if drawn_curve is not convergence.reference]
+    place = exact_curves.index(curve) if curve in exact_curves else 0
+    interval = min(len(exact_curves), max(1, points // 3)) or 1
     colors = [color for color in COLORS if color != ax.INK]  # which the reference has
     return {**_look(place, colors), "markevery": (place % interval, interval), "markersize": 4.5, "linewidth": 1.2}
 

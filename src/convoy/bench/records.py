@@ -202,12 +202,13 @@ class Store(Record):
         if not path.exists():
             return Store(path=path, study=study.model_copy(), machine=machine)
         store = Store.read(folder)
-        there, wanted = store.study.model_dump(mode="json"), study.model_dump(mode="json")
-        if None in (there["updates"], wanted["updates"]):
-            del wanted["updates"]
+        stored_study, study_now = store.study.model_dump(mode="json"), study.model_dump(mode="json")
+        if None in (stored_study["updates"], study_now["updates"]):
+            del study_now["updates"]
         measured_with = {key: machine[key] for key in _OF_THE_MACHINE if key in machine}
-        for what, before, now in (("is of a study", there, wanted), ("was measured", store.machine, measured_with)):
-            if difference := _difference(before, now):
+        pairs = {"is of a study": (stored_study, study_now), "was measured": (store.machine, measured_with)}
+        for what, facts in pairs.items():
+            if difference := _difference(*facts):
                 raise ConvoyError(f"{path} {what} with {difference}: give another --out, or remove it")
         return store
 
@@ -245,11 +246,11 @@ class Store(Record):
 
     def add(self, rows: Sequence[Configuration]) -> list[Configuration]:
         """The rows as they are kept: those that are there already stay, and may be tried again."""
-        there = {row.key: row for row in self.configurations}
-        kept = [there.setdefault(row.key, row.model_copy(deep=True)) for row in rows]
+        rows_by_key = {row.key: row for row in self.configurations}
+        kept = [rows_by_key.setdefault(row.key, row.model_copy(deep=True)) for row in rows]
         for row in kept:
             row.failed = None
-        self.configurations = list(there.values())
+        self.configurations = list(rows_by_key.values())
         return kept
 
     def begin_training(self, epochs: float) -> None:
@@ -272,8 +273,8 @@ class Store(Record):
 
     def prediction_of(self, row: Configuration) -> PlanPrediction | None:
         """What was predicted of a row: of even parts, but for those that the planner found with its plan."""
-        given = row.shares or self.study.recipe["parallel"].get("shares")
-        if row.kind != CONVOY or row.place or (given and row.devices > 1):
+        shares = row.shares or self.study.recipe["parallel"].get("shares")
+        if row.kind != CONVOY or row.place or (shares and row.devices > 1):
             return None
         plan = self.plan_of(row) if self.found_shares(row) is None else AUTO
         return self.forecasts.get(row.devices, Forecast()).predictions.get(plan or "")
@@ -292,10 +293,10 @@ class Store(Record):
 def _difference(there: Mapping[str, Any], wanted: Mapping[str, Any], section: str = "") -> str:
     """The first key with another value than is wanted, with both; empty where there is none."""
     for key, value in wanted.items():
-        before = there.get(key)
-        if isinstance(before, dict) and isinstance(value, dict):
-            if difference := _difference(before, value, f"{section}{key}."):
+        stored_value = there.get(key)
+        if isinstance(stored_value, dict) and isinstance(value, dict):
+            if difference := _difference(stored_value, value, f"{section}{key}."):
                 return difference
-        elif before != value:
-            return f"{section}{key}={before} and not {value}"
+        elif stored_value != value:
+            return f"{section}{key}={stored_value} and not {value}"
     return ""

@@ -114,15 +114,15 @@ def _unequal(study: StudyFacts, results: Results) -> Iterator[str]:
         f"Alone the devices train {rates} images/s, {units.significant(sum(speeds))} together, which efficiency is "
         f"measured by{f': of that {reached}' if reached else ''}."
     )
-    even = {row.plan: row for row in rows if not row.uneven}
+    even_rows = {row.plan: row for row in rows if not row.uneven}
     for row in rows:
-        beside = even.get(row.plan, row)
-        if row is not beside and beside.series == row.series.partition(", shares")[0]:
+        even_row = even_rows.get(row.plan, row)
+        if row is not even_row and even_row.series == row.series.partition(", shares")[0]:
             parts = f", with {', '.join(map(str, row.microbatches))} microbatches" if any(row.microbatches) else ""
-            yield f"{row.plan_label} is {beside.step_s / row.step_s:.2f} times as fast as even parts{parts}."
-    divided = [row for row in rows if row.plan is not None and parts_of(row.plan, row.devices) == row.devices]
-    num = sum(next((row.microbatches for row in divided), ()))
-    if num and any(row.uneven for row in divided) and (coarse := too_coarse(study.batch, num, speeds)):
+            yield f"{row.plan_label} is {even_row.step_s / row.step_s:.2f} times as fast as even parts{parts}."
+    divided_rows = [row for row in rows if row.plan is not None and parts_of(row.plan, row.devices) == row.devices]
+    num = sum(next((row.microbatches for row in divided_rows), ()))
+    if num and any(row.uneven for row in divided_rows) and (coarse := too_coarse(study.batch, num, speeds)):
         yield coarse
 
 
@@ -137,10 +137,10 @@ def _predictions(results: Results) -> Iterator[str]:
         f"{units.percent(statistics.mean(errors))} in the mean, by {units.percent(max(errors), 0)} at most{doubt}; "
         "they were made before anything was measured, as if nothing else ran here."
     )
-    uneven = [row for row in results.rows if row.kind == CONVOY and row.uneven]
-    if without := [row for row in uneven if row.predicted_s is None]:
-        but = ", that of auto of the planner's own" if len(without) < len(uneven) else ""
-        yield f"Predictions are of even parts of the batch{but}; not predicted: {_names(without)}."
+    uneven_rows = [row for row in results.rows if row.kind == CONVOY and row.uneven]
+    if unpredicted_rows := [row for row in uneven_rows if row.predicted_s is None]:
+        but = ", that of auto of the planner's own" if len(unpredicted_rows) < len(uneven_rows) else ""
+        yield f"Predictions are of even parts of the batch{but}; not predicted: {_names(unpredicted_rows)}."
 
 
 def _beside_one(results: Results, weak: bool) -> Iterator[str]:
@@ -157,17 +157,17 @@ def _beside_one(results: Results, weak: bool) -> Iterator[str]:
     if not results.has_one_reference:
         yield f"Speed-up is over the fastest row on one device: {reference.plan_label}."
     several = [row for row in results.rows if row.devices > 1]
-    if slower := [row for row in several if row.speedup < 1 - (row.speedup_spread or 0)]:
-        yield f"Slower than one device: {_names(slower)}."
-    if undecided := [row for row in several if abs(row.speedup - 1) <= (row.speedup_spread or 0)]:
+    if slower_rows := [row for row in several if row.speedup < 1 - (row.speedup_spread or 0)]:
+        yield f"Slower than one device: {_names(slower_rows)}."
+    if rows_alike := [row for row in several if abs(row.speedup - 1) <= (row.speedup_spread or 0)]:
         yield (
-            f"Not told apart from one device, by their ±: {_names(undecided)}; more --rounds tell more, on a machine "
+            f"Not told apart from one device, by their ±: {_names(rows_alike)}; more --rounds tell more, on a machine "
             "that does nothing else."
         )
-    if above := [row for row in several if round(100 * (row.efficiency or 0)) > 100]:
+    if high_rows := [row for row in several if round(100 * (row.efficiency or 0)) > 100]:
         caches = "" if weak else "a device's smaller part of the work may fit its caches better, or "
         yield (
-            f"Efficiency above {units.percent(1, 0)} ({_names(above)}): {caches}one device alone was slow when it was "
+            f"Efficiency above {units.percent(1, 0)} ({_names(high_rows)}): {caches}one device alone was slow when it was "
             "measured; where the speed-up is above the ideal one by less than its ±, it may be chance."
         )
 
@@ -204,8 +204,10 @@ def _distance(convergence: Convergence, reference: ErrorCurve, count: str) -> st
     curve = max(compared, key=lambda curve: curve.distance_error or 0.0)
     of_loss = max(compared, key=lambda curve: curve.distance_loss or 0.0)
     number = _to([curve.compared for curve in compared])
-    without = [curve for curve in convergence.curves if not curve.compared and curve is not reference]
-    uncompared = f" Not compared, as no evaluation was after as many updates: {_names(without)}." if without else ""
+    curves_alone = [curve for curve in convergence.curves if not curve.compared and curve is not reference]
+    uncompared = (
+        f" Not compared, as no evaluation was after as many updates: {_names(curves_alone)}." if curves_alone else ""
+    )
     base = "the serial run's" if reference.devices == 1 else f"those of {reference.where}"
     if not curve.distance_error and not of_loss.distance_loss:
         return (

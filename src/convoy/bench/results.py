@@ -125,17 +125,17 @@ class Results:
     """All rows of a study, and what holds of it as a whole."""
 
     def __init__(self, store: Store) -> None:
-        measured = [row for row in store.configurations if row.visits]
-        reference = _reference(measured)
-        self.alone = _alone(store, measured)  # images per second of each device by itself
-        self.rows = [StudyRow(store, row, reference, self.alone) for row in measured if reference is not None]
+        measured_rows = [row for row in store.configurations if row.visits]
+        reference = _reference(measured_rows)
+        self.alone = _alone(store, measured_rows)  # images per second of each device by itself
+        self.rows = [StudyRow(store, row, reference, self.alone) for row in measured_rows if reference is not None]
         self.reference = next((row for row in self.rows if reference is not None and row.key == reference.key), None)
         # whether one row alone was measured on one device, which needs no explanation as the reference
         self.has_one_reference = sum(row.devices == 1 and not row.place for row in self.rows) == 1
         self.failed = [(row.where, row.failed) for row in store.configurations if row.failed]
-        waiting = [row.where for row in store.configurations if not row.visits and not row.failed]
-        self.waiting = waiting if store.table.rounds else []
-        losses = [visit.loss for row in measured if row.kind == CONVOY for visit in row.visits]
+        rows_left = [row.where for row in store.configurations if not row.visits and not row.failed]
+        self.waiting = rows_left if store.table.rounds else []
+        losses = [visit.loss for row in measured_rows if row.kind == CONVOY for visit in row.visits]
         largest = max(map(abs, losses), default=0.0)
         is_compared = len(losses) > 1 and largest and not store.study.weak
         # of the first update, relative
@@ -143,7 +143,7 @@ class Results:
         # seconds of all calls without trainings, of their predictions, and of the updates that count
         self.wall = sum(session.wall_s - session.training_s for session in store.sessions)
         self.planning = sum(session.planning_s for session in store.sessions)
-        visits = [visit for row in measured for visit in row.visits]
+        visits = [visit for row in measured_rows for visit in row.visits]
         self.timed = sum(max(sum(rank.seconds) + sum(rank.without) for rank in visit.ranks) for visit in visits)
         self.notes = [
             f"{units.plural(devices, 'device')}: {note}"
@@ -230,11 +230,11 @@ class ErrorCurve(Named):
         self.evaluations, self.compared = len(self.tests), 0
 
     def compare(self, other: "ErrorCurve") -> None:
-        steps, mine, theirs = np.intersect1d(self.steps, other.steps, return_indices=True)
+        steps, places, other_places = np.intersect1d(self.steps, other.steps, return_indices=True)
         self.compared = len(steps)
-        for name, ours, of_other in (("error", self.errors, other.errors), ("loss", self.losses, other.losses)):
+        for name, values, other_values in (("error", self.errors, other.errors), ("loss", self.losses, other.losses)):
             if self.compared:
-                distances = np.abs(ours[mine] - of_other[theirs])
+                distances = np.abs(values[places] - other_values[other_places])
                 setattr(self, f"distance_{name}", float(distances.max()))
                 setattr(self, f"distance_{name}_at", int(steps[distances.argmax()]))
 

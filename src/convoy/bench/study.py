@@ -153,9 +153,9 @@ def _machine(device: torch.device) -> dict[str, Any]:
 def _cores_each(ask: Ask, largest: int, on_cpu: bool) -> int:
     """CPU cores of each device, the same in every configuration: all divided by the largest number of devices; 0 on
     GPUs. A ConvoyError says where there are too few cores or GPUs."""
-    asked = ask.cores_per_device
+    per_device = ask.cores_per_device
     if not on_cpu:
-        if asked is not None:
+        if per_device is not None:
             raise ConvoyError("--cores-per-device has no effect on GPUs: leave it out")
         num = torch.cuda.device_count()
         if largest > num:
@@ -170,7 +170,7 @@ def _cores_each(ask: Ask, largest: int, on_cpu: bool) -> int:
             f"--devices {largest} needs {largest} cores, but here are {len(cores)}: devices that take turns on a core "
             "say nothing of real ones; use at most as many, or --emulate a cluster"
         )
-    return len(share(cores, largest, 0, asked))
+    return len(share(cores, largest, 0, per_device))
 
 
 @dataclass(frozen=True)
@@ -204,11 +204,11 @@ def prepare(ask: Ask) -> Prepared:
     if recipe.microbatch is not None and local_batch and not ask.says("microbatch"):
         # as `divisible_sizes` does for one run; but all rows have the same, also of networks with batch norm
         recipe = recipe.model_copy(update={"microbatch": min(recipe.microbatch, local_batch)})
-    made = made_for(recipe, ask.image_size, ask.classes) if ask.data is None else None
+    pictures = made_for(recipe, ask.image_size, ask.classes) if ask.data is None else None
     study = StudyFacts(
         model=recipe.model.name,
-        recipe=plain_recipe(recipe, made),
-        images=made,
+        recipe=plain_recipe(recipe, pictures),
+        images=pictures,
         weak=weak,
         batch=recipe.batch,
         device_type=device.type,
@@ -236,6 +236,6 @@ def coarse(prepared: Prepared) -> list[str]:
     """Sentences on batches that cannot be divided by the speeds of an emulated cluster's devices."""
     study, microbatches = prepared.study, num_microbatches(prepared.recipe)
     by_speed = [row for row in prepared.rows if row.shares and study.speeds]
-    wanted = [row.devices for row in by_speed if parts_of(row.plan or "serial", row.devices) == row.devices]
-    sentences = [too_coarse(study.batch_on(number), microbatches, study.speeds[:number]) for number in wanted]
+    numbers = [row.devices for row in by_speed if parts_of(row.plan or "serial", row.devices) == row.devices]
+    sentences = [too_coarse(study.batch_on(number), microbatches, study.speeds[:number]) for number in numbers]
     return list(dict.fromkeys(filter(None, sentences)))

@@ -148,16 +148,16 @@ def _verify(what: Sequence[str], seconds: float, no_trials: bool, as_json: bool)
             click.echo("No option of convoy train makes any of these changes, so none was tried.")
     try:
         if place is not None:
-            changed = replaced(what, diagnosis.advice[place].arguments)
+            changed_line = replaced(what, diagnosis.advice[place].arguments)
             rates = []
-            for number, line in enumerate((changed, changed, what), 1):
+            for number, line in enumerate((changed_line, changed_line, what), 1):
                 how = "as it is" if line is what else f"with {shlex.join(diagnosis.advice[place].arguments)}"
                 click.echo(f"training {number} of 3, {how}", err=True)
                 rates.append(_examination(line, seconds, no_trials=True).images_per_s)
-            tried = diagnosis.advice[place].tried([diagnosis.images_per_s, *rates])
-            diagnosis = replace(diagnosis, advice=(*diagnosis.advice[:place], tried, *diagnosis.advice[place + 1 :]))
+            advice = diagnosis.advice[place].tried([diagnosis.images_per_s, *rates])
+            diagnosis = replace(diagnosis, advice=(*diagnosis.advice[:place], advice, *diagnosis.advice[place + 1 :]))
             if not as_json:
-                click.echo("\n".join(filter(None, (f"Tried: {tried.text}", tried.verdict))))
+                click.echo("\n".join(filter(None, (f"Tried: {advice.text}", advice.verdict))))
     finally:  # what was found is not lost where the change cannot be tried
         if as_json:
             click.echo(json.dumps(diagnosis.to_document(), indent=2))
@@ -166,9 +166,9 @@ def _verify(what: Sequence[str], seconds: float, no_trials: bool, as_json: bool)
 
 def replaced(what: Sequence[str], arguments: Sequence[str]) -> list[str]:
     """A command line with other arguments, without those that they take the place of."""
-    changed = {key for key, _ in _settings(arguments) if key is not None}
-    changed |= {other for key in changed for other in _WITH.get(key, ())}
-    unchanged = [word for key, words in _settings(what) if key not in changed for word in words]
+    keys = {key for key, _ in _settings(arguments) if key is not None}
+    keys |= {other for key in keys for other in _WITH.get(key, ())}
+    unchanged = [word for key, words in _settings(what) if key not in keys for word in words]
     return [*unchanged, *arguments]
 
 

@@ -100,10 +100,10 @@ def _at_once(source: EncodedSource, samples: NDArray[np.int64], most_s: float) -
     began = time.perf_counter()
 
     def read(sample: int) -> tuple[bool, float]:
-        before = time.thread_time()
+        start_s = time.thread_time()
         if in_time := time.perf_counter() < began + most_s:
             source.read(sample)
-        return in_time, time.thread_time() - before
+        return in_time, time.thread_time() - start_s
 
     with ThreadPoolExecutor(_READERS) as readers:
         of_samples = list(readers.map(read, samples.tolist()))
@@ -115,16 +115,16 @@ def _cpu(maker: BatchMaker, samples: NDArray[np.int64], most_s: float) -> float:
     """Seconds of the processor that a picture takes, but for the first ones, for which all that is needed is loaded."""
     if maker.vectorised:
         maker.make(samples, 0)
-        before = time.thread_time()
+        start_s = time.thread_time()
         maker.make(samples, 0)
-        return (time.thread_time() - before) / len(samples)
+        return (time.thread_time() - start_s) / len(samples)
     times = list[float]()
     images = np.empty((1, *maker.shape), np.uint8)
     began = time.perf_counter()
     for place in range(len(samples)):
-        before = time.thread_time()
+        start_s = time.thread_time()
         maker.fill(images, samples[place : place + 1], 0)
-        times.append(time.thread_time() - before)
+        times.append(time.thread_time() - start_s)
         if time.perf_counter() - began > most_s:
             break
     return float(np.mean(times[1:] or times))
@@ -141,7 +141,7 @@ def _packed(
             break
     if all(source.read(sample) == file for sample, file in zip(samples.tolist(), files, strict=False)):
         return None
-    other = BatchMaker(
+    of_pack = BatchMaker(
         _Stored(files),
         maker.geometry,
         maker.channels,
@@ -149,4 +149,4 @@ def _packed(
         skip_bad=False,
         decoder=maker.decoder,
     )
-    return _cpu(other, np.arange(len(files)), most_s)
+    return _cpu(of_pack, np.arange(len(files)), most_s)

@@ -140,8 +140,8 @@ def _tests(run: Run) -> list[dict[str, Any]]:
 
 def _stages(run: Run) -> list[tuple[int, StageRecord, Group | None]]:
     """The stages, numbered; what each computes and waits for is measured, and missing in short runs."""
-    stages, seen = run.summary.stages, run.prediction.stages if run.prediction is not None else ()
-    return list(zip(count(1), stages, seen if len(seen) == len(stages) else [None] * len(stages)))
+    stages, times = run.summary.stages, run.prediction.stages if run.prediction is not None else ()
+    return list(zip(count(1), stages, times if len(times) == len(stages) else [None] * len(stages)))
 
 
 def _mistakes(run: Path, evaluation: EvaluationFile) -> list[dict[str, Any]]:
