@@ -167,8 +167,8 @@ def _beside_one(results: Results, weak: bool) -> Iterator[str]:
     if high_rows := [row for row in several if round(100 * (row.efficiency or 0)) > 100]:
         caches = "" if weak else "a device's smaller part of the work may fit its caches better, or "
         yield (
-            f"Efficiency above {units.percent(1, 0)} ({_names(high_rows)}): {caches}one device alone was slow when it was "
-            "measured; where the speed-up is above the ideal one by less than its ±, it may be chance."
+            f"Efficiency above {units.percent(1, 0)} ({_names(high_rows)}): {caches}one device alone was slow when it "
+            "was measured; where the speed-up is above the ideal one by less than its ±, it may be chance."
         )
 
 

@@ -247,8 +247,8 @@ def _course(run: Run) -> Iterator[Tile]:
         updates, total = units.plural(summary.steps, "update"), summary.total_steps
         if total:
             updates = f"{units.count(summary.steps)} of {units.plural(total, 'update')}"
-        values = [updates] if summary.epochs is None else [_epochs(summary.epochs), updates]
-        yield Tile("Trained for", *values)
+        length = _epochs(summary.epochs) if summary.epochs is not None else ""
+        yield Tile("Trained for", length or updates, updates if length else "")
     if summary.time_s is not None:
         yield Tile("Time", units.duration(summary.time_s), f"on {device}" if device else "")
     speeds = column(run.metrics.train, "images_per_s")
