@@ -43,7 +43,7 @@ from convoy.report.run_directory import column, read_metrics
 from convoy.training import Recipe, RunDirectory, train
 from convoy.training.config import Duration
 from convoy.training.derived import resolve
-from convoy.training.watchdog import Watchdog
+from convoy.training.watchdog import Watchdog, collective_limit_s
 from convoy.units import plural
 
 IMAGENET = 1_281_167
@@ -256,7 +256,7 @@ class _Told(Reporter):
 def train_rank(task: MeasurementTask, out: Path, command: str, keep: bool, timeout_s: float, say: Say) -> str | None:
     """A rank's part of a training, in the folder `out`; the name of the signal that stopped it, None at its end. All
     ranks call it. `command` repeats the study; `keep` uses times that were measured before, and stores new ones."""
-    ranks, device = task.join()
+    ranks, device = task.join(collective_limit_s(timeout_s))
     options: dict[str, Any] = {"command": command, "handed_on": True, "keep": keep, "subscribe": RunDoctor}
     with Watchdog(ranks, meeting_store(), give_up, timeout_s, patient=True) as watchdog:
         options |= {"watchdog": watchdog, "reporter": _Told(say)}

@@ -58,10 +58,10 @@ class MeasurementTask:
     def num_devices(self) -> int:
         return self.recipe.parallel.devices or 1
 
-    def join(self) -> tuple[Ranks, torch.device]:
+    def join(self, timeout_s: float = 600.0) -> tuple[Ranks, torch.device]:
         """The ranks, and this one's device; memory that is freed stays with the process, also on one device."""
         if self.num_devices > 1:
-            ranks, device = join_ranks(device=self.device_type)
+            ranks, device = join_ranks(timeout_s, self.device_type)
             return ranks, device if self.device_type == "cuda" else torch.device("cpu")
         device = choose_device(self.device_type)
         keep_freed_memory(device)
