@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from convoy.data.decode import BadImage
 from convoy.data.loader import batch_maker
 from convoy.data.pack import packed_picture
 from convoy.data.packed import PackOptions
+from convoy.data.parquet import MemorySource
 from convoy.data.sources import EncodedSource
 from convoy.data.turbo import missing
 from convoy.doctor.facts import Pictures
@@ -31,20 +33,6 @@ def _idle_s() -> float:
     except (OSError, ValueError, IndexError):
         preempted = 0.0
     return time.perf_counter() - time.thread_time() - preempted
-
-
-class _Stored(EncodedSource):
-    """Pictures as a pack would keep them, in memory."""
-
-    def __init__(self, files: list[bytes]) -> None:
-        self.labels = np.zeros(len(files), np.int64)
-        self._files = files
-
-    def read(self, sample: int) -> bytes:
-        return self._files[sample]
-
-    def name(self, sample: int) -> str:
-        return f"picture {sample}"
 
 
 def measure_pictures(
@@ -141,12 +129,6 @@ def _packed(
             break
     if all(source.read(sample) == file for sample, file in zip(samples.tolist(), files, strict=False)):
         return None
-    of_pack = BatchMaker(
-        _Stored(files),
-        maker.geometry,
-        maker.channels,
-        seed=maker.seed,
-        skip_bad=False,
-        decoder=maker.decoder,
-    )
+    options: dict[str, Any] = {"seed": maker.seed, "skip_bad": False, "decoder": maker.decoder}
+    of_pack = BatchMaker(MemorySource(source, files), maker.geometry, maker.channels, **options)
     return _cpu(of_pack, np.arange(len(files)), most_s)

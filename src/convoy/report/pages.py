@@ -164,12 +164,7 @@ def render(template: str, styles: Sequence[str], scripts: Sequence[str], **conte
 
 def running(text: str) -> Markup:
     """A sentence whose options, as `--resume`, stay in one line."""
-    markup, end = Markup(""), 0
-    shown = printable(text, keep="\n\t")
-    for option in _OPTION.finditer(shown):
-        markup += shown[end : option.start()] + Markup('<span class="nowrap">{}</span>').format(option[0])
-        end = option.end()
-    return markup + shown[end:]
+    return Markup(_OPTION.sub(r'<span class="nowrap">\g<0></span>', str(escape(printable(text, keep="\n\t")))))
 
 
 def _shown(value: object) -> object:
