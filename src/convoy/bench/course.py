@@ -149,7 +149,6 @@ class Course:
         return not self.store.study.cluster
 
     def _measure(self, row: Configuration, round_: int) -> None:
-        began, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
         task, places = self._task(row), self.places.of(row.devices, round_, row.place)
         quiet = row.kind != CONVOY  # some greet at every start
         try:
@@ -161,8 +160,7 @@ class Course:
             row.failed = reason_of(error)
             self.tell(f"{row.where}: {row.failed}")
             return
-        wall_s = round(time.perf_counter() - began, 3)
-        row.visits.append(Measurement(round=round_, started=started, wall_s=wall_s, loss=loss, ranks=ranks))
+        row.visits.append(Measurement(round=round_, loss=loss, ranks=ranks))
 
     def _task(self, row: Configuration) -> MeasurementTask:
         """What a row runs, as far as its plan is known."""
@@ -199,7 +197,7 @@ class Course:
         if out.is_dir() and not (out / "config.yaml").is_file():
             shutil.rmtree(out)  # ended before it had begun
         task = replace(self._task(row), made=None)
-        began, before = time.perf_counter(), self.done
+        before = self.done
         signals: list[str | None] = []
         try:
             signals = run_ranks(
@@ -217,7 +215,6 @@ class Course:
         except (RankFailed, ConvoyError) as error:
             training.failed = reason_of(error)
         finally:
-            training.wall_s = round(training.wall_s + time.perf_counter() - began, 3)
             if (out / "metrics.jsonl").is_file():
                 add_evaluations(training, out, self.store.study.batch_on(row.devices))
         if (out / "config.yaml").is_file():

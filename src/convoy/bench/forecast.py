@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from convoy.bench.measure import MeasurementTask, network_of
 from convoy.bench.processes import Say
-from convoy.bench.records import AUTO, COMMUNICATION, COMPUTE, INPUT, OPTIMIZER, Forecast, PlanPrediction
+from convoy.bench.records import AUTO, Forecast, PlanPrediction
 from convoy.bench.study import data_of, in_recipe
 from convoy.comm.ranks import Ranks
 from convoy.data import open_data
@@ -92,13 +92,4 @@ def forecast(
 
 
 def _prediction(scored: Scored) -> PlanPrediction:
-    timeline = scored.timeline
-    kinds = timeline.by_kind()
-    around = [span for span in timeline.spans if (span.task.rank, span.task.kind) == (timeline.busiest, "around")]
-    parts = {
-        INPUT: sum(span.end - span.start for span in around if span.task.name == "input"),
-        COMMUNICATION: kinds["exposed"] + kinds["idle"],
-        OPTIMIZER: kinds.get("update", 0.0),
-    }
-    compute = scored.seconds - sum(parts.values())
-    return PlanPrediction(seconds=scored.seconds, parts={COMPUTE: compute, **parts}, memory=scored.memory.total)
+    return PlanPrediction(seconds=scored.seconds, memory=scored.memory.total)

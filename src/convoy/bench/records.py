@@ -49,8 +49,6 @@ class Measurement(Record):
     """One round of a configuration."""
 
     round: int
-    started: str = ""
-    wall_s: float = 0.0
     loss: float
     ranks: list[RankTimes]
 
@@ -70,7 +68,6 @@ class Training(Record):
 
     run: str = ""
     finished: bool = False
-    wall_s: float = 0.0
     images: int = 0
     sha256: str = ""
     evaluations: list[Evaluation] = []
@@ -104,10 +101,9 @@ def short(plan: str) -> str:
 
 
 class PlanPrediction(Record):
-    """Seconds of an update under a plan, by parts too, and bytes on the rank that needs most."""
+    """Seconds of an update under a plan, and bytes on the rank that needs most."""
 
     seconds: float
-    parts: dict[str, float]
     memory: int
 
 
@@ -121,14 +117,9 @@ class Forecast(Record):
     notes: list[str] = []  # sentences on how they came to be
 
     def __or__(self, new: "Forecast") -> "Forecast":
-        last = new if new.auto else self
-        return Forecast(
-            auto=last.auto,
-            auto_shares=last.auto_shares,
-            bound=self.bound | new.bound,
-            predictions=self.predictions | new.predictions,
-            notes=list(dict.fromkeys([*self.notes, *new.notes])),
-        )
+        notes = list(dict.fromkeys([*self.notes, *new.notes]))
+        both = {"bound": self.bound | new.bound, "predictions": self.predictions | new.predictions, "notes": notes}
+        return (new if new.auto else self).model_copy(update=both)
 
 
 class Session(Record):
