@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +92,13 @@ def command(
         if verify:
             return _verify(what, seconds, no_trials, as_json)
         with waiting_for("loading PyTorch"):
-            from convoy.cli.doctor_run import Look, run  # with torch, for which no mistake is to wait
-        return run(request, partial(with_command, what), Look(began, seconds, not no_trials, as_json))
+            from convoy.cli.doctor_run import run  # with torch, for which no mistake is to wait
+
+        def show(diagnosis: Diagnosis) -> str:
+            diagnosis = with_command(what, diagnosis)
+            return json.dumps(diagnosis.to_document(), indent=2) if as_json else diagnosis.text()
+
+        return run(request, show, began, seconds, not no_trials)
 
 
 def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:

@@ -129,6 +129,6 @@ def _packed(
             break
     if all(source.read(sample) == file for sample, file in zip(samples.tolist(), files, strict=False)):
         return None
-    options: dict[str, Any] = {"seed": maker.seed, "skip_bad": False, "decoder": maker.decoder}
-    of_pack = BatchMaker(MemorySource(source, files), maker.geometry, maker.channels, **options)
+    settings: dict[str, Any] = {"seed": maker.seed, "skip_bad": False, "decoder": maker.decoder}
+    of_pack = BatchMaker(MemorySource(source, files), maker.geometry, maker.channels, **settings)
     return _cpu(of_pack, np.arange(len(files)), most_s)
