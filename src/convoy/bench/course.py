@@ -40,7 +40,7 @@ from convoy.doctor.updates import RunDoctor
 from convoy.errors import ConvoyError
 from convoy.progress import Reporter
 from convoy.report.run_directory import column, read_metrics
-from convoy.training import Recipe, RunDirectory, train
+from convoy.training import Recipe, RunDirectory, Trainer
 from convoy.training.config import Duration
 from convoy.training.derived import resolve
 from convoy.training.watchdog import Watchdog, collective_limit_s
@@ -257,7 +257,7 @@ def train_rank(task: MeasurementTask, out: Path, command: str, keep: bool, timeo
     options: dict[str, Any] = {"command": command, "handed_on": True, "keep": keep, "subscribe": RunDoctor}
     with Watchdog(ranks, meeting_store(), give_up, timeout_s, patient=True) as watchdog:
         options |= {"watchdog": watchdog, "reporter": _Told(say)}
-        return train(task.recipe, out, resume=True, device=device, ranks=ranks, **options).signal
+        return Trainer(task.recipe, out, resume=True, device=device, ranks=ranks, **options).run().signal
 
 
 _FEW, _OFTEN = 10, Duration(5, "%")  # where a run would be evaluated less often than so many times, it is this often
