@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ from convoy.training.session import Session
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
 from tiny import NUM_TEST
-from training.scenarios import digest, lines, put, refusals, store_of, summary, trained
+from training.scenarios import digest, lines, refusals, store_of, summary, trained
 from whole_runs import Ended, as_before, train_here
 
 EIGHT = {"epochs": "8ba", "checkpoint.every": "2ba", "reproducible": "true"}
@@ -61,15 +60,6 @@ def test_an_error_is_in_the_summary_as_it_is_printed_and_the_run_goes_on(data: P
     said = trained(data, out, EIGHT, resume=True).said
     assert {f"going on after {done} of 8 updates" for done in (2, 4)} & set(said)
     assert stands(out) == ("finished", None, 8) and digest(out) == digest(whole)
-
-
-def test_a_run_without_a_checkpoint_begins_anew(data: Path, tmp_path: Path) -> None:
-    out, settings = tmp_path / "run", {"epochs": "8ba", "checkpoint.every": "7ba", "evaluate_every": "8ba"}
-    with pytest.raises(KeyError):
-        trained(data, out, settings, fails=KeyError("odd"))
-    said = trained(data, out, settings, resume=True).said
-    assert "going on after 0 of 8 updates: no checkpoint was written before" in said
-    assert stands(out) == ("finished", None, 8)
 
 
 # Numbers that are not finite
@@ -225,12 +215,5 @@ def test_an_evaluation_that_a_signal_breaks_off_is_done_anew(data: Path, tmp_pat
             assert (name, done) == ("SIGTERM", steps) and stop_at <= count < stop_at + each - 1
     assert 4 not in [step for (step,) in lines(parts, "step", split="test")]
     assert not (parts / "weights.safetensors").exists()
-    unnoted = shutil.copytree(parts, tmp_path / "unnoted")
     run_ranks(signalled, 2, data, parts, [None])
     assert lines(parts) == lines(whole) and digest(parts) == digest(whole)
-    # Without the note in the checkpoint it would be missing.
-    checkpoint = store_of(unnoted).load(4)
-    checkpoint.values["loop"]["progress"]["to_evaluate"] = False
-    put(store_of(unnoted), checkpoint)
-    run_ranks(signalled, 2, data, unnoted, [None])
-    assert [step for (step,) in lines(unnoted, "step", split="test")] == [2, 6]

@@ -34,7 +34,6 @@ from convoy.training import Recipe, choose_device
 from convoy.training.build import build_model
 from convoy.training.classification import ClassificationLoss, InputPipeline
 from convoy.training.derived import resolve
-from convoy.training.division import MEASURED, WARM_UP, divide_by_speed
 from convoy.training.environment import join_ranks
 from convoy.training.optimizers import create_optimizer
 from convoy.training.precision import autocast_of, set_numerics
@@ -205,23 +204,16 @@ def _of_convoy(task: MeasurementTask) -> tuple[Row, MemoryPeak]:
     memory = MemoryPeak(device)
     session = set_up(task.recipe, device, ranks=ranks, data=data_of(task.made, task.recipe))
     session.model.train()
-    step, microbatch_s = session.step(), list[float]()
+    session.divide_by_speed()
+    step = session.step()
 
     def update(batch: Batch, number: int) -> None:
         result = step(batch, number)
-        microbatch_s.append(result.microbatch_s)
         if number == 0 and ranks.is_group_leader:
             row.losses.extend(result.losses)
 
-    row = Row(device, session.batches, update, ranks.barrier)
-    if session.recipe.parallel.shares == "auto" and ranks.num_sample_ranks > 1:  # as the first updates of a run do
-        step.timed, row.done = True, WARM_UP + MEASURED
-        with closing(session.batches(0, row.done)) as batches:
-            for number, batch in enumerate(batches):
-                update(batch, number)
-        session.division, _ = divide_by_speed(microbatch_s, ranks, session.division)
-        step = session.step()
-    row.microbatches = session.division.counts[ranks.sample_rank]
+    microbatches = session.division.counts[ranks.sample_rank]
+    row = Row(device, session.batches, update, ranks.barrier, microbatches=microbatches)
     return row, memory
 
 
