@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import convoy
 from convoy import models
 from convoy.comm.ranks import Ranks
-from convoy.planner import make_plan, workload_of
+from convoy.planner import Question, make_plan, workload_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = {"channels_last": torch.channels_last, "channels_first": torch.contiguous_format}
@@ -164,7 +164,7 @@ def predicted(options: argparse.Namespace, device: torch.device, size: int) -> f
     dtype, images = DTYPES[options.precision[0]], batch(options, device, size)[0]
     precision = None if dtype == torch.float32 else dtype
     workload = workload_of(network(options, device), images, size, precision=precision, optimizer=SGD)
-    return make_plan(workload, 1, Ranks()).serial.seconds
+    return make_plan(Question(workload, 1), Ranks()).serial.seconds
 
 
 def batch(options: argparse.Namespace, device: torch.device, size: int) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.network import network_of
 from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
-from convoy.planner import Scored, Workload, make_plan, score, workload_of
+from convoy.planner import Question, Scored, Workload, make_plan, score, workload_of
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan
@@ -388,7 +388,7 @@ def predict(
     workload = _workload(case, arrangement)
     with TemporaryDirectory() as temporary:
         store = ProfileStore(folder or Path(temporary))
-        planned = make_plan(workload, ranks.num, ranks, store=store)
+        planned = make_plan(Question(workload, ranks.num, store=store), ranks)
         asked: list[tuple[str, Scored, Costs]] = []
         for text in plans:
             with contextlib.suppress(ConvoyError):
@@ -396,7 +396,7 @@ def predict(
                 if folder is None:
                     asked.append((text, score(workload, plan, costs), costs))
                     continue
-                known = make_plan(workload, ranks.num, ranks, link=costs.links, store=store, plans=[plan])
+                known = make_plan(Question(workload, ranks.num, link=costs.links, store=store, plans=[plan]), ranks)
                 asked.append((text, known.best, known.costs))
     own = [(AUTO, planned.best)]
     if planned.best.plan.mesh.stage_axis is not None:

@@ -140,7 +140,7 @@ def test_every_call_takes_some_time_on_every_rank_in_every_mode_of_batch_norm() 
 
 def links() -> None:
     mesh = Mesh(("node", "gpu"), (2, 2))
-    measured, _ = measured_links([mesh], 1024, CPU)
+    measured = measured_links([mesh], 1024, CPU)
     found = {axes: measured.of(mesh, axes) for axes in ((0,), (1,), (0, 1))}
     assert all(one.all_reduce.points[-1][0] == 4096 <= one.exchange.points[-1][0] for one in found.values())
     assert not found[0, 1].overlap  # shared memory: nothing runs beside

@@ -17,7 +17,7 @@ from convoy.engine.profiling import CallTimes, Profile, Profiler
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.launch.host import HostLoad
 from convoy.models import create
-from convoy.planner import Planned, Workload, make_plan, workload_of
+from convoy.planner import Planned, Question, Workload, make_plan, workload_of
 from convoy.planner.cost.store import Device, ProfileStore
 from convoy.planner.measured import Job, Measurements, device_of, jobs_for
 from convoy.planner.remembered import remember_run, unlike_runs
@@ -56,7 +56,7 @@ def failing(error: Exception) -> tuple[str, list[str], str]:
 
     with patch.object(Profiler, "_pass", failing_pass):
         try:
-            result = make_plan(lenet(), 2, ranks, progress=lambda what, *_: progress.append(what.partition(": ")[2]))
+            result = make_plan(Question(lenet(), 2), ranks, lambda what, *_: progress.append(what.partition(": ")[2]))
         except ConvoyError as failure:
             return "", [], str(failure)
     return str(result.best.plan), list(result.notes), ""
@@ -88,8 +88,8 @@ def unequal(folder: str, slower: float) -> tuple[Any, ...]:
         return replace(result, calls=calls, seconds=seconds, slowest=seconds)
 
     with patch.object(Profiler, "run", taking):
-        result = make_plan(recipes(2, 1), 2, ranks, store=store, plans=[SAMPLES])
-    again = make_plan(recipes(2, 1), 2, ranks, store=store, plans=[SAMPLES])
+        result = make_plan(Question(recipes(2, 1), 2, store=store, plans=[SAMPLES]), ranks)
+    again = make_plan(Question(recipes(2, 1), 2, store=store, plans=[SAMPLES]), ranks)
     assert again.costs.slowdowns == result.costs.slowdowns
     return result.costs.slowdowns, result.shares(result.best.plan), [note for note in result.notes if "fast" in note]
 
@@ -133,7 +133,7 @@ def on_a_machine(room: float, jobs: list[Job]) -> Iterator[None]:
 def planned(room: float, store: ProfileStore | None = None, **options: Any) -> tuple[list[Job], Planned]:
     jobs: list[Job] = []
     with on_a_machine(room, jobs):
-        return jobs, make_plan(lenet(64), 2, Ranks(), link="pcie4", store=store, **options)
+        return jobs, make_plan(Question(lenet(64), 2, link="pcie4", store=store, **options), Ranks())
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_profiled_in_smaller_passes_or_left_out_with_a_note
     assert any(note.startswith("sample was profiled in passes of ") for note in note.notes)
     jobs: list[Job] = []
     with on_a_machine(PLENTY, jobs), pytest.raises(TooLargeError, match="there are"):
-        make_plan(lenet(64), 2, Ranks(), link="pcie4", memory_limit=1000.0)
+        make_plan(Question(lenet(64), 2, link="pcie4", memory_limit=1000.0), Ranks())
     assert jobs == []  # which is said before anything is measured
 
 
@@ -159,7 +159,8 @@ def test_what_was_killed_is_not_tried_again_with_as_little_memory(tmp_path: Path
     def tried(room: float) -> int:
         return next(one.workload.samples for one in planned(room, store)[0] if one.name == "sample")
 
-    Measurements(workload, Ranks(), store, room=room)._mark(job, room)  # and no more: it was killed
+    killed = Measurements(workload, Ranks(), store, room=room).attempt(job)
+    killed.__enter__()  # and no more
     assert tried(room) == 32 and tried(2 * room) == 64
     assert store.noted(device_of(workload, 1), job.mark) is None  # it has ended by itself
 

@@ -34,7 +34,6 @@ COSTS = Costs(
     Update(1e-9, 1e-6, 1e-4),
     input=HostCost(per_sample=1.0),
     loss=HostCost(1e-3),
-    per_transfer=Times(1e-6, 2e-6),
     per_parameter=1e-7,
 )
 

@@ -12,8 +12,8 @@ from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Assumed, Rate
 from convoy.planner.cost.local_op import LocalOp
+from convoy.planner.explanation import Explanation
 from convoy.planner.text import explanation_text
-from convoy.planner.verdict import Explained
 from convoy.plans.plan import Plan
 
 BATCH = 32
@@ -36,13 +36,13 @@ def costs(
     return Costs(times=times, links=links, update=update or Update(), **around)
 
 
-def explain(plan: str, device: Costs, alone: Costs | None = None) -> Explained:
+def explain(plan: str, device: Costs, alone: Costs | None = None) -> Explanation:
     """A scored plan, without a search and without measuring anything."""
     workload = workload_of(create("lenet"), torch.empty(1, 1, 28, 28), BATCH, name="lenet")
     parsed = Plan.parse(plan)
     serial = score(workload, Plan.parse("serial"), alone or device)
     scored = score(workload, parsed, device)
-    return Explained(Planned(workload, parsed.mesh.num_devices, (scored,), serial, None, device))
+    return Explanation(Planned(workload, parsed.mesh.num_devices, (scored,), serial, None, device))
 
 
 def test_what_was_made_slow_is_what_holds_a_plan_up() -> None:

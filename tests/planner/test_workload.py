@@ -69,7 +69,7 @@ def raced(measured: Mapping[str, float], late: bool = False, rival: str = "") ->
     planned = Planned(WORKLOAD, 2, candidates, candidates[-1], None, Costs(Calibrated({})))
     rivals = [Plan.parse(rival)] if rival else []
     measurements = Measurements(WORKLOAD, Ranks(), room=1000)
-    result = _raced(planned, rivals, Ranks(), race, measurements, lambda what: None, lambda seconds: not late)
+    result = _raced(planned, rivals, Ranks(), race, measurements, lambda seconds: not late)
     return [str(one.plan) for one in result.candidates], [*racers, *result.notes]
 
 

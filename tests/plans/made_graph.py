@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from convoy.graph.graph import Graph
-from convoy.ops import capture, place, work
+from convoy.ops import capture, place
 from convoy.plans.layout import balanced
 from convoy.plans.place import Batch, Placement, sample_axes
 from convoy.plans.plan import Plan
-from convoy.plans.stages import StagedGraph, Stages
 
 
 class Does(nn.Module):
@@ -68,13 +67,3 @@ def placed(graph: Graph, plan: Any) -> Placement:
     axes = sample_axes(((call.layer, call.op) for call in graph.calls), plan)
     batch = Batch(plan.mesh, axes, balanced(graph.shape(graph.inputs[0])[0], plan.mesh.size(axes)))
     return place(graph, plan, batch, [graph.output.name])
-
-
-def in_stages(graph: Graph, plan: Any) -> tuple[Placement, StagedGraph]:
-    """A graph under a plan with stages, and the stages; even cuts are those of equal multiply-adds."""
-    plan = Plan.parse(plan)
-    placement = placed(graph, plan)
-    assert plan.mesh.stage_axis is not None
-    number = plan.mesh.sizes[plan.mesh.stage_axis]
-    stages = Stages.of(graph, number, plan.stages, work(graph))
-    return placement, StagedGraph(graph, tuple(placement.outputs), stages.of_calls(graph), number)

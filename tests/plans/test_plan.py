@@ -51,6 +51,8 @@ def test_texts_have_their_meanings_and_every_form_reads_back() -> None:
         text = ",".join(f"{strategy}={size}" for size, strategy in enumerate(strategies, 1))
         if strategies != ("stage", "stage"):
             assert str(Plan.parse(text)) == text and Plan.parse(Plan.parse(text).to_dict()) == Plan.parse(text)
+    layers = {"features.0.conv": ("sample", "filter"), "features": ("replicate", "replicate")}  # the first pattern wins
+    assert {layer: Plan.parse(MIXED).strategy(layer, "conv") for layer in layers} == layers
     assert Plan.parse("auto", 1) == Plan.parse("serial") == Plan(Mesh((), ()))
     assert str(Plan.parse(MIXED)) == (
         "node=2 × gpu=3: features.0 node:sample,gpu:channel; features.* node:sample,gpu:filter; "
@@ -60,14 +62,6 @@ def test_texts_have_their_meanings_and_every_form_reads_back() -> None:
     assert str(Plan.parse(STAGED)) == "stage=3 × gpu=2: * gpu:sample; stages begin at conv1, layer2, 10"
     first = Plan.parse({"mesh": {"stage": 2}, "stages": ["layer3"]})
     assert first.stages == ("", "layer3") and Plan(first.mesh, (), ("layer3",)) == first  # begins with the network
-
-
-def test_the_first_pattern_that_matches_wins_and_what_nothing_matches_is_replicated() -> None:
-    plan = Plan.parse(MIXED)
-    layers = {"features.0.conv": ("sample", "filter"), "features": ("replicate", "replicate")}
-    assert {layer: plan.strategy(layer, "conv") for layer in layers} == layers
-    one = Plan(Mesh(("x",), (2,)), (("*.fc[!1]", {"x": "filter"}),))
-    assert [name for name in ("a.fc2", "a.fc1", "fc2") if one.pattern(name)] == ["a.fc2"]
 
 
 def test_a_file_is_a_plan_and_hides_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

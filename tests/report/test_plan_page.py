@@ -6,7 +6,7 @@ from convoy.models import create
 from convoy.planner import Planned, score, workload_of
 from convoy.planner.cost.costs import Costs, Times
 from convoy.planner.cost.link import Assumed, Rate
-from convoy.planner.verdict import Explained
+from convoy.planner.explanation import Explanation
 from convoy.plans.plan import Plan
 from convoy.report.plan_page import plan_page
 
@@ -16,7 +16,7 @@ def page_of(plan: str) -> str:
     costs = Costs(lambda call: Times(call.flops.forward / 1e10, call.flops.backward / 1e10), links)
     workload = workload_of(create("lenet"), torch.empty(1, 1, 28, 28), 32, name="lenet")
     serial, scored = (score(workload, Plan.parse(text), costs) for text in ("serial", plan))
-    return plan_page(Explained(Planned(workload, scored.plan.mesh.num_devices, (scored,), serial, None, costs)))
+    return plan_page(Explanation(Planned(workload, scored.plan.mesh.num_devices, (scored,), serial, None, costs)))
 
 
 def test_the_page_shows_stages_and_what_crosses_cuts() -> None:

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from convoy.comm.memory import NEEDS_LESS
+from convoy.comm.ranks import Ranks
 from convoy.data import Batch
 from convoy.errors import TooLargeError
-from convoy.planner import Planned, make_plan
+from convoy.planner import Planned, Question, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.measured import Measurements
 from convoy.planner.planner import Race
@@ -47,12 +48,12 @@ def far(found: Session, data: Path, *settings: str) -> float:
 def predicting(*plans: Plan) -> Callable[..., Planned]:
     """A planner that predicts the first of these plans to be fastest, then the next, and knows no others."""
 
-    def planner(*args: Any, race: Race, **options: Any) -> Planned:
-        planned = make_plan(*args, plans=plans, **options)
+    def planner(question: Question, ranks: Ranks, progress: Any, race: Race) -> Planned:
+        planned = make_plan(replace(question, plans=plans), ranks, progress)
         by_plan = {scored.plan: scored for scored in planned.candidates}
         planned = replace(planned, candidates=tuple(by_plan[plan] for plan in plans))
-        measurements = Measurements(args[0], args[2])
-        return raced_by(planned, (), args[2], race, measurements, lambda what: None, lambda seconds: True)
+        measurements = Measurements(question.workload, ranks)
+        return raced_by(planned, (), ranks, race, measurements, lambda seconds: True)
 
     return planner
 

@@ -11,7 +11,7 @@ from convoy.comm.ranks import Ranks
 from convoy.data import open_data
 from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
-from convoy.planner import make_plan
+from convoy.planner import Question, make_plan
 from convoy.planner.cost.prediction import Scored
 from convoy.planner.cost.store import ProfileStore
 from convoy.plans.plan import Plan, plan_text
@@ -76,8 +76,9 @@ def forecast(
                 placed[text] = plan
             except ConvoyError as error:
                 result.notes.append(f"{text}: {error}")
-        everyone, store = Ranks.here() if ranks.num > 1 else Ranks(), ProfileStore() if keep else None
-        planned = make_plan(scheduled, ranks.num, everyone, store=store, plans=list(placed.values()), progress=say)
+        store = ProfileStore() if keep else None
+        question = Question(scheduled, ranks.num, store=store, plans=list(placed.values()))
+        planned = make_plan(question, Ranks.here() if ranks.num > 1 else Ranks(), say)
         scored = {candidate.plan: candidate for candidate in planned.candidates}
         for text, plan in placed.items():
             result.predictions[text] = _prediction(planned.serial if ranks.num == 1 else scored[plan])

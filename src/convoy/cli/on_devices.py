@@ -25,9 +25,9 @@ _PATIENCE_S = 7 * 24 * 3600.0
 Work = Callable[[Ranks, torch.device], int]  # is given the ranks and the device of this one; returns the exit status
 
 
-def on_devices(arguments: Sequence[str], asked: int | None, device: str | None, work: Work) -> int:
+def on_devices(arguments: Sequence[str], devices: int | None, device: str | None, work: Work) -> int:
     """Do some work on one device, or as one of several ranks, with the whole network on each, or start these with the
-    `arguments` of the command line, which asks for `asked` devices; the exit status."""
+    `arguments` of the command line, which asks for so many `devices`; the exit status."""
 
     def work_by_samples(ranks: Ranks, local_device: torch.device) -> int:
         if ranks.num > 1:
@@ -36,8 +36,8 @@ def on_devices(arguments: Sequence[str], asked: int | None, device: str | None, 
 
     place = launch.find_place()
     if place is not None:
-        return run_as_rank(place, asked, device, work_by_samples, patience_s=_PATIENCE_S)
-    number = 1 if asked is None else asked
+        return run_as_rank(place, devices, device, work_by_samples, patience_s=_PATIENCE_S)
+    number = 1 if devices is None else devices
     if number < 1:
         raise ConvoyError(f"--devices {number} is no number of devices: give at least 1")
     return launch.start(arguments, number, is_verbose(arguments)) if number > 1 else run_alone(device, work)
@@ -66,7 +66,7 @@ def load_chosen(run: Path, checkpoint: str | None, ranks: Ranks, trust_code: boo
 
 def run_as_rank(
     place: RankPlace,
-    asked: int | None,
+    devices: int | None,
     device: str | None,
     work: Work,
     cores_per_device: int | None = None,  # None divides them evenly
@@ -74,7 +74,7 @@ def run_as_rank(
 ) -> int:
     """Join the other ranks, for whom this one waits `patience_s` seconds, do the work on this one's share of the cores,
     and leave; the exit status."""
-    place.check(asked)
+    place.check(devices)
     with launch.as_rank(place):
         ranks, local_device = join_ranks(patience_s, device)
         resources.take_share(ranks.gather, ranks.rank, cores_per_device)

@@ -16,13 +16,13 @@ from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.errors import ConvoyError
 from convoy.files import finite
-from convoy.planner import Planned, Workload, make_plan
+from convoy.planner import Planned, Question, Workload, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import ProfileStore
+from convoy.planner.explanation import Explanation
 from convoy.planner.interface import race
-from convoy.planner.text import document, explanation_text, trace
-from convoy.planner.verdict import Explained
+from convoy.planner.text import explanation_text, trace
 from convoy.plans.fit import check_patterns
 from convoy.plans.place import COMPUTE, sample_axes
 from convoy.progress import ConsoleReporter
@@ -43,9 +43,9 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
     """Plan, print and write the result; the exit status."""
     number, per_device, place = request.num_devices, recipe.parallel.cores_per_device, launch.find_place()
     if place is not None:
-        asked = number if request.devices is not None or request.score else None
+        devices = number if request.devices is not None or request.score else None
         work = partial(_answer, request, recipe, place.num_ranks)
-        return run_as_rank(place, asked, request.device, work, per_device)
+        return run_as_rank(place, devices, request.device, work, per_device)
     device = choose_device(request.device)
     if device.type == "cuda":
         fits = torch.cuda.device_count() >= number
@@ -111,8 +111,8 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
     notes = [*notes_on_size, *settled.notes]
     workload = workload_of_recipe(recipe, model, shape, devices, device, ranks.group)
     _check_plans(request, recipe, model, workload)
-    sizes, smaller = divisible_sizes(recipe, model, devices)
-    first = [smaller] if smaller is not None else []
+    sizes, cut_note = divisible_sizes(recipe, model, devices)
+    first = [cut_note] if cut_note is not None else []
     pieces = len(sizes)
     if recipe.batch_norm == "microbatch" and pieces < devices:
         first = [
@@ -121,36 +121,35 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
         ]
     if devices > ranks.num:
         if device.type == "cuda":
-            this = torch.cuda.get_device_name(device)
+            name = torch.cuda.get_device_name(device)
         else:
-            this = f"{torch.get_num_threads()} core{'s' if torch.get_num_threads() > 1 else ''} of this machine"
-        notes.append(f"each device is taken to be as this one: {this}")
+            name = f"{torch.get_num_threads()} core{'s' if torch.get_num_threads() > 1 else ''} of this machine"
+        notes.append(f"each device is taken to be as this one: {name}")
     input_cost = None
     if request.images_per_second is not None:  # beside the computation on a GPU, from the same cores on a CPU
         input_cost = HostCost(per_sample=1 / request.images_per_second, beside=device.type == "cuda")
+    question = Question(
+        workload,
+        devices,
+        link=request.link,
+        store=None if request.no_store else ProfileStore(),
+        fixes=request.fix,
+        memory_limit=recipe.parallel.memory_bytes,
+        plans=request.plans,
+        input=input_cost,
+        notes=[*first, *notes],
+    )
     console = Console(stderr=True, highlight=False, quiet=ranks.rank > 0)
     with ConsoleReporter(console) as reporter:
-        planned = make_plan(
-            workload,
-            devices,
-            ranks,
-            link=request.link,
-            store=None if request.no_store else ProfileStore(),
-            fixes=request.fix,
-            memory_limit=recipe.parallel.memory_bytes,
-            plans=request.plans,
-            input=input_cost,
-            notes=[*first, *notes],
-            progress=reporter.prepare,
-            race=None if request.plans else partial(race, model, recipe.recompute),
-        )
+        racing = None if request.plans else partial(race, model, recipe.recompute)
+        planned = make_plan(question, ranks, reporter.prepare, racing)
     if ranks.rank == 0:
         _show(request, planned, first, notes_on_size)
     return 0
 
 
 def _show(request: PlanRequest, planned: Planned, first: Sequence[str], assumed: Sequence[str]) -> None:
-    answer, command = Explained(planned), command_of(request.arguments)
+    answer, command = Explanation(planned), command_of(request.arguments)
     origin = "# " + command.replace("\n", " ") + "\n"
     origin += f"# predicted: {1e3 * answer.scored.seconds:.4g} ms an update, "
     origin += f"{planned.speedup:.3g} times as fast as one device\n"
@@ -160,7 +159,7 @@ def _show(request: PlanRequest, planned: Planned, first: Sequence[str], assumed:
         "html": lambda: plan_page(answer, command),
         "trace": lambda: json.dumps(trace(predicted=answer.scored.timeline), allow_nan=False),
     }
-    show(request, files, lambda: document(answer), lambda: explanation_text(answer, first))
+    show(request, files, answer.document, lambda: explanation_text(answer, first))
 
 
 def show(

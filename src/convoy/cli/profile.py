@@ -84,9 +84,9 @@ def _find(store: "ProfileStore", name: str) -> "Device":
     devices = store.devices()
     if name.isdecimal() and 1 <= int(name) <= len(devices):
         return devices[int(name) - 1]
-    matches = [device for device in devices if device.key == name]
-    if not matches:
-        matches = [device for device in devices if name.lower() in f"{device.key} {device.name}".lower()]
+    matches = [device for device in devices if device.key == name] or [
+        device for device in devices if name.lower() in f"{device.key} {device.name}".lower()
+    ]
     if len(matches) == 1:
         return matches[0]
     if not devices:
@@ -97,13 +97,17 @@ def _find(store: "ProfileStore", name: str) -> "Device":
 
 
 def _show_devices(store: "ProfileStore", as_json: bool) -> None:
-    rows: list[dict[str, Any]] = []
-    for number, device in enumerate(store.devices(), 1):
-        measured = store.rows(device)
-        row: dict[str, Any] = {"no": number, "device": device.describe(), "pieces": len(measured)}
-        row["from_runs"] = sum(piece.source == "run" for piece in measured)
-        row["measured"] = max((piece.measured for piece in measured), default=None)
-        rows.append(row | {"key": device.key})
+    rows: list[dict[str, Any]] = [
+        {
+            "no": number,
+            "device": device.describe(),
+            "pieces": len(pieces := store.rows(device)),
+            "from_runs": sum(piece.source == "run" for piece in pieces),
+            "measured": max((piece.measured for piece in pieces), default=None),
+            "key": device.key,
+        }
+        for number, device in enumerate(store.devices(), 1)
+    ]
     if not rows and not as_json:
         click.echo(f"nothing is kept in {store.path}: convoy plan and --plan auto fill it")
         return

@@ -10,7 +10,6 @@ from convoy.engine.uncaptured import Uncaptured
 from convoy.ops.memory import memory_in_stages, predict_memory, what_is_recomputed
 from convoy.plans.explain import explain as text_of_placement
 from convoy.plans.explain import setting_text
-from convoy.plans.plan import Plan
 from convoy.plans.schedule import bubble
 from convoy.units import plural, rough_percent
 
@@ -40,7 +39,6 @@ def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
             many parts as `samples` says.
     """
     network = network_of(net)
-    plan = network.plan if isinstance(network.plan, Plan) else None
     if isinstance(network, Uncaptured):
         shares = network.example_samples(samples)
         setting = setting_text(net.training, shares, network.plan.mesh.num_devices, network.captured)
@@ -57,4 +55,4 @@ def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
             f"a rank's samples go through the stages in {plural(parts, 'part')}, schedule {network.schedule}: stages "
             f"of equal work wait {share} of the time"
         )
-    return text_of_placement(placement, memory, plan, network.captured, staged, notes)
+    return text_of_placement(placement, memory, network.plan, network.captured, staged, notes)

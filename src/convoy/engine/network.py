@@ -31,7 +31,8 @@ from convoy.ops.recompute import Recompute, check_recompute, recomputing
 from convoy.plans import Layout
 from convoy.plans.layout import WHOLE, balanced, consecutive
 from convoy.plans.mesh import Axes
-from convoy.plans.place import Batch, Placement, Strategies, sample_axes
+from convoy.plans.place import Batch, Placement, sample_axes
+from convoy.plans.plan import Plan
 from convoy.plans.stages import StagedGraph
 
 Loss = Literal["mean", "part"]
@@ -113,7 +114,7 @@ class Network:
     """
 
     model: nn.Module
-    plan: Strategies
+    plan: Plan
     groups: Groups
     context: StepContext
     loss: Loss = "mean"

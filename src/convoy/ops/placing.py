@@ -10,7 +10,8 @@ from convoy.ops.layouts import axes_along
 from convoy.ops.registry import OPERATIONS, recognize
 from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.mesh import Axes
-from convoy.plans.place import Batch, Placed, PlacedCall, Placement, Situation, Strategies, own_samples
+from convoy.plans.place import Batch, Placed, PlacedCall, Placement, Situation, own_samples
+from convoy.plans.plan import Plan
 from convoy.plans.transfer import transfer
 
 # `convoy.graph.capture` with the operations of Convoy: `capture(model, inputs, training=None, ...)`
@@ -19,7 +20,7 @@ capture = partial(capture_by, recognize)
 
 def place(
     graph: Graph,
-    plan: Strategies,
+    plan: Plan,
     batch: Batch,
     outputs: Iterable[str],
     kept: Callable[[str], Layout | None] = lambda name: None,

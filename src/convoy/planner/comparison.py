@@ -1,6 +1,6 @@
 """Predicted beside measured: two timelines of an update side by side, by its parts and by groups of its layers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, field, replace
 from typing import Annotated, Any, Literal
 
@@ -14,28 +14,6 @@ from convoy.plans.traffic import gradient_traffic
 from convoy.units import seconds, table
 
 MOST = 20  # groups that still fit into a table
-
-
-def layer_groups(placement: Placement, most: int = MOST) -> dict[str, str]:
-    """The group of every layer, in the order of the network. Layers are together that are in the same module, of the
-    deepest level at which there are at most `most`; layers without parameters belong to what comes before them. Where
-    even the outermost modules are too many, they are not put together any further."""
-    has_parameters: dict[str, bool] = {}
-    for placed in placement.calls:
-        is_parametric = any(placement.graph.values[name].origin == "parameter" for name in placed.call.inputs)
-        has_parameters[placed.call.layer] = has_parameters.get(placed.call.layer, False) or is_parametric
-    group_of: dict[str, str] = {}
-    for depth in range(max((layer.count(".") + 1 for layer in has_parameters), default=1), 0, -1):
-        names = {layer: ".".join(layer.split(".")[:depth]) for layer in has_parameters}
-        heavy, last = {names[layer] for layer, is_heavy in has_parameters.items() if is_heavy}, ""
-        for layer, name in names.items():
-            last = name if name in heavy or not last else last
-            group_of[layer] = last
-        if len(set(group_of.values())) <= most:
-            break
-    return group_of
-
-
 GRADIENTS = "gradients of all layers"
 Seconds = Annotated[Annotated[float, Field(ge=0)] | None, BeforeValidator(finite)]  # None where there is nothing
 
@@ -109,17 +87,42 @@ class Comparison:
 _OLDER = {"optimiser": "optimizer"}
 
 
+def _beside(before: Summary | None, after: Summary | None, read: Callable[[Summary], float | None]) -> Both:
+    return Both(*(None if summary is None else read(summary) for summary in (before, after)))
+
+
 def parts_beside(before: Summary | None, after: Summary | None) -> dict[str, Both]:
     """The parts of an update, predicted and measured."""
-    parts = [summary.parts if summary is not None else {} for summary in (before, after)]
-    names = [part for part in PARTS if part != "stages" or any(part in one for one in parts)]
-    return {name: Both(*(one.get(name) for one in parts)) for name in names}
+    both = [summary.parts if summary is not None else {} for summary in (before, after)]
+    names = [part for part in PARTS if part != "stages" or any(part in parts for parts in both)]
+    return {name: Both(*(parts.get(name) for parts in both)) for name in names}
 
 
 def of_all_stages(summaries: Sequence[Summary]) -> Summary | None:
     """The first of some summaries, with the layers that other ranks run; None of none."""
-    layers = {name: spent for one in reversed(summaries) for name, spent in one.layers.items()}
+    layers = {name: seconds_of for summary in reversed(summaries) for name, seconds_of in summary.layers.items()}
     return replace(summaries[0], layers=layers) if summaries else None
+
+
+def layer_groups(placement: Placement) -> dict[str, list[str]]:
+    """The layers of every group, in the order of the network. Layers are together that are in the same module, of the
+    deepest level at which there are at most `MOST`; layers without parameters belong to what comes before them. Where
+    even the outermost modules are too many, they are not put together any further."""
+    has_parameters: dict[str, bool] = {}
+    for call in (placed.call for placed in placement.calls):
+        is_parametric = any(placement.graph.values[name].origin == "parameter" for name in call.inputs)
+        has_parameters[call.layer] = has_parameters.get(call.layer, False) or is_parametric
+    groups: dict[str, list[str]] = {}
+    for depth in range(max((layer.count(".") + 1 for layer in has_parameters), default=1), 0, -1):
+        modules = {layer: ".".join(layer.split(".")[:depth]) for layer in has_parameters}
+        heavy = {modules[layer] for layer, is_heavy in has_parameters.items() if is_heavy}
+        groups, group = {}, ""
+        for layer, module in modules.items():
+            group = module if module in heavy or not group else group
+            groups.setdefault(group, []).append(layer)
+        if len(groups) <= MOST:
+            break
+    return groups
 
 
 def groups_beside(
@@ -132,50 +135,36 @@ def groups_beside(
     run_by: dict[str, int] = {}
     for placed, stage in zip(placement.calls if stages else (), stages, strict=True):
         run_by.setdefault(placed.call.layer, stage)
-    members: dict[str, list[str]] = {}
-    for layer, group in layer_groups(placement).items():
-        members.setdefault(group, []).append(layer)
+
+    def of_layers(summary: Summary) -> LayerSeconds:
+        return sum((summary.layers.get(name, LayerSeconds()) for name in layers), LayerSeconds())
 
     groups = []
-    for name, layers in members.items():
-        totals = [None if summary is None else _total(summary, layers) for summary in (before, after)]
-        groups.append(
-            Group(
-                name or "the network itself",
-                Both(*(None if total is None else total.computes for total in totals)),
-                Both(*(None if total is None else total.waits for total in totals)),
-                tuple(sorted({run_by[layer] + 1 for layer in layers if layer in run_by})),
-            )
-        )
+    for name, layers in layer_groups(placement).items():
+        computes = _beside(before, after, lambda summary: of_layers(summary).computes)
+        waits = _beside(before, after, lambda summary: of_layers(summary).waits)
+        numbers = tuple(sorted({run_by[layer] + 1 for layer in layers if layer in run_by}))
+        groups.append(Group(name or "the network itself", computes, waits, numbers))
     if not run_by or any(map(any, gradient_traffic(placement).values())):
-        waits = Both(None if before is None else before.gradients, after.gradients)
-        groups.append(Group(GRADIENTS, Both(None if before is None else 0.0, 0.0), waits))
+        waits = _beside(before, after, lambda summary: summary.gradients)
+        groups.append(Group(GRADIENTS, _beside(before, after, lambda _: 0.0), waits))
     return tuple(groups)
 
 
-def _total(summary: Summary, layers: Sequence[str]) -> LayerSeconds:
-    return sum((summary.layers.get(name, LayerSeconds()) for name in layers), LayerSeconds())
-
-
 def stages_beside(before: Sequence[Summary], after: Sequence[Summary]) -> tuple[Group, ...]:
-    """What a rank of each stage computes, and waits for the others; none where nobody has seen them."""
-    computes, waits = ([_spent(one, parts) for one in (before, after)] for parts in (_COMPUTING, ("stages",)))
-    return tuple(
-        Group(
-            f"stage {number + 1}",
-            Both(*(one[number] if one else None for one in computes)),
-            Both(*(one[number] if one else None for one in waits)),
-            (number + 1,),
-        )
-        for number in range(len(after))
-    )
+    """What a rank of each stage computes, and waits for the others."""
+
+    def computes(summary: Summary) -> float:
+        return sum(summary.parts.get(part, 0.0) for part in ("forward", "backward", "packing"))
+
+    rows = []
+    for number, measured in enumerate(after):
+        pair = before[number] if before else None, measured
+        waits = _beside(*pair, lambda summary: summary.parts.get("stages", 0.0))
+        rows.append(Group(f"stage {number + 1}", _beside(*pair, computes), waits, (number + 1,)))
+    return tuple(rows)
 
 
-def _spent(summaries: Sequence[Summary], parts: Sequence[str]) -> list[float]:
-    return [sum(summary.parts.get(part, 0.0) for part in parts) for summary in summaries]
-
-
-_COMPUTING = ("forward", "backward", "packing")
 # The parts of an update for people
 WORDS = {
     "input": "input",
@@ -240,6 +229,6 @@ def comparison_text(comparison: Comparison) -> str:
         names = ["computes", "waits"]
         if len(measured) > 1:
             names = ["computes: predicted", "measured", "waits: predicted", "measured"]
-        rows = [(one.title, *cells(one.computes, one.waits)) for one in comparison.groups]
+        rows = [(group.title, *cells(group.computes, group.waits)) for group in comparison.groups]
         lines += ["", *table(("layer", *names), rows, names)]
     return "\n".join([*lines, *comparison.notes])

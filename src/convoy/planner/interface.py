@@ -24,10 +24,10 @@ from convoy.planner.cost.link import Links
 from convoy.planner.cost.local_op import BatchNorm
 from convoy.planner.cost.prediction import Scored
 from convoy.planner.cost.store import ProfileStore
-from convoy.planner.planner import Planned, make_plan
+from convoy.planner.explanation import Explanation
+from convoy.planner.planner import Planned, Question, make_plan
 from convoy.planner.profiling import autocast
-from convoy.planner.text import document, explanation_text
-from convoy.planner.verdict import Explained
+from convoy.planner.text import explanation_text
 from convoy.planner.workload import MakeOptimizer, Workload, momentum, workload_of
 from convoy.plans.plan import Plan
 from convoy.progress import ConsoleReporter
@@ -38,47 +38,42 @@ from convoy.terminal import Console
 class FoundPlan(Plan):
     """A plan that the planner has found; it goes wherever a plan goes, and equals the plan that was written by hand."""
 
-    planned: Planned | None = field(default=None, repr=False, compare=False)  # what was predicted of it, and of others
+    planned: Planned = field(kw_only=True, repr=False)  # what was predicted of it, and of others
 
     def explain(self) -> str:
         """Why this plan: verdict, where the time goes, what would change it, and every layer, as text."""
-        return explanation_text(Explained(self._planned()))
+        return explanation_text(Explanation(self.planned))
 
     def to_document(self) -> dict[str, Any]:
         """The explanation as JSON has it."""
-        return document(Explained(self._planned()))
+        return Explanation(self.planned).document()
 
     @property
     def seconds(self) -> float:
         """Predicted, of one update."""
-        return self._planned().best.seconds
+        return self.planned.best.seconds
 
     @property
     def speedup(self) -> float:
         """Predicted, over one device."""
-        return self._planned().speedup
+        return self.planned.speedup
 
     @property
     def microbatches(self) -> int | None:
         """Parts of the batch that go through the stages, for `convoy.parallelize`; None where there are no stages."""
-        best = self._planned().best
+        best = self.planned.best
         return best.passes if best.staging is not None else None
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Plan):
+    def __eq__(self, plan: object) -> bool:
+        if not isinstance(plan, Plan):
             return NotImplemented
-        return (self.mesh, self.layers, self.stages) == (other.mesh, other.layers, other.stages)
+        return (self.mesh, self.layers, self.stages) == (plan.mesh, plan.layers, plan.stages)
 
     __hash__ = Plan.__hash__
 
     def __reduce__(self) -> tuple[Any, ...]:
         # copies go to other processes and files, without the reasons
         return Plan, (self.mesh, self.layers, self.stages)
-
-    def _planned(self) -> Planned:
-        if self.planned is None:
-            raise ConvoyError("this plan was not found by the planner, so there is nothing to explain: use convoy.plan")
-        return self.planned
 
 
 def plan(
@@ -147,13 +142,13 @@ def plan(
             f"{running} ranks run, but the plan is for {devices} devices: start {devices} ranks, or only one"
         )
     check_given(model)
-    first = example[0] if isinstance(example, tuple) else example
-    batch = len(first) if global_batch is None else global_batch
+    images = example[0] if isinstance(example, tuple) else example
+    batch = len(images) if global_batch is None else global_batch
     if microbatches is not None and not 1 <= microbatches <= batch:
         raise ConvoyError(f"microbatches={microbatches} cannot be made of {batch} samples: give at most {batch}")
     if passes > 0 and batch % passes:
         raise ConvoyError(f"{batch} samples cannot be divided into {passes} equal passes: give a multiple of that")
-    ranks, again = Ranks.here() if running > 1 else Ranks(), as_recompute(recompute)
+    ranks, layers = Ranks.here() if running > 1 else Ranks(), as_recompute(recompute)
     workload = workload_of(
         model,
         example,
@@ -163,24 +158,23 @@ def plan(
         microbatch=-(-batch // microbatches) if microbatches else 0,
         precision=precision,
         optimizer=optimizer,
-        recompute=again,
+        recompute=layers,
     )
-    requested = [score] if isinstance(score, str | Path | Plan) else list(score)
+    texts = [score] if isinstance(score, str | Path | Plan) else list(score)
+    question = Question(
+        workload,
+        devices,
+        link=link,
+        store=ProfileStore(store if isinstance(store, Path) else None) if store else None,
+        fixes=[fix] if isinstance(fix, str) else list(fix),
+        memory_limit=memory_limit,
+        plans=[Plan.parse(text, num_devices=devices) for text in texts],
+    )
+    runs = not texts and not ranks.any(lacks_numbers(model))
     with ConsoleReporter(Console(stderr=True, highlight=False, quiet=ranks.rank > 0)) as reporter:
-        planned = make_plan(
-            workload,
-            devices,
-            ranks,
-            link=link,
-            store=ProfileStore(store if isinstance(store, Path) else None) if store else None,
-            fixes=[fix] if isinstance(fix, str) else list(fix),
-            memory_limit=memory_limit,
-            plans=[Plan.parse(one, num_devices=devices) for one in requested],
-            progress=reporter.prepare,
-            race=None if requested or ranks.any(lacks_numbers(model)) else partial(race, model, again),
-        )
+        planned = make_plan(question, ranks, reporter.prepare, partial(race, model, layers) if runs else None)
     best = planned.best.plan
-    return FoundPlan(best.mesh, best.layers, best.stages, planned)
+    return FoundPlan(best.mesh, best.layers, best.stages, planned=planned)
 
 
 _MOST = 8  # updates under a plan

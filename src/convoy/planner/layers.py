@@ -4,23 +4,23 @@ The fields are called as `convoy plan --json` has them.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 
 from convoy.errors import ConvoyError
-from convoy.planner.cost.local_op import local_bytes
 from convoy.planner.cost.prediction import RankMemory, Scored
 from convoy.planner.cost.step import ADDING
 from convoy.planner.planner import Planned
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import AXIS_STRATEGIES, Strategy, is_choosing
 from convoy.plans.explain import StageRow, rows_of_stages
-from convoy.plans.layout import WHOLE
-from convoy.plans.mesh import Mesh, ranks_of
-from convoy.plans.place import Placement
+from convoy.plans.mesh import ranks_of
+from convoy.plans.place import PlacedCall
 from convoy.plans.traffic import cut_traffic, gradient_traffic, transfer_traffic
 
 _PREDICTIONS = 30  # strategies that are tried one by one, where no search says what they would cost
+_COMPUTING = ("forward", "backward", "copy")
 
 
 @dataclass(frozen=True)
@@ -82,50 +82,46 @@ def stages_of(scored: Scored) -> tuple[Stage, ...]:
     rows = rows_of_stages(scored.placement, scored.staging.staged)
     for row, rank, memory in zip(rows, busiest_ranks(scored), scored.by_stage, strict=True):
         kinds = timeline.by_kind(rank)
-        computes_s = sum(kinds.get(kind, 0.0) for kind in ("forward", "backward", "copy"))
         sent = sum(s.task.num_bytes for s in timeline.spans if s.task.rank == rank and s.task.stream == "stages")
+        computes_s = sum(kinds.get(kind, 0.0) for kind in _COMPUTING)
         stages.append(Stage(**vars(row), computes_s=computes_s, waits_s=kinds["idle"], sent_bytes=sent, memory=memory))
     return tuple(stages)
 
 
 def layers_of(planned: Planned, scored: Scored) -> tuple[Layer, ...]:
     """The layers of a plan in the order of the network, each on the rank of its stage that computes longest."""
-    placement, timeline = scored.placement, scored.timeline
-    ranks, calls, stages, first_user = busiest_ranks(scored), placement.calls, dict[str, int](), dict[str, str]()
-    for placed, stage in zip(calls, stages_of_calls(scored), strict=True):
-        stages.setdefault(placed.call.layer, stage)
+    placement, ranks, first_user = scored.placement, busiest_ranks(scored), dict[str, str]()
+    members: dict[str, list[PlacedCall]] = {}
+    for placed in placement.calls:
+        members.setdefault(placed.call.layer, []).append(placed)
         for name in placed.call.inputs:
             first_user.setdefault(name, placed.call.layer)
-    spent: dict[tuple[str, str], float] = defaultdict(float)
-    for span in timeline.spans:
-        if span.task.rank == ranks[stages.get(span.task.layer, 0)] and span.task.name != ADDING:
-            kind = span.task.kind if span.task.stream == "compute" else "messages"
-            spent[span.task.layer, kind] += span.end - span.start
-    exposed = [timeline.exposed(rank) for rank in ranks]
-    sent, held = _sent(scored, first_user), defaultdict[str, int](int)
+    stages, times = stages_of_layers(scored), times_of_layers(scored)
+    exposed = [scored.timeline.exposed(rank) for rank in ranks]
+    sends, holds = _sent(scored, first_user), defaultdict[str, int](int)
     for name, layer in first_user.items():
         if placement.graph.values[name].origin == "parameter":
-            held[layer] += local_bytes(placement, name, ranks[stages[layer]])
-    next_best = _next_best(planned, scored, {name: spent[name, "forward"] + spent[name, "backward"] for name in stages})
+            holds[layer] += placement.local_bytes(name, ranks[stages[layer]])
+    next_best = _next_best(planned, scored, {name: times[name, "forward"] + times[name, "backward"] for name in stages})
     layers = []
-    for name, stage in stages.items():
-        members, rank = [placed for placed in calls if placed.call.layer == name], ranks[stage]
-        inputs, outputs = members[0].call.inputs, members[-1].call.outputs
+    for name, placed_calls in members.items():
+        stage, rank = stages[name], ranks[stages[name]]
+        inputs, outputs = placed_calls[0].call.inputs, placed_calls[-1].call.outputs
         layers.append(
             Layer(
                 layer=name,
                 stage=stage + 1 if len(ranks) > 1 else None,
-                ops=tuple(placed.call.op for placed in members),
-                strategy=next((placed.strategy for placed in members if is_choosing(placed.call)), ()),
-                takes=local_shape(placement, inputs[0], rank) if inputs else (),
-                gives=local_shape(placement, outputs[0], rank) if outputs else (),
-                forward_s=spent[name, "forward"],
-                backward_s=spent[name, "backward"],
-                copies_s=spent[name, "copy"],
+                ops=tuple(placed.call.op for placed in placed_calls),
+                strategy=next((placed.strategy for placed in placed_calls if is_choosing(placed.call)), ()),
+                takes=placement.local_shape(inputs[0], rank) if inputs else (),
+                gives=placement.local_shape(outputs[0], rank) if outputs else (),
+                forward_s=times[name, "forward"],
+                backward_s=times[name, "backward"],
+                copies_s=times[name, "copy"],
                 exposed_s=exposed[stage].get(name, 0.0),
-                messages_s=spent[name, "messages"],
-                sent_bytes=sent.get(name, 0),
-                parameter_bytes=held[name],
+                messages_s=times[name, "messages"],
+                sent_bytes=sends.get(name, 0),
+                parameter_bytes=holds[name],
                 next_best=next_best.get(name),
             )
         )
@@ -137,78 +133,83 @@ def stages_of_calls(scored: Scored) -> tuple[int, ...]:
     return scored.staging.staged.stages if scored.staging is not None else (0,) * len(scored.placement.calls)
 
 
+def stages_of_layers(scored: Scored) -> dict[str, int]:
+    """The stage in which every layer is called first."""
+    pairs = zip(scored.placement.calls, stages_of_calls(scored), strict=True)
+    return {placed.call.layer: stage for placed, stage in [*pairs][::-1]}
+
+
+def times_of_layers(scored: Scored) -> dict[tuple[str, str], float]:
+    """Seconds of every layer by kind of computing, and of its `messages`, on the rank of its stage that computes
+    longest."""
+    ranks, stages, times = busiest_ranks(scored), stages_of_layers(scored), defaultdict[tuple[str, str], float](float)
+    for span in scored.timeline.spans:
+        task = span.task
+        if task.rank == ranks[stages.get(task.layer, 0)] and task.name != ADDING:
+            times[task.layer, task.kind if task.stream == "compute" else "messages"] += span.end - span.start
+    return times
+
+
 def busiest_ranks(scored: Scored) -> tuple[int, ...]:
     """For each stage the rank that computes longest; of a network in one piece, that of all."""
-    mesh, timeline = scored.placement.mesh, scored.timeline
     number = scored.staging.number if scored.staging is not None else 1
-    return tuple(timeline.busiest_of(ranks_of(mesh, stage)) for stage in range(number))
-
-
-def local_shape(placement: Placement, name: str, rank: int) -> tuple[int, ...]:
-    """The shape of a rank's part of a value, as it is kept."""
-    layout = placement.layouts.get(name, WHOLE)
-    return layout.local_shape(placement.graph.shape(name), placement.mesh, placement.mesh.coordinates(rank))
+    return tuple(scored.timeline.busiest_of(ranks_of(scored.placement.mesh, stage)) for stage in range(number))
 
 
 def alternatives(planned: Planned, scored: Scored, layers: Iterable[str]) -> dict[str, NextBest]:
     """The best other strategy of each of some layers, on one axis, all else as it is: every one is predicted."""
-    placement, plan = scored.placement, scored.plan
+    plan, mesh = scored.plan, scored.placement.mesh
     workload = planned.workload.through(plan.num_stages, scored.passes, plan.parts)
-    mesh, current = placement.mesh, dict[str, Strategy]()
-    for placed in placement.calls:
+    strategy_of: dict[str, Strategy] = {}
+    for placed in scored.placement.calls:
         if is_choosing(placed.call):
-            current.setdefault(placed.call.layer, placed.strategy)
+            strategy_of.setdefault(placed.call.layer, placed.strategy)
     best: dict[str, NextBest] = {}
-    for layer in layers:
-        for strategy in _one_other(current[layer], mesh) if layer in current else ():
-            try:
-                other = replace(scored, placement=workload.place(compact(mesh, {**current, layer: strategy})))
-            except ConvoyError:
-                continue
-            extra_s = other.again(planned.costs) - scored.seconds
-            if layer not in best or extra_s < best[layer].extra_s:
-                best[layer] = NextBest(strategy, extra_s)
+    axes = [axis for axis in mesh.axes if axis != mesh.stage_axis]
+    for layer, axis, strategy in product(filter(strategy_of.__contains__, layers), axes, AXIS_STRATEGIES):
+        if strategy == strategy_of[layer][axis]:
+            continue
+        strategies = (*strategy_of[layer][:axis], strategy, *strategy_of[layer][axis + 1 :])
+        try:
+            changed = replace(scored, placement=workload.place(compact(mesh, {**strategy_of, layer: strategies})))
+        except ConvoyError:
+            continue
+        extra_s = changed.again(planned.costs) - scored.seconds
+        if layer not in best or extra_s < best[layer].extra_s:
+            best[layer] = NextBest(strategies, extra_s)
     return best
 
 
-def _one_other(strategy: Strategy, mesh: Mesh) -> Iterator[Strategy]:
-    for axis, current in enumerate(strategy):
-        for other in AXIS_STRATEGIES if axis != mesh.stage_axis else ():
-            if other != current:
-                yield (*strategy[:axis], other, *strategy[axis + 1 :])
-
-
-def _next_best(planned: Planned, scored: Scored, work_s: Mapping[str, float]) -> dict[str, NextBest]:
+def _next_best(planned: Planned, scored: Scored, work_s: dict[str, float]) -> dict[str, NextBest]:
     """The next best strategy of the layers: as the search says, or tried out for those that compute longest."""
-    mesh, search = scored.placement.mesh, planned.search
-    if not mesh.sizes:
+    axes, search = len(scored.placement.mesh.sizes), planned.search
+    if not axes:
         return {}
-    if search is None or search.best.plan != scored.plan:
-        choosing = {placed.call.layer for placed in scored.placement.calls if is_choosing(placed.call)}
-        longest = sorted(filter(choosing.__contains__, work_s), key=lambda name: -work_s[name])
-        count = _PREDICTIONS // ((len(AXIS_STRATEGIES) - 1) * len(mesh.sizes))
-        return alternatives(planned, scored, longest[: max(1, count)])
-    return {
-        layer: NextBest(one.other, one.seconds - search.best.seconds)
-        for one in search.next_best
-        if one.other is not None
-        for layer in one.layers
-    }
+    if search is not None and search.best.plan == scored.plan:
+        return {
+            layer: NextBest(tie.other, tie.seconds - search.best.seconds)
+            for tie in search.next_best
+            if tie.other is not None
+            for layer in tie.layers
+        }
+    choosing = dict.fromkeys(placed.call.layer for placed in scored.placement.calls if is_choosing(placed.call))
+    names = sorted(choosing, key=lambda name: -work_s[name])
+    return alternatives(planned, scored, names[: max(1, _PREDICTIONS // ((len(AXIS_STRATEGIES) - 1) * axes))])
 
 
-def _sent(scored: Scored, first_user: Mapping[str, str]) -> dict[str, int]:
+def _sent(scored: Scored, first_user: dict[str, str]) -> dict[str, int]:
     """Bytes by layer; what crosses a cut is sent for the layer that gives it."""
     placement, staging = scored.placement, scored.staging
     layers = {placed.call.name: placed.call.layer for placed in placement.calls}
     makers = {name: placed.call.layer for placed in placement.calls for name in placed.call.outputs}
-    in_every_pass = [(layers.get(one.call, ""), one.ranks) for one in transfer_traffic(placement)]
-    if staging is not None:
-        in_every_pass += [(makers[one.crossing.value], one.ranks) for one in cut_traffic(placement, staging.staged)]
-    messages = [
-        (layer, [scored.passes * (one.forward + one.backward) for one in ranks]) for layer, ranks in in_every_pass
-    ]
-    messages += [(first_user.get(name, ""), list(ranks)) for name, ranks in gradient_traffic(placement).items()]
-    of_ranks: dict[str, list[int]] = {}
-    for layer, numbers in messages:
-        of_ranks[layer] = [a + b for a, b in zip(of_ranks.get(layer, [0] * len(numbers)), numbers, strict=True)]
+    messages = [(layers.get(message.call, ""), message.ranks) for message in transfer_traffic(placement)]
+    for crossed in cut_traffic(placement, staging.staged) if staging is not None else ():
+        messages.append((makers[crossed.crossing.value], crossed.ranks))
+    of_ranks: dict[str, list[int]] = defaultdict(lambda: [0] * placement.mesh.num_devices)
+    for layer, ranks in messages:
+        for rank, traffic in enumerate(ranks):
+            of_ranks[layer][rank] += scored.passes * (traffic.forward + traffic.backward)
+    for name, numbers in gradient_traffic(placement).items():
+        layer = first_user.get(name, "")
+        of_ranks[layer] = [sum(pair) for pair in zip(of_ranks[layer], numbers, strict=True)]
     return {layer: max(numbers) for layer, numbers in of_ranks.items()}

@@ -12,17 +12,13 @@ from torch import Tensor
 from convoy.comm import collectives
 from convoy.comm.collectives import Group, gather_ints, place, size
 from convoy.comm.groups import Groups
-from convoy.comm.redistribution import Transfer
 from convoy.engine.profiling import steady
 from convoy.engine.watched import IN_A_ROW, DeviceClock
 from convoy.planner.cost.link import Curve, Link, Links, first_group
-from convoy.plans.layout import WHOLE, Layout, Split
 from convoy.plans.mesh import Axes, Mesh
-from convoy.plans.transfer import Step
 
 # Bytes of the messages that are measured, but for the first, which has one number
 SIZES = (0, *(2**power for power in range(8, 27, 2)))
-_SMALL = 50
 _MOST = 2**27  # bytes of the buffers that take turns, so that a message is as cold in the caches as gradients are
 _TURNS = 4
 _SPIN_S = 0.05
@@ -30,38 +26,31 @@ _SIDE = 4096  # of the matrices whose product is timed beside messages
 _BESIDE = 2.0  # times as long as the products, as messages are on their way meanwhile
 
 
-def measured_links(meshes: Sequence[Mesh], largest: int, device: torch.device) -> tuple[Links, float]:
-    """Links of the groups of all meshes, and the engine's seconds for a redistribution in one direction, beside the
-    collective. All ranks call it. Messages much larger than `largest`, the bytes of the largest tensor that will be
-    sent, are not tried."""
+def measured_links(meshes: Sequence[Mesh], largest: int, device: torch.device) -> Links:
+    """Links of the groups of all meshes; messages much larger than `largest`, the bytes of the largest tensor that will
+    be sent, are not tried. All ranks call it."""
     sizes = [size for size in SIZES if size <= 4 * largest]
     links: dict[tuple[int, ...], Link] = {}
-    overhead = 0.0
     for mesh in meshes:
-        missing: dict[Axes, tuple[int, ...]] = {}
+        missing: dict[tuple[int, ...], Axes] = {}
         for axes in chain.from_iterable(combinations(mesh.axes, count + 1) for count in mesh.axes):
             ranks = first_group(mesh, axes)
-            if len(ranks) > 1 and ranks not in links and ranks not in missing.values():
-                missing[axes] = ranks
-        if not missing:
-            continue
-        groups = Groups(mesh)
-        world = groups.of(tuple(mesh.axes))
-        for axes, ranks in missing.items():
+            if len(ranks) > 1 and ranks not in links:
+                missing.setdefault(ranks, axes)
+        groups = Groups(mesh) if missing else None
+        for ranks, axes in missing.items():
+            assert groups is not None
             group = groups.of(axes)
             assert group is not None
-            redistributing = _redistributing(groups, axes, device)
-            links[ranks] = link = _Probe(group, world, device).measure(sizes)
-            overhead = max(overhead, redistributing - link.exchange.points[0][1])
-    return Links(links), overhead
+            links[ranks] = _Probe(group, groups.of(tuple(mesh.axes)), device).measure(sizes)
+    return Links(links)
 
 
 class _Probe:
     """Measures one group, while the others over the same axes do so too."""
 
-    def __init__(self, group: Group, world: Group, device: torch.device, clock: DeviceClock | None = None) -> None:
-        self._group, self._world, self._device = group, world, device
-        self._clock = clock or DeviceClock(device)
+    def __init__(self, group: Group, world: Group, device: torch.device) -> None:
+        self._group, self._world, self._device, self._clock = group, world, device, DeviceClock(device)
         self._ranks, self._place = size(group), place(group)
         self._busy, self._taken = 0.0, 0.0
         self._issuing: list[float] = []
@@ -87,24 +76,24 @@ class _Probe:
     def _slowdown(self, message_s: float, num_bytes: int) -> float:
         """How many times as long kernels of a GPU take beside messages, which take some of its processors; at least 1.
         An all-reduce of `num_bytes` takes `message_s` seconds."""
-        left, out = (torch.ones(_SIDE, _SIDE, device=self._device) for _ in range(2))
+        matrix, out = (torch.ones(_SIDE, _SIDE, device=self._device) for _ in range(2))
 
         def compute() -> None:
-            torch.mm(left, left, out=out)
+            torch.mm(matrix, matrix, out=out)
 
-        alone = self._clock.spent(compute).device
+        alone_s = self._clock.spent(compute).device
         buffer = torch.ones(num_bytes // 4, device=self._device)
-        messages = 1 + math.ceil(_BESIDE * IN_A_ROW * alone / max(message_s, 1e-6))
+        messages = 1 + math.ceil(_BESIDE * IN_A_ROW * alone_s / max(message_s, 1e-6))
         rows = gather_ints([messages], self._world)  # all send as many, and begin together
         self._clock.wait()
         pending = [collectives.start_all_reduce(buffer, self._group) for _ in range(max(row[0] for row in rows))]
         start = self._clock.now()
         for _ in range(IN_A_ROW):
             compute()
-        beside = self._clock.between(start, self._clock.now()) / IN_A_ROW
-        for one in pending:
-            one.wait()
-        rows = gather_ints([round(1e6 * max(1.0, beside / alone))], self._world)
+        beside_s = self._clock.between(start, self._clock.now()) / IN_A_ROW
+        for message in pending:
+            message.wait()
+        rows = gather_ints([round(1e6 * max(1.0, beside_s / alone_s))], self._world)
         return max(row[0] for row in rows) / 1e6
 
     def _exchange(self, x: Tensor) -> object:
@@ -145,21 +134,3 @@ def _own_cores() -> float:
     while (elapsed := time.perf_counter() - start) < _SPIN_S:
         pass
     return torch.get_num_threads() * min(1.0, (time.process_time() - before) / elapsed)
-
-
-def _redistributing(groups: Groups, axes: Axes, device: torch.device) -> float:
-    """Seconds of a redistribution of next to nothing in one direction: the median of the slowest rank's."""
-    mesh, ranks = groups.mesh, groups.mesh.size(axes)
-    split = Layout.of({0: Split(axes, tuple(range(rank, rank + 1) for rank in range(ranks)))})
-    transfer = Transfer(Step("gather", axes, split, WHOLE), mesh, groups.coordinates, groups, (ranks, 1))
-    clock = DeviceClock(device)
-    moments = []
-    for _ in range(_SMALL):
-        x = torch.ones(1, 1, requires_grad=True, device=device)
-        start = clock.now()
-        y = transfer(x)
-        moments.append((start, clock.now()))
-        y.sum().backward()
-    seconds = [clock.between(*pair) for pair in moments]
-    rows = gather_ints([round(median(seconds) * 1e9)], groups.of(tuple(mesh.axes)))
-    return max(row[0] for row in rows) / 1e9

@@ -1,4 +1,5 @@
-"""The planner's one entry: from a workload and a number of devices to the plans that are predicted to be fastest."""
+"""The planner's one entry: from a question, which has a workload and a number of devices, to the plans that are
+predicted to be fastest."""
 
 import contextlib
 import math
@@ -15,12 +16,21 @@ from convoy.errors import ConvoyError, TooLargeError
 from convoy.launch.host import HostWatch, beside_others
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, HostCost
-from convoy.planner.cost.link import Links, Rate, links_named
+from convoy.planner.cost.link import Links
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.prediction import Scored, most, rank_memory, scored
 from convoy.planner.cost.store import ProfileStore, device_memory
-from convoy.planner.link_probe import measured_links
-from convoy.planner.measured import LONGEST, Measurements, Progress, check_optimizer, device_of, jobs_for, plan_job
+from convoy.planner.measured import (
+    ASSUMED_LINKS,
+    LONGEST,
+    Job,
+    Measurements,
+    Progress,
+    check_optimizer,
+    device_of,
+    jobs_for,
+    plan_job,
+)
 from convoy.planner.remembered import remember, unlike_runs
 from convoy.planner.search.layers import Layers
 from convoy.planner.search.memory import nothing_fits
@@ -34,8 +44,6 @@ from convoy.plans.place import sample_axes
 from convoy.plans.plan import Plan
 from convoy.units import shorten, size
 
-# Measures some updates under a plan; all ranks call it, and get the seconds of one on the slowest of them
-Race = Callable[["Planned", Scored, Ranks], float]
 # Seconds, and updates of one device, that a plan may take; the larger counts
 _PATIENCE_S, _PATIENCE_UPDATES = 120.0, 30
 _MEASURING = 0.6  # the part of that after which nothing more is profiled
@@ -43,10 +51,29 @@ _MEASURING = 0.6  # the part of that after which nothing more is profiled
 _FIXED_S, _PASSES, _RACE_UPDATES = 8.0, 5, 5
 # The part of a rank's memory that the tensors of a racer may take: the network that is copied comes on top
 _RACE_ROOM = {"cpu": 1.0, "cuda": 0.6}
-_RACERS = 2  # of the plans that are predicted to be fastest, beside plain `sample`
+# Of the plans that are predicted to be fastest, beside plain `sample`, however clear the prediction is: the case that a
+# race is for, times that were measured beside other work, predicted a factor of two
+_RACERS = 2
+_NOTHING_PROFILED = "nothing could be profiled in the memory there is: times are those of a typical slow core"
 _SETTLED = 0.02  # the part of a plan's computing time that need not be measured
 
-_ASSUMED_LINKS = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
+
+@dataclass(frozen=True)
+class Question:
+    """What `convoy plan`, `--plan auto`, `convoy.plan` and the forecasts of `convoy bench` ask the planner."""
+
+    workload: Workload
+    devices: int
+    # as `links_named` reads it; by default measured where as many ranks run, and assumed elsewhere
+    link: str | Links | None = None
+    store: ProfileStore | None = None
+    fixes: Sequence[str] = ()
+    # bytes of a device; by default a search knows what is free here, if the plan is for the ranks that are
+    memory_limit: float | None = None
+    plans: Sequence[Plan] = ()  # that are predicted instead of a search
+    rivals: Sequence[Plan] = ()  # predicted beside what a search finds, as far as they fit, and in the race
+    input: HostCost | None = None
+    notes: Sequence[str] = ()  # to begin with
 
 
 @dataclass(frozen=True)
@@ -68,7 +95,10 @@ class Planned:
 
     @property
     def speedup(self) -> float:
-        return self.serial.seconds / self.best.seconds if self.best.seconds else 1.0
+        return self.speedup_of(self.best)
+
+    def speedup_of(self, plan: Scored) -> float:
+        return self.serial.seconds / plan.seconds if plan.seconds else 1.0
 
     def warning(self, seconds: float) -> str:
         """What to say first of a plan whose update takes so long, where one device is predicted to take less."""
@@ -82,6 +112,8 @@ class Planned:
         return shares if shares is not None and plan.mesh.size(axes) == len(shares) else None
 
 
+# Measures some updates under a plan; all ranks call it, and get the seconds of one on the slowest of them
+Race = Callable[[Planned, Scored, Ranks], float]
 Proposal = tuple[Plan, int | None]  # A plan, and the number of passes through its stages; None where it has none
 
 
@@ -92,9 +124,9 @@ def score(
     Without a number of passes, stages take the fastest one. Within `memory_limit`, the bytes of a rank, they take the
     fastest passes and the faster of the schedules that fit."""
 
-    def price(one: Scored) -> tuple[bool, float]:
-        fits = memory_limit is None or one.memory.total <= memory_limit
-        return not fits, one.seconds if fits else one.memory.total
+    def price(result: Scored) -> tuple[bool, float]:
+        fits = memory_limit is None or result.memory.total <= memory_limit
+        return not fits, result.seconds if fits else result.memory.total
 
     def in_passes(number: int | None) -> Scored:
         update = workload.through(plan.num_stages, number, plan.parts)
@@ -103,9 +135,9 @@ def score(
         if staging is None:
             return scored(plan, placement, costs, update.passes)
         ordered = map(staging.scheduled, workload.schedules)
-        return min((scored(plan, placement, costs, update.passes, one) for one in ordered), key=price)
+        return min((scored(plan, placement, costs, update.passes, order) for order in ordered), key=price)
 
-    if passes is not None or plan.num_stages == 1 or workload.in_passes is None or not workload.counts:
+    if passes is not None or plan.num_stages == 1 or not workload.counts:
         return in_passes(passes)
     best = in_best_passes(workload.counts_for(plan.parts), plan.num_stages, in_passes, price)
     assert best is not None
@@ -113,169 +145,169 @@ def score(
 
 
 def make_plan(
-    workload: Workload,
-    devices: int,
+    question: Question,
     ranks: Ranks,
-    *,
-    link: str | Links | None = None,
-    store: ProfileStore | None = None,
-    fixes: Sequence[str] = (),
-    memory_limit: float | None = None,
-    plans: Sequence[Plan] = (),
-    rivals: Sequence[Plan] = (),
-    input: HostCost | None = None,
-    notes: Sequence[str] = (),
     progress: Progress = lambda what, done, total: None,
     race: Race | None = None,
 ) -> Planned:
     """Find the fastest plan; all ranks call it, and get the same answer.
 
-    `convoy plan`, `--plan auto`, `convoy.plan` and the forecasts of `convoy bench` all ask here. In order: measure the
-    links and the layers, or look them up (`measured.py`); search (`search/`), or take the requested `plans`; predict
-    each of them by its timeline (`cost/step.py`). Operations that were not measured are predicted from those that were
-    (`cost/calibrated.py`), so the best plan is profiled and searched for again, until no more than 2 % of its computing
-    time is predicted so, or six tenths of the time for a plan are over: of the longer of two minutes and 30 updates of
-    one device. In the rest the best plans make a few updates each. `verdict.py` explains the answer.
+    In order: measure the links and the layers, or look them up (`measured.py`); search (`search/`), or take the
+    requested plans; predict each of them by its timeline (`cost/step.py`). Operations that were not measured are
+    predicted from those that were (`cost/calibrated.py`), so the best plan is profiled and searched for again, until no
+    more than 2 % of its computing time is predicted so, or six tenths of the time for a plan are over: of the longer of
+    two minutes and 30 updates of one device. In the rest the best plans make a few updates each; without a `race` the
+    prediction alone decides. `explanation.py` explains the answer.
 
-    Without a `link` (as `links_named` reads it) the links are measured where as many ranks run, and assumed otherwise.
-    `memory_limit` is in bytes of a device; by default a search knows what is free here, if the plan is for the ranks
-    that are. `rivals` are predicted beside what a search finds, as far as they fit, and race. `progress` is told the
-    seconds that have passed, of about how many; without a `race` the prediction alone decides. A TooLargeError where no
-    plan fits into memory, a ConvoyError for a fix that cannot be, or a plan for another number of devices.
+    `progress` is told the seconds that have passed, of about how many. A TooLargeError where no plan fits into memory,
+    a ConvoyError for a fix that cannot be, or a plan for another number of devices.
     """
-    meshes = list(dict.fromkeys(plan.mesh for plan in plans)) if plans else meshes_of(devices)
-    for plan in plans:
-        if plan.mesh.num_devices != devices:
-            raise ConvoyError(f"the plan {plan} is for {plan.mesh.num_devices} devices, but {devices} are asked for")
-    check_optimizer(workload.optimizer)
-    Layers(workload.graph, fixes, ())  # a fix that cannot be is told before anything is measured
-    release_freed_memory(workload.device)  # of what was planned or trained before, whose blocks are of other sizes
-    room = min(ranks.gather(device_memory(workload.device, ranks.on_host)[0]))
-    room = room if memory_limit is None else min(room, memory_limit)
-    if devices == ranks.num > 1 and not plans:
-        memory_limit = room
-    say = _Course(progress)
-    measured = Measurements(workload, ranks, store, say, room)
-    jobs = jobs_for(workload, meshes, plans)
-    alone_s = (workload.alone or workload).passes * measured.expected_s(jobs[0])
-    racing_s = 0.0 if race is None or devices == 1 else (_RACERS + 1) * _RACE_UPDATES * alone_s / devices
-    profiling_s = sum(_PASSES * measured.expected_s(job) for job in measured.unknown(jobs))
-    say.total_s = ranks.broadcast(min(_FIXED_S + profiling_s + racing_s, _limit_s(alone_s)))
-    if memory_limit is not None and not plans and devices > 1:
-        say("looking for plans that fit into memory")
-        ranks.first(partial(_check_memory, workload, devices, fixes, memory_limit))
-    found_notes = list(notes)
-    if isinstance(link, str):
-        measured.links, note = links_named(link, workload.device.type == "cpu")
-        found_notes.append(note)
-    elif link is not None:
-        measured.links = link
-    elif devices > 1 and ranks.num == devices:
-        say("measuring the links")
-        measured.links, measured.per_transfer = ranks.trying(
-            "measuring the links", lambda _: measured_links(meshes, workload.largest, workload.device)
-        )
-    elif devices > 1:
-        measured.links = _ASSUMED_LINKS
-        found_notes.append(
-            f"the links between {devices} devices were not measured, as {ranks.num} run here: 5 GB/s are assumed"
-        )
-    measured.give_back_memory()  # of the search, and of the largest messages
-    measured.room = min(room, *ranks.gather(device_memory(workload.device, ranks.on_host)[0]))
-    needed = len(jobs) if plans else 2  # one device, and the first strategy that can be: `sample`
-    measured.profile(jobs[:needed], afresh=not plans and devices > 1)
-    alone = measured.costs(alone=True)
-    serial = score(workload.alone or workload, Plan(Mesh((), ())), replace(alone, input=input or alone.input))
-    limit_s = _limit_s(serial.seconds)
+    return _Planning(question, ranks, progress).answer(race)
 
-    def is_in_time(part: float = _MEASURING, needed_s: float = 0.0) -> bool:
-        return ranks.first(lambda: say.passed_s + (needed_s or measured.longest_s) <= part * limit_s)
 
-    for job in jobs[needed:]:
-        if is_in_time():
-            measured.profile([job])
-    slowdowns = measured.slowdowns()
-    slowdowns = slowdowns if len(slowdowns) == devices else ()
-    workload = workload.by_speed(slowdowns) if workload.by_speed is not None and devices > 1 else workload
-    uneven = len(set(workload.shares or ())) > 1  # what ranks compute has then sizes, and so times, of their own
-    results: list[SearchResult] = []  # of rank 0; the others hear of the plans
-    proposed: list[Proposal] = []
-    while True:
-        costs = measured.costs(alone=devices == 1)
-        costs = replace(costs, input=input or costs.input, slowdowns=slowdowns)
-        if not plans:
-            say("searching")
-        if plans:
-            candidates = ranks.first(partial(_given, workload, plans))
-        else:
-            candidates = ranks.first(partial(propose, workload, devices, costs, fixes, memory_limit, results))
-            proposals = [plan for plan, _ in candidates]
-            candidates += _given(workload, [plan for plan in rivals if plan not in proposals and _goes(workload, plan)])
+class _Planning:
+    """The making of one answer. All ranks do the same; rank 0 searches, and tells the others of the plans."""
+
+    def __init__(self, question: Question, ranks: Ranks, progress: Progress) -> None:
+        self.question, self.ranks, self.workload = question, ranks, question.workload
+        devices, plans = question.devices, question.plans
+        for plan in plans:
+            if plan.mesh.num_devices != devices:
+                raise ConvoyError(
+                    f"the plan {plan} is for {plan.mesh.num_devices} devices, but {devices} are asked for"
+                )
+        check_optimizer(self.workload.optimizer)
+        Layers(self.workload.graph, question.fixes, ())  # a fix that cannot be is told before anything is measured
+        release_freed_memory(self.workload.device)  # of what was planned or trained before, in blocks of other sizes
+        room = min(self._free(), math.inf if question.memory_limit is None else question.memory_limit)
+        self.limit = room if devices == ranks.num > 1 and not plans else question.memory_limit
+        self.measured = Measurements(self.workload, ranks, question.store, progress, room)
+        self.results: list[SearchResult] = []  # of rank 0
+
+    def _free(self) -> float:
+        """Bytes of the device that has least."""
+        return min(self.ranks.gather(device_memory(self.workload.device, self.ranks.on_host)[0]))
+
+    def answer(self, race: Race | None) -> Planned:
+        question, ranks, measured = self.question, self.ranks, self.measured
+        devices, store, together = question.devices, question.store, question.devices == ranks.num > 1
+        meshes = list(dict.fromkeys(plan.mesh for plan in question.plans)) or meshes_of(devices)
+        jobs = jobs_for(self.workload, meshes, question.plans)
+        self._estimate(jobs, race)
+        if self.limit is not None and not question.plans and devices > 1:
+            measured.say("looking for plans that fit into memory")
+            ranks.first(self._check_memory)
+        measured.find_links(question.link, devices, meshes)
+        measured.give_back_memory()  # of the search, and of the largest messages
+        measured.room = min(measured.room, self._free())
+        serial = self._measure(jobs)
+        slowdowns = measured.slowdowns()
+        slowdowns = slowdowns if len(slowdowns) == devices else ()
+        if self.workload.by_speed is not None and devices > 1:
+            self.workload = self.workload.by_speed(slowdowns)
+        candidates, costs, left_out = self._candidates(slowdowns)
+        speeds = [_on_speeds(slowdowns, self.workload.shares)] if slowdowns else []
+        notes = (*question.notes, *measured.notes, *speeds, *left_out)
+        planned = Planned(self.workload, devices, candidates, serial, next(iter(self.results), None), costs, notes)
+        device, optimizer = device_of(self.workload, ranks.on_host), self.workload.optimizer_name
+        if store is not None and ranks.rank == 0 and optimizer and together:
+            remember(store, device, devices, optimizer, costs)
+        if race is not None and together:
+            watch, in_time = HostWatch(), partial(measured.has_time, 1.0)
+            planned = _raced(planned, question.rivals, ranks, race, measured, in_time)
+            measured.loads += ranks.gather(watch.read())
+        doubts = list(beside_others(measured.loads))
+        if store is not None:
+            expected = {plan.plan: plan.seconds for plan in planned.candidates} | dict(planned.measured)
+            name, batch = self.workload.name, self.workload.batch
+            doubts += ranks.first(lambda: list(unlike_runs(store, device, name, batch, expected)))
+        measured.end()
+        return replace(planned, notes=(*planned.notes, *doubts))
+
+    def _estimate(self, jobs: Sequence[Job], race: Race | None) -> None:
+        """How long planning will take, about."""
+        measured, devices = self.measured, self.question.devices
+        alone_s = (self.workload.alone or self.workload).passes * measured.expected_s(jobs[0])
+        racing_s = 0.0 if race is None or devices == 1 else (_RACERS + 1) * _RACE_UPDATES * alone_s / devices
+        jobs = [*jobs[:2], *filter(measured.lacking, jobs[2:])]  # the first two are measured afresh
+        profiling_s = sum(_PASSES * measured.expected_s(job) for job in jobs)
+        measured.limit_s = _limit_s(alone_s)
+        measured.total_s = self.ranks.broadcast(min(_FIXED_S + profiling_s + racing_s, measured.limit_s))
+
+    def _measure(self, jobs: Sequence[Job]) -> Scored:
+        """Profile what a search needs, or the requested plans; the prediction for one device."""
+        question, measured = self.question, self.measured
+        needed = len(jobs) if question.plans else 2  # one device, and the first strategy that can be: `sample`
+        measured.profile(jobs[:needed], afresh=not question.plans and question.devices > 1)
+        workload, alone = self.workload.alone or self.workload, measured.costs(alone=True)
+        serial = score(workload, Plan(Mesh((), ())), replace(alone, input=question.input or alone.input))
+        measured.limit_s = _limit_s(serial.seconds)
+        for job in jobs[needed:]:
+            if measured.has_time(_MEASURING):
+                measured.profile([job])
+        return serial
+
+    def _candidates(self, slowdowns: tuple[float, ...]) -> tuple[tuple[Scored, ...], Costs, list[str]]:
+        """The plans, best first and profiled until it is settled, with the costs by which they were predicted, and
+        notes on those that do not fit."""
+        question, ranks, measured, workload = self.question, self.ranks, self.measured, self.workload
+        devices, plans = question.devices, question.plans
+        uneven = len(set(workload.shares or ())) > 1  # what ranks compute has then sizes, and so times, of their own
+        # given plans run in the passes and the schedule of `convoy train --plan`: the best ones would promise a speed
+        # that no command gives
         as_run = replace(workload, schedules=(workload.default_schedule,)) if plans else workload
-        scores = [score(as_run, plan, costs, passes, memory_limit) for plan, passes in candidates]
-        left_out: list[str] = []
-        if memory_limit is not None:
-            scores, left_out = _fitting(scores, costs, memory_limit)
-        scores.sort(key=lambda one: one.seconds)
-        best = ranks.broadcast((scores[0].plan, scores[0].passes))
-        staged = [one for one in candidates if one[0].num_stages > 1] if plans else [best]
-        new = [one for one in staged if one not in proposed]
-        lacking = ranks.broadcast([one for one in new if measured.lacking(plan_job(workload, *one)) > _SETTLED])
-        lacking = [one for one in lacking if one[0].num_stages > 1 or not uneven]
-        if devices == 1 or not lacking or not is_in_time():
-            break
-        proposed += lacking
-        measured.profile([plan_job(workload, *one) for one in lacking])
-    scores.sort(key=lambda one: one.plan != best[0])  # rank 0's best comes first on every rank
-    measured.give_back_memory()
-    if measured.is_empty:
-        found_notes.append("nothing could be profiled in the memory there is: times are those of a typical slow core")
-    plain = Plan.by_samples(devices)
-    if memory_limit is not None and not plans and not fixes and all(one.plan != plain for one in scores):
+        profiled: list[Proposal] = []
+        while True:
+            costs = measured.costs(alone=devices == 1)
+            costs = replace(costs, input=question.input or costs.input, slowdowns=slowdowns)
+            if not plans:
+                measured.say("searching")
+            proposals = ranks.first(partial(self._proposals, costs))
+            scores = [score(as_run, plan, costs, passes, self.limit) for plan, passes in proposals]
+            scores, left_out = _fitting(scores, costs, self.limit)
+            scores.sort(key=lambda result: result.seconds)
+            best = ranks.broadcast((scores[0].plan, scores[0].passes))
+            of_interest = [pair for pair in proposals if pair[0].num_stages > 1] if plans else [best]
+            pairs = [pair for pair in of_interest if pair not in profiled]
+            pairs = ranks.broadcast([pair for pair in pairs if measured.lacking(plan_job(workload, *pair)) > _SETTLED])
+            pairs = [pair for pair in pairs if pair[0].num_stages > 1 or not uneven]
+            if devices == 1 or not pairs or not measured.has_time(_MEASURING):
+                break
+            profiled += pairs
+            measured.profile([plan_job(workload, *pair) for pair in pairs])
+        scores.sort(key=lambda result: result.plan != best[0])  # rank 0's best comes first on every rank
+        measured.give_back_memory()
+        return tuple(scores), costs, left_out
+
+    def _proposals(self, costs: Costs) -> list[Proposal]:
+        """The requested plans, or those that a search finds, and the rivals."""
+        workload, question = self.workload, self.question
+        if question.plans:
+            return [(plan, passes_of(workload, plan)) for plan in question.plans]
+        proposals = propose(workload, question.devices, costs, question.fixes, self.limit, self.results)
+        plans = [plan for plan, _ in proposals]
+        for plan in question.rivals:
+            with contextlib.suppress(ConvoyError):  # which the network cannot have
+                workload.through(plan.num_stages, None, plan.parts).place(plan)
+                proposals += [(plan, passes_of(workload, plan))] if plan not in plans else []
+        return proposals
+
+    def _check_memory(self) -> None:
+        """Refuse devices into which no plan fits, with a TooLargeError, before anything is measured: for that no times
+        are needed."""
+        workload, devices, limit = self.workload, self.question.devices, self.limit
+        update, on_cpu = memory_of_updates(workload.optimizer), workload.device.type == "cpu"
+        costs = Costs(Calibrated({}), ASSUMED_LINKS, update, batch_norm=workload.batch_norm, on_cpu=on_cpu)
         with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
-            needs = score(workload, plain, costs).memory.total
-            left_out.append(f"{plain} is left out: it needs {size(needs)} on a device, of {size(int(memory_limit))}")
-    found_notes += [*measured.notes, *([_on_speeds(slowdowns, workload.shares)] if slowdowns else []), *left_out]
-    if store is not None and ranks.rank == 0 and workload.optimizer_name and ranks.num == devices > 1:
-        remember(store, device_of(workload, ranks.on_host), devices, workload.optimizer_name, costs)
-    planned = Planned(workload, devices, tuple(scores), serial, next(iter(results), None), costs, tuple(found_notes))
-    if race is not None and devices == ranks.num > 1:
-        watch = HostWatch()
-        planned = _raced(planned, rivals, ranks, race, measured, say, lambda needed_s: is_in_time(1.0, needed_s))
-        measured.loads += ranks.gather(watch.read())
-    planned = replace(planned, notes=(*planned.notes, *beside_others(measured.loads)))
-    if store is not None:
-        device = device_of(workload, ranks.on_host)
-        expected = {one.plan: one.seconds for one in planned.candidates} | dict(planned.measured)
-        doubts = ranks.first(lambda: list(unlike_runs(store, device, workload.name, workload.batch, expected)))
-        planned = replace(planned, notes=(*planned.notes, *doubts))
-    say.end()
-    return planned
+            _fitting([score(workload, Plan.by_samples(devices), costs)], costs, limit)
+            return
+        proposed = propose(workload, devices, costs, self.question.fixes, limit, [])
+        _fitting([score(workload, plan, costs, passes, limit) for plan, passes in proposed], costs, limit)
 
 
 def _limit_s(update_s: float) -> float:
     """Seconds that a plan may take, by those of an update of one device."""
     return max(_PATIENCE_S, _PATIENCE_UPDATES * update_s)
-
-
-class _Course:
-    """Tells of the work in seconds that have passed, of a total that does not move."""
-
-    def __init__(self, tell: Progress) -> None:
-        self._tell, self._began = tell, time.monotonic()
-        self.total_s = 1.0  # estimated beforehand
-
-    @property
-    def passed_s(self) -> float:
-        return time.monotonic() - self._began
-
-    def __call__(self, what: str) -> None:
-        total = max(1, round(self.total_s))
-        self._tell(f"planning, about {total} s: {what}", min(int(self.passed_s), total - 1), total)
-
-    def end(self) -> None:
-        total = max(1, round(self.total_s))
-        self._tell("planning", total, total)
 
 
 def _raced(
@@ -284,57 +316,46 @@ def _raced(
     ranks: Ranks,
     race: Race,
     measured: Measurements,
-    say: Callable[[str], None],
     is_in_time: Callable[[float], bool],
 ) -> Planned:
     """The plan that is measured to be fastest comes first: of those that are predicted to be so, of plain `sample`, of
     the rivals, and of any that is predicted to be faster than the one which wins. All ranks call it; a ConvoyError
     where none can be run."""
-    plain, took, notes = Plan.by_samples(planned.devices), dict[Plan, float](), list(planned.notes)
-    failure: ConvoyError | None = None
-    longest_s, device = 0.0, planned.workload.device
-    gpus = [device] if device.type == "cuda" else []
-    fitting = [one for one in planned.candidates if one.memory.total <= _RACE_ROOM[device.type] * measured.room]
-    first = [one for place, one in enumerate(planned.candidates) if place < _RACERS or one.plan in (plain, *rivals)]
-    for one in first:
-        if one not in fitting:
-            notes.append(f"{one.plan} did not race: {size(one.memory.total)} on each device leave too little memory")
-    racers = [one for one in first if one in fitting]
+    times, notes, failure = dict[Plan, float](), list(planned.notes), None
+    longest_s, device, wanted = 0.0, planned.workload.device, {Plan.by_samples(planned.devices), *rivals}
+    gpus, room = [device] if device.type == "cuda" else [], _RACE_ROOM[device.type] * measured.room
+    wanted |= {racer.plan for racer in planned.candidates[:_RACERS]}
+    fit = [racer for racer in planned.candidates if racer.memory.total <= room]
+    for racer in planned.candidates:
+        if racer.plan in wanted and racer not in fit:
+            needs = size(racer.memory.total)
+            notes.append(f"{racer.plan} did not race: {needs} on each device leave too little memory")
+    racers = [racer for racer in fit if racer.plan in wanted]
     while racers:
         plan = ranks.broadcast(racers[0].plan)
-        if len(took) > 1 and not is_in_time(longest_s):
+        if len(times) > 1 and not is_in_time(longest_s):
             notes.append(f"{plan} did not race: there was no more time")
             break
-        began, racer = time.monotonic(), next(one for one in fitting if one.plan == plan)
-        say(f"racing {plan}")
+        began, racer = time.monotonic(), next(racer for racer in fit if racer.plan == plan)
+        measured.say(f"racing {plan}")
         measured.give_back_memory()  # of the one before it
         try:
             with measured.attempt(plan_job(planned.workload, plan, racer.passes)), torch.random.fork_rng(devices=gpus):
-                took[plan] = ranks.trying(f"racing {plan}", partial(race, planned, racer))
+                times[plan] = ranks.trying(f"racing {plan}", partial(race, planned, racer))
         except ConvoyError as error:
             failure = error
             notes.append(f"{plan} left the race: {error}")
-            took[plan] = math.inf
+            times[plan] = math.inf
         longest_s = max(longest_s, time.monotonic() - began)
-        best = min(fitting, key=lambda one: took.get(one.plan, math.inf))
-        waiting = [one for one in fitting if one.plan not in took]
-        racers = [one for one in waiting if one in first] or [one for one in waiting if one.seconds < best.seconds]
-    took = {plan: seconds for plan, seconds in took.items() if seconds < math.inf}
-    if not took and failure is not None:
+        best = min(fit, key=lambda racer: times.get(racer.plan, math.inf))
+        waiting = [racer for racer in fit if racer.plan not in times]
+        racers = [racer for racer in waiting if racer.plan in wanted]
+        racers = racers or [racer for racer in waiting if racer.seconds < best.seconds]
+    times = {plan: seconds for plan, seconds in times.items() if seconds < math.inf}
+    if not times and failure is not None:
         raise TooLargeError(str(failure)) if getattr(failure, "out_of_memory", False) else failure
-    ranking = sorted(planned.candidates, key=lambda one: (one.plan not in took, took.get(one.plan, one.seconds)))
-    return replace(planned, candidates=tuple(ranking), notes=tuple(notes), measured=took)
-
-
-def _given(workload: Workload, plans: Sequence[Plan]) -> list[Proposal]:
-    return [(plan, passes_of(workload, plan)) for plan in plans]
-
-
-def _goes(workload: Workload, plan: Plan) -> bool:
-    with contextlib.suppress(ConvoyError):
-        workload.through(plan.num_stages, None, plan.parts).place(plan)
-        return True
-    return False
+    order = sorted(planned.candidates, key=lambda plan: (plan.plan not in times, times.get(plan.plan, plan.seconds)))
+    return replace(planned, candidates=tuple(order), notes=tuple(notes), measured=times)
 
 
 def passes_of(workload: Workload, plan: Plan) -> int | None:
@@ -351,29 +372,16 @@ def _on_speeds(slowdowns: Sequence[float], shares: tuple[int, ...] | None) -> st
     return f"{sentence}; plans that divide samples {where} do so as --shares {','.join(map(str, shares))}"
 
 
-def _fitting(scored: Sequence[Scored], costs: Costs, limit: float) -> tuple[list[Scored], list[str]]:
+def _fitting(scores: Sequence[Scored], costs: Costs, limit: float | None) -> tuple[list[Scored], list[str]]:
     """The plans that fit into memory, and a note on each of the others; a TooLargeError where none fits."""
-    too_large = [one for one in scored if one.memory.total > limit]
+    too_large = [plan for plan in scores if limit is not None and plan.memory.total > limit]
     errors = []
-    for one in sorted(too_large, key=lambda one: one.memory.total):
-        what = f"the plan {shorten(str(one.plan), LONGEST)} does not fit: it"
-        errors.append(nothing_fits(one.placement, costs, one.memory.total, limit, what, one.staging))
-    if len(too_large) == len(scored):
+    for plan in sorted(too_large, key=lambda plan: plan.memory.total):
+        what = f"the plan {shorten(str(plan.plan), LONGEST)} does not fit: it"
+        errors.append(nothing_fits(plan.placement, costs, plan.memory.total, limit or 0.0, what, plan.staging))
+    if len(too_large) == len(scores):
         raise errors[0]
-    return [one for one in scored if one not in too_large], [str(error) for error in errors]
-
-
-def _check_memory(workload: Workload, devices: int, fixes: Sequence[str], limit: float) -> None:
-    """Refuse devices into which no plan fits, with a TooLargeError, before anything is measured: for that no times are
-    needed."""
-    update, on_cpu = memory_of_updates(workload.optimizer), workload.device.type == "cpu"
-    costs = Costs(Calibrated({}), _ASSUMED_LINKS, update, batch_norm=workload.batch_norm, on_cpu=on_cpu)
-    with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
-        if score(workload, Plan.by_samples(devices), costs).memory.total <= limit:
-            return
-    proposed = propose(workload, devices, costs, fixes, limit, [])
-    predictions = [score(workload, plan, costs, passes, limit) for plan, passes in proposed]
-    _fitting(predictions, costs, limit)
+    return [plan for plan in scores if plan not in too_large], [str(error) for error in errors]
 
 
 def propose(
@@ -398,7 +406,7 @@ def propose(
         refused = error
     known = result.best.seconds if plans else math.inf
     staged = search_stages(workload, devices, costs, fixes=fixes, memory_limit=memory_limit, known=known)
-    cut = [(one.plan, one.passes) for one in staged]
+    cut = [(plan.plan, plan.passes) for plan in staged]
     if refused is not None and not cut:
         raise _smallest(workload, devices, costs, memory_limit, refused) if memory_limit is not None else refused
     plain = Plan.by_samples(devices)
@@ -415,10 +423,10 @@ def _smallest(workload: Workload, devices: int, costs: Costs, limit: float, refu
     if not isinstance(refused, TooLargeError) or not workload.counts or devices == 1:
         return refused
     try:
-        one = score(workload, Plan(Mesh((STAGE,), (devices,))), costs, memory_limit=limit)
+        result = score(workload, Plan(Mesh((STAGE,), (devices,))), costs, memory_limit=limit)
     except ConvoyError:  # fewer layers than devices
         return refused
-    passes = f"{one.passes} pass{'es' * (one.passes > 1)}"
-    what = f"no plan fits: {one.plan} in {passes}, of equal work, still"
-    other = nothing_fits(one.placement, costs, one.memory.total, limit, what)
-    return other if one.memory.total < refused.needed else refused
+    passes = f"{result.passes} pass{'es' * (result.passes > 1)}"
+    what = f"no plan fits: {result.plan} in {passes}, of equal work, still"
+    error = nothing_fits(result.placement, costs, result.memory.total, limit, what)
+    return error if result.memory.total < refused.needed else refused

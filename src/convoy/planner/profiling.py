@@ -73,44 +73,41 @@ def profile(
 
     place = 0 if alone else ranks.places(mesh)[ranks.rank]
     rows_here: list[tuple[LocalOp, Times]] = []
-    waited: set[LocalOp] = set()  # in which a rank waits for others, so that they say nothing about its speed
-    around, own_s, slowest_s = Times(), 0.0, 0.0
+    meetings: set[LocalOp] = set()  # in which a rank waits for others, so that they say nothing about its speed
+    around, pass_s, slowest_s = Times(), 0.0, 0.0
     if not alone or ranks.rank == 0:
         if together:
             try_out(workload, placement, place)
         with autocast(workload):
             groups = Groups(mesh) if together else None
             profiled = _profiler(workload, placement, place, groups).run(agree, slowest, enough)
-        times, own_s, slowest_s = profiled.calls, profiled.seconds, profiled.slowest
+        times, pass_s, slowest_s = profiled.calls, profiled.seconds, profiled.slowest
         for placed in placement.calls:
-            one = local_op_of(workload, placement, placed, place)
-            if placed.call.name in times and not one.is_empty and one.op not in VIEWS:
-                of_call = times[placed.call.name]
-                messages = (
-                    internal_messages(placed, placement.graph, mesh, one, workload.batch_norm)
-                    if together
-                    else InternalMessages()
-                )
-                rows_here.append((one, _without(of_call, messages, mesh, links)))
-                waited |= {one} if messages.axes else set()
+            op = local_op_of(workload, placement, placed, place)
+            if placed.call.name in times and not op.is_empty and op.op not in VIEWS:
+                messages = InternalMessages()
+                if together:
+                    messages = internal_messages(placed, placement.graph, mesh, op, workload.batch_norm)
+                rows_here.append((op, _without(times[placed.call.name], messages, mesh, links)))
+                meetings |= {op} if messages.axes else set()
         if together:
-            for step, shape, dtype, seconds in profiled.transfers:
-                rows_here.append(_redistribution(placement, place, step, shape, dtype, seconds, links))
-                waited.add(rows_here[-1][0])
+            for transfer in profiled.transfers:
+                rows_here.append(_redistribution(placement, place, transfer, links))
+                meetings.add(rows_here[-1][0])
         around = Times(*astuple(times[OUTSIDE]))
     measured: dict[LocalOp, list[Times]] = {}
     arounds: list[Times] = []
-    answers = ranks.gather((rows_here, around, waited, own_s, slowest_s))
+    answers = ranks.gather((rows_here, around, meetings, pass_s, slowest_s))
     by_rank = () if alone else _of_each_rank([rows for rows, *_ in answers], set().union(*(row[2] for row in answers)))
     is_even = bool(by_rank) and max(by_rank) <= ALIKE * min(by_rank)  # otherwise the timeline knows who waits for whom
     late = max(slowest for *_, slowest in answers) / max(seconds for *_, seconds, _ in answers)
-    for rank, (rows, other, *_) in enumerate(answers):
+    for rank, (rows, around_rank, *_) in enumerate(answers):
         factor = late * (max(by_rank) / by_rank[rank] if is_even else 1.0)
-        for one, times_here in rows:
-            measured.setdefault(one, []).append(times_here * factor)
+        for op, times_here in rows:
+            measured.setdefault(op, []).append(times_here * factor)
         if rows:
-            arounds.append(other * factor)
-    return Profiled({one: mean(several) for one, several in measured.items()}, mean(arounds), by_rank)
+            arounds.append(around_rank * factor)
+    return Profiled({op: mean(times) for op, times in measured.items()}, mean(arounds), by_rank)
 
 
 def try_out(workload: Workload, placement: Placement, rank: int) -> None:
@@ -137,14 +134,14 @@ def _profiler(workload: Workload, placement: Placement, rank: int, groups: Group
 def _of_each_rank(ranks: Sequence[Sequence[tuple[LocalOp, Times]]], without: set[LocalOp]) -> tuple[float, ...]:
     """Seconds that each rank takes for what all of them computed, each kind of it once. The median over all operations
     tells how fast a rank is from what has disturbed a single one."""
-    means = [{one: mean([t for other, t in rows if other == one]).total for one in dict(rows)} for rows in ranks]
-    shared = [one for one in means[0] if one not in without and all(one in row for row in means)]
-    usual = {one: median(row[one] for row in means) for one in shared}
-    total = sum(usual.values())
-    large = [one for one in shared if usual[one] > _SMALL * total]
+    means = [{op: mean([t for name, t in rows if name == op]).total for op in dict(rows)} for rows in ranks]
+    common = [op for op in means[0] if op not in without and all(op in row for row in means)]
+    medians = {op: median(row[op] for row in means) for op in common}
+    total = sum(medians.values())
+    large = [op for op in common if medians[op] > _SMALL * total]
     if not large:
         return ()
-    return tuple(total * median(row[one] / usual[one] for one in large) for row in means)
+    return tuple(total * median(row[op] / medians[op] for op in large) for row in means)
 
 
 def _without(times: CallTimes, messages: InternalMessages, mesh: Mesh, links: Links) -> Times:
@@ -158,26 +155,19 @@ def _without(times: CallTimes, messages: InternalMessages, mesh: Mesh, links: Li
 
 
 def _redistribution(
-    placement: Placement,
-    rank: int,
-    step: Step,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    times: CallTimes,
-    links: Links,
+    placement: Placement, rank: int, transfer: tuple[Step, tuple[int, ...], torch.dtype, CallTimes], links: Links
 ) -> tuple[LocalOp, Times]:
+    step, shape, dtype, times = transfer
     mesh = placement.mesh
     place = mesh.coordinates(rank)
-    one = moved(step, shape, dtype_name(dtype), times.backward > 0, mesh, place)
+    op = moved(step, shape, dtype_name(dtype), times.backward > 0, mesh, place)
     axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
-    traffic = step_elements(step, mesh, place, shape)
-    whole = one.inputs[0].bytes
-    reduced = {"reduce": (whole, 0), "copy": (0, whole)}.get(step.kind)
-    kind: Collective = "exchange" if reduced is None else "all_reduce"
-    sizes = (dtype.itemsize * traffic.forward, dtype.itemsize * traffic.backward) if reduced is None else reduced
-    return one, _without(
-        times, InternalMessages(axes, *(((kind, size),) if size else () for size in sizes)), mesh, links
-    )
+    traffic, whole = step_elements(step, mesh, place, shape), op.inputs[0].bytes
+    kind: Collective = "all_reduce" if step.kind in ("reduce", "copy") else "exchange"
+    sizes = dtype.itemsize * traffic.forward, dtype.itemsize * traffic.backward
+    sizes = {"reduce": (whole, 0), "copy": (0, whole)}.get(step.kind, sizes)
+    ways = (((kind, size),) if size else () for size in sizes)
+    return op, _without(times, InternalMessages(axes, *ways), mesh, links)
 
 
 def mean(times: Sequence[Times]) -> Times:
@@ -229,7 +219,7 @@ def _residue(costs: Costs, workload: Workload, layers: int, ranks: Ranks) -> flo
     chain = workload_of(model, images, len(images))
     profiled = profile(chain, chain.place(plan), ranks, alone=False, links=costs.links, enough=_ENOUGH)
     loss = replace(costs.loss, per_pass=profiled.around.total, host=profiled.around.host)
-    complete = replace(costs, times=lambda one: profiled.times.get(one, Times()), loss=loss)
+    complete = replace(costs, times=lambda op: profiled.times.get(op, Times()), loss=loss)
     measured = _update(model, plan, images, workload.device)
     return max(ranks.gather(measured)) - predict(chain.place(plan), complete).total
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,20 +44,21 @@ def memory_of_updates(make: MakeOptimizer) -> Update:
     parameter.grad = torch.zeros_like(parameter)
     optimizer = make([parameter])
     optimizer.step()
-    held = sum(x.numel() for x in optimizer.state[parameter].values() if isinstance(x, Tensor))
-    return Update(state=float(round(held / len(parameter))))
+    numbers = sum(x.numel() for x in optimizer.state[parameter].values() if isinstance(x, Tensor))
+    return Update(state=float(round(numbers / len(parameter))))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Workload:
     """A network and one weight update of it."""
 
     name: str  # for people
     graph: Graph  # a pass in training, over the samples of all devices together, with the types that autocast gives it
     outputs: tuple[str, ...]  # names of the values that the network returns
-    passes: int = 1  # forward and backward passes before an update
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    channels_last: bool = False
+    batch: int  # samples of an update
+    passes: int  # forward and backward passes before an update
+    device: torch.device
+    channels_last: bool
     batch_norm: BatchNorm = "sync"
     microbatch: int = 0  # samples of each, where the batch is made of such; 0 where it is not
     precision: torch.dtype | None = None  # in which autocast has layers compute; None for the type of the weights
@@ -73,15 +75,12 @@ class Workload:
     # the update as one device by itself does it, in passes of its own; None where they are the same
     alone: "Workload | None" = field(default=None, repr=False, compare=False)
     # parameters and buffers by name, and images of any number, as far as they are at hand
-    contents: Mapping[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
-    # with another number of samples of a pass; None where the network is not at hand
-    resized: Callable[[int], "Workload"] | None = field(default=None, repr=False, compare=False)
-    total: int = 0  # samples of an update; 0 for passes that are all equal
+    contents: Mapping[str, Tensor] = field(repr=False, compare=False)
+    resized: Callable[[int], "Workload"] = field(repr=False, compare=False)  # with another number of samples of a pass
     # Numbers of passes that an update may have where they go through stages one after the other, ascending; empty where
     # stages are out of the question
-    counts: tuple[int, ...] = ()
-    # in one of the `counts`
-    in_passes: Callable[[int], "Workload"] | None = field(default=None, repr=False, compare=False)
+    counts: tuple[int, ...]
+    in_passes: Callable[[int], "Workload"] = field(repr=False, compare=False)  # in one of the `counts`
     schedules: tuple[Schedule, ...] = SCHEDULES  # that the passes through stages may have
 
     @property
@@ -95,11 +94,6 @@ class Workload:
         return self.graph.shape(self.graph.inputs[0])[0]
 
     @property
-    def batch(self) -> int:
-        """Samples of an update."""
-        return self.total or self.samples * self.passes
-
-    @property
     def samples_of_passes(self) -> list[int]:
         """Samples of every pass of an update."""
         return [len(part) for part in balanced(self.batch, self.passes)]
@@ -107,10 +101,10 @@ class Workload:
     def through(self, stages: int, passes: int | None = None, parts: int = 1) -> "Workload":
         """The workload in a number of passes, or as many as go well through so many stages, where `parts` ranks share
         the samples of every pass."""
-        if stages == 1 or not self.counts or self.in_passes is None:
+        if stages == 1 or not self.counts:
             return self
-        preferred, counts = passes or PARTS_PER_STAGE * stages, self.counts_for(parts)
-        count = next((number for number in counts if number >= preferred), counts[-1])
+        least, counts = passes or PARTS_PER_STAGE * stages, self.counts_for(parts)
+        count = next((number for number in counts if number >= least), counts[-1])
         return self if count == self.passes else self.in_passes(count)
 
     def counts_for(self, parts: int) -> tuple[int, ...]:
@@ -143,8 +137,8 @@ class Workload:
                 f"{count} ranks cannot share {len(pieces)} {what[len(pieces) > 1]}: use fewer sample ranks"
             )
         if self.shares is not None and count == len(self.shares):
-            ends = [round(self.samples * done / sum(self.shares)) for done in accumulate(self.shares)]
-            return tuple(itertools.starmap(range, pairwise([0, *ends])))
+            ends = [round(self.samples * end / sum(self.shares)) for end in accumulate(self.shares, initial=0)]
+            return tuple(itertools.starmap(range, pairwise(ends)))
         if self.bound and self.shares is not None and count > 1:
             raise ConvoyError(
                 f"the shares are those of {len(self.shares)} parts of the batch, but the plan divides it into {count}"
@@ -163,25 +157,21 @@ def workload_of(
     example: Tensor | Sequence[Tensor],
     global_batch: int,
     *,
-    name: str = "",
     passes: int = 1,
     channels_last: bool | None = None,
-    batch_norm: BatchNorm = "sync",
-    microbatch: int = 0,
-    precision: torch.dtype | None = None,
-    optimizer: MakeOptimizer = momentum,
-    optimizer_name: str = "",
     recompute: Recompute = False,
-    recorded: bool = False,
+    **training: Any,
 ) -> Workload:
     """Look at a network without changing it; a ConvoyError where it cannot be seen as one graph, or the batch is too
     small.
 
     Of the example, the shape of a sample, the type and the device matter, and what is in it a little. `global_batch` is
     the samples of one update on all devices together. Without `channels_last`, example and weights decide. `recompute`
-    adds to the layers for which the network itself asks for it.
+    adds to the layers for which the network itself asks for it. `training` are other fields of the workload: its name,
+    batch norm, microbatch, precision, optimizer.
     """
     examples = (example,) if isinstance(example, Tensor) else tuple(example)
+    device, precision = examples[0].device, training.get("precision")
     if any(x.is_meta for x in examples):
         raise ConvoyError("the example is on the meta device: give one that is where the network is to be trained")
     if passes < 1:
@@ -202,7 +192,7 @@ def workload_of(
                     f"the planner needs the network as one graph, but {error}: take larger images, if {size} are too "
                     "small for it, or write a plan yourself, e.g. sample=2"
                 ) from error
-        return under_autocast(recomputing(graph, recompute), precision, examples[0].device.type)
+        return under_autocast(recomputing(graph, recompute), precision, device.type)
 
     first = graph_at(math.ceil(global_batch / passes))
     check_recompute(recompute, (call.layer for call in first.calls))
@@ -211,36 +201,33 @@ def workload_of(
         channels_last = any(
             x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous() for x in images
         )
-    contents = _contents(model, dict(zip(first.inputs, examples, strict=True)))
+    training = {"name": type(model).__name__, "device": device, "channels_last": bool(channels_last), **training}
+    training["contents"] = _contents(model, dict(zip(first.inputs, examples, strict=True)))
 
     @cache
     def made(batch: int, number: int) -> Workload:
         graph = graph_at(math.ceil(batch / number))
+        outputs = tuple(dict.fromkeys(ref.name for ref in leaves(graph.output, Ref)))
         return Workload(
-            name=name or type(model).__name__,
             graph=graph,
-            outputs=tuple(dict.fromkeys(ref.name for ref in leaves(graph.output, Ref))),
+            outputs=outputs,
+            batch=batch,
             passes=number,
-            device=examples[0].device,
-            channels_last=bool(channels_last),
-            batch_norm=batch_norm,
-            microbatch=microbatch,
-            precision=precision,
-            recorded=recorded,
-            optimizer=optimizer,
-            optimizer_name=optimizer_name,
-            contents=contents,
+            counts=_counts(graph, batch, number, training),
             resized=lambda samples: made(samples * number, number),
-            total=batch,
-            counts=_counts(graph, batch, microbatch, number, batch_norm),
             in_passes=lambda passes: made(batch, passes),
+            **training,
         )
 
     return made(global_batch, passes)
 
 
 def _scaled(captured: Mapping[int, Graph], samples: int) -> Graph | None:
-    """The network at a number of samples from what it was captured at; None where that does not say it."""
+    """The network at a number of samples from what it was captured at; None where that does not say it.
+
+    Captured at two sizes, its shapes and arguments say which of them grow with the batch. Captures again were 70 % of
+    the time of ResNet-152's search for cuts.
+    """
     if samples in captured:
         return captured[samples]
     sizes = [size for size in captured if size > 1]  # some networks do something else with a single sample
@@ -249,11 +236,12 @@ def _scaled(captured: Mapping[int, Graph], samples: int) -> Graph | None:
     return captured[sizes[0]].scaled(captured[sizes[1]], samples)
 
 
-def _counts(graph: Graph, batch: int, microbatch: int, passes: int, batch_norm: BatchNorm) -> tuple[int, ...]:
+def _counts(graph: Graph, batch: int, passes: int, training: Mapping[str, Any]) -> tuple[int, ...]:
     """The numbers of passes that an update can be divided into, each of whole microbatches if there are any; only
     `passes` where samples of a pass are computed with together."""
     normed = any(call.op == "batch_norm" and call.attributes["training"] for call in graph.calls)
-    is_whole = normed and (batch_norm != "microbatch" or not microbatch)
+    microbatch = training.get("microbatch", 0)
+    is_whole = normed and (training.get("batch_norm") != "microbatch" or not microbatch)
     if is_whole or (graph.shape(graph.inputs[0])[0] > 1 and coupling(graph) is not None):
         return (passes,)
     pieces = -(-batch // (microbatch or 1))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from convoy.graph.graph import Call
 from convoy.plans.fit import axis_names
 from convoy.plans.mesh import ranks_of
 from convoy.plans.place import COMPUTE, Memory, PlacedCall, Placement
@@ -26,7 +27,7 @@ class StageRow:
 def rows_of_stages(placement: Placement, staged: StagedGraph) -> tuple[StageRow, ...]:
     """A network's stages, each with what it is sent in a pass over the batch that was placed."""
     graph, mesh, rows = placement.graph, placement.mesh, []
-    makers = {name: call.layer or _unnamed(call.function) for call in graph.calls for name in call.outputs}
+    makers = {name: call.layer or _unnamed(call) for call in graph.calls for name in call.outputs}
     crossings = cut_traffic(placement, staged)
     for stage in range(staged.number):
         arriving = [crossed for crossed in crossings if crossed.crossing.target == stage]
@@ -43,20 +44,18 @@ def rows_of_stages(placement: Placement, staged: StagedGraph) -> tuple[StageRow,
     return tuple(rows)
 
 
-def _unnamed(function: object) -> str:
-    return f"{getattr(function, '__name__', 'a call').strip('_')} in the network itself"
+def _unnamed(call: Call) -> str:
+    return f"{getattr(call.function, '__name__', 'a call').strip('_')} in the network itself"
 
 
 _NUMBERS = ("forward", "backward", "gradients", "parameters")
-_HEADERS = ("layer", "work", "strategy", "gives", "sent for its input", *_NUMBERS)
-_STAGE_NUMBERS = ("forward", "backward", "parameters", "activations")
-_STAGE_HEADERS = ("stage", "begins at", "ranks", "takes the output of", *_STAGE_NUMBERS)
+_HEADERS = ("stage", "layer", "work", "strategy", "gives", "sent for its input", *_NUMBERS)
 
 
 def explain(
     placement: Placement,
     memory: Sequence[Memory],
-    plan: Plan | None = None,
+    plan: Plan,
     capture: str = "",
     staged: StagedGraph | None = None,
     notes: Iterable[str] = (),
@@ -71,13 +70,14 @@ def explain(
     for stage in range(staged.number if staged is not None else 1):
         part = placement if staged is None else staged.part(placement, stage)
         of_part, of_output, totals_of_part = _rows(part, ranks_of(mesh, stage), crossings, parameters)
-        label = [str(stage + 1)] if staged is not None else []
-        rows += [[*label, *row] for row in of_part]
-        output = [[*label, *row] for row in of_output] or output
+        rows += [[str(stage + 1), *row] for row in of_part]
+        output = [[str(stage + 1), *row] for row in of_output] or output
         totals = [max(pair) for pair in zip(totals, totals_of_part, strict=True)]
-    lines = [f"plan {plan}" if plan is not None else f"mesh {mesh}"]
-    lines += [setting_text(graph.training, list(map(len, placement.batch.parts)), mesh.num_devices, capture), ""]
-    lines += [*_table(_HEADERS if staged is None else ("stage", *_HEADERS), [*rows, *output], _NUMBERS), ""]
+    first = 0 if staged is not None else 1  # column
+    parts = list(map(len, placement.batch.parts))
+    lines = [f"plan {plan}", setting_text(graph.training, parts, mesh.num_devices, capture), ""]
+    cells = [[cell or "-" for cell in row[first:]] for row in (*rows, *output)]
+    lines += [*table(_HEADERS[first:], cells, _NUMBERS), ""]
     if staged is not None:
         lines += [*_stages(placement, staged, memory), ""]
     if number := len(calls) - len(rows):
@@ -89,7 +89,7 @@ def explain(
     lines += notes
     for note in dict.fromkeys(placed.placed.note for placed in calls if placed.placed.note):
         lines.append(f"{note}: {listed([placed.call.layer for placed in calls if placed.placed.note == note])}")
-    if plan is not None and any(ranks > 1 for ranks in mesh.beside_stages(mesh.sizes)):
+    if any(ranks > 1 for ranks in mesh.beside_stages(mesh.sizes)):
         layers = [placed.call.layer for placed in calls if placed.call.op in COMPUTE]
         if unmatched := [layer for layer in layers if plan.pattern(layer) is None]:
             lines.append(f"replicated, as no pattern matches them: {listed(unmatched)}")
@@ -121,26 +121,22 @@ def _rows(
         if steps or names or placed.placed.note or call.op in COMPUTE:
             strategy = ",".join(mesh.beside_stages(placed.strategy)) if call.op in COMPUTE else ""
             gradient_bytes = max(sum(gradients[name][rank] for name in names if name in gradients) for rank in ranks)
-            parameter_bytes = max(sum(_bytes(part, name, rank) for name in names) for rank in ranks)
+            parameter_bytes = max(sum(part.local_bytes(name, rank) for name in names) for rank in ranks)
             words = call.layer, call.op, strategy, _gives(part, placed), steps
             rows.append([*words, *map(size, (traffic.forward, traffic.backward, gradient_bytes, parameter_bytes))])
     steps, traffic = messages_of("")
     output = [["", "output", "", "", steps, size(traffic.forward), size(traffic.backward), "", ""]] if steps else []
     most = _most([*messages, *crossings], ranks)
-    return rows, output, (most.forward, most.backward, max(sum(one[r] for one in gradients.values()) for r in ranks))
-
-
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str]) -> list[str]:
-    return table(headers, [[cell or "-" for cell in row] for row in rows], right)
+    return rows, output, (most.forward, most.backward, max(sum(sent[r] for sent in gradients.values()) for r in ranks))
 
 
 def _stages(placement: Placement, staged: StagedGraph, memory: Sequence[Memory]) -> list[str]:
-    rows = []
+    numbers, rows = ("forward", "backward", "parameters", "activations"), []
     for number, row in enumerate(rows_of_stages(placement, staged), 1):
-        most = max((memory[rank] for rank in row.ranks), key=lambda one: one.total)
-        numbers = row.received_bytes.forward, row.received_bytes.backward, most.parameters, most.activations
-        rows.append([*stage_cells(number, row), *map(size, numbers)])
-    return _table(_STAGE_HEADERS, rows, _STAGE_NUMBERS)
+        most = max((memory[rank] for rank in row.ranks), key=lambda held: held.total)
+        sizes = row.received_bytes.forward, row.received_bytes.backward, most.parameters, most.activations
+        rows.append([*stage_cells(number, row), *map(size, sizes)])
+    return table(("stage", "begins at", "ranks", "takes the output of", *numbers), rows, numbers)
 
 
 def stage_cells(number: int, row: StageRow) -> list[str]:
@@ -157,18 +153,10 @@ def _held(placement: Placement, memory: Sequence[Memory], staged: StagedGraph | 
     held = [f"{size(most.parameters)}{share} of parameters"]
     held += [f"{size(most.gradients)} of gradients"] if most.gradients else []
     held += [f"{size(most.activations)} of activations kept for the backward pass"] if most.activations else []
-    who = (
-        f"a rank of stage {placement.mesh.stage_of(rank) + 1} holds most in all:"
-        if staged is not None
-        else "a rank holds"
-    )
+    who = "a rank holds"
+    if staged is not None:
+        who = f"a rank of stage {placement.mesh.stage_of(rank) + 1} holds most in all:"
     return f"{who} {', '.join(held)}"
-
-
-def _bytes(placement: Placement, name: str, rank: int) -> int:
-    graph, mesh = placement.graph, placement.mesh
-    shape = placement.layouts[name].local_shape(graph.shape(name), mesh, mesh.coordinates(rank))
-    return math.prod(shape) * graph.values[name].dtype.itemsize
 
 
 def listed(layers: Sequence[str]) -> str:
@@ -186,18 +174,14 @@ def some_ranks(ranks: Sequence[int]) -> str:
 def setting_text(training: bool, parts: Sequence[int], num_ranks: int, capture: str = "") -> str:
     """The setting of an explanation: `training, 8 samples (4 + 4), 2 ranks, captured as one program`."""
     shares = f" ({' + '.join(map(str, parts))})" if len(parts) > 1 else ""
-    setting = [
-        "training" if training else "evaluation",
-        f"{sum(parts)} samples{shares}",
-        f"{num_ranks} rank{'s' * (num_ranks != 1)}",
-    ]
-    return ", ".join([*setting, *([f"captured {capture}"] if capture else [])])
+    setting = f"{'training' if training else 'evaluation'}, {sum(parts)} samples{shares}, {num_ranks} rank"
+    return f"{setting}{'s' * (num_ranks != 1)}{f', captured {capture}' if capture else ''}"
 
 
 def _most(sent: Sequence[Sent | Crossed], ranks: Sequence[int]) -> Traffic:
     """Traffic of the rank that sends most forward, and of the one that sends most backward."""
     sums = [sum((message.ranks[rank] for message in sent), Traffic()) for rank in ranks]
-    return Traffic(max(one.forward for one in sums), max(one.backward for one in sums))
+    return Traffic(max(total.forward for total in sums), max(total.backward for total in sums))
 
 
 _DIMS = {(4, 2): "rows", (4, 3): "columns", (5, 3): "rows", (5, 4): "columns", (3, 2): "length", (2, 1): "features"}

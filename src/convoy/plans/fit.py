@@ -16,6 +16,7 @@ from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan, strategies_on
 from convoy.plans.strategies import STRATEGIES, of_layer, strategy_error
 from convoy.terminal import brief, did_you_mean
+from convoy.units import plural
 
 _OF_THE_NETWORK = "its weights are used by the network itself, which only * matches"
 
@@ -33,25 +34,30 @@ def check_patterns(
     modules, layers = list(modules), list(layers)
     containers = {name.rpartition(".")[0] for name in modules if name}
     users = {name: layer for name, layer in (borrowed or {}).items() if layer in layers and name not in layers}
-    leaf_names = (name for name in modules if name not in containers and name not in users)
-    names = list(dict.fromkeys(["", *layers, *leaf_names]))
-    for pattern, _ in plan.layers:
-        if any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            continue
-        user = next((layer for name, layer in users.items() if fnmatch.fnmatchcase(name, pattern)), None)
-        if user is not None:
+    names = ["", *layers, *(name for name in modules if name not in containers and name not in users)]
+    for pattern in (pattern for pattern, _ in plan.layers if not _matching(pattern, names)):
+        hint = _no_layer(pattern, names)
+        for user in (users[name] for name in _matching(pattern, users)[:1]):
             hint = f"its weights are those of layer {user}: write {user}" if user else _OF_THE_NETWORK
-        else:
-            hint = nearest(pattern, names) or f"its layers are {_some(names)}"
         raise ConvoyError(f"the plan's pattern {pattern} matches no layer of this network: {hint}")
     all_names = [name for name in dict.fromkeys([*names, *modules]) if name]
     for name in plan.stages:
         if name and not any(layer == name or layer.startswith(f"{name}.") for layer in all_names):
-            leaves = [layer for layer in names if layer and layer not in containers]
+            leaves = [layer for layer in dict.fromkeys(names) if layer and layer not in containers]
             from convoy.plans.stages import where_to_begin  # which needs torch
 
             hint = did_you_mean(name, all_names, otherwise=where_to_begin(name, leaves))
             raise ConvoyError(f"stages: the network has no layer {name}{hint}")
+
+
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+
+
+def _no_layer(pattern: str, names: Sequence[str]) -> str:
+    """What a pattern that matches none of the layers may mean, or some layers that there are."""
+    tops = list(dict.fromkeys(name.partition(".")[0] for name in names if name))
+    return nearest(pattern, names) or f"its layers are {', '.join(tops[:6]) + (', …' if len(tops) > 6 else '')}"
 
 
 def nearest(pattern: str, names: Sequence[str]) -> str:
@@ -64,11 +70,6 @@ def nearest(pattern: str, names: Sequence[str]) -> str:
         patterns |= {".".join(parts[:length]) + ".*" for length in range(1, len(parts))}
     matches = difflib.get_close_matches(pattern, sorted(patterns), 1, cutoff=0.5)
     return f"did you mean {matches[0]}?" if matches else ""
-
-
-def _some(names: Iterable[str]) -> str:
-    tops = list(dict.fromkeys(name.partition(".")[0] for name in names if name))
-    return ", ".join(tops[:6]) + (", …" if len(tops) > 6 else "")
 
 
 def axis_names(mesh: Mesh, axes: Sequence[int]) -> str:
@@ -93,7 +94,7 @@ def check_size(where: str, axes: str, count: int, strategy: str, size: int, grou
         ways += ["give this layer sample or replicate on it in a YAML plan"]
         only = "only " if size else ""
         raise ConvoyError(
-            f"{where} has {only}{_several(size, STRATEGIES[strategy].unit)} for the {count} ranks of {_axis(axes)}: "
+            f"{where} has {only}{plural(size, STRATEGIES[strategy].unit)} for the {count} ranks of {_axis(axes)}: "
             f"{', '.join(ways[:-1])}{', or ' if len(ways) > 1 else ''}{ways[-1]}"
         )
 
@@ -101,7 +102,7 @@ def check_size(where: str, axes: str, count: int, strategy: str, size: int, grou
 def check_devices(mesh: Mesh, num_devices: int) -> None:
     """Refuse a mesh of another number of ranks than there are devices."""
     if mesh.num_devices != num_devices:
-        needs = f"the plan's mesh {mesh} needs {_several(mesh.num_devices, 'device')}"
+        needs = f"the plan's mesh {mesh} needs {plural(mesh.num_devices, 'device')}"
         raise ConvoyError(
             f"{needs}, but there {'is' if num_devices == 1 else 'are'} {num_devices}: start it with "
             f"--devices {mesh.num_devices} (a script: torchrun --nproc-per-node {mesh.num_devices}), or change the "
@@ -111,10 +112,6 @@ def check_devices(mesh: Mesh, num_devices: int) -> None:
 
 def _axis(names: str) -> str:
     return f"axes {names}" if "·" in names else f"axis {names}"
-
-
-def _several(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' if number != 1 else ''}"
 
 
 @dataclass(frozen=True)
@@ -188,11 +185,8 @@ def _resized(plan: Plan, sizes: tuple[int, ...]) -> Plan:
 
 def across(mesh: Mesh, per_host: int) -> tuple[str, ...]:
     """Names of the axes whose groups have ranks in several hosts, where ranks are numbered host by host."""
-    return tuple(
-        mesh.names[axis]
-        for axis in mesh.axes
-        if any(len({rank // per_host for rank in ranks}) > 1 for ranks in mesh.groups((axis,)))
-    )
+    hosts_of = {axis: [{rank // per_host for rank in ranks} for ranks in mesh.groups((axis,))] for axis in mesh.axes}
+    return tuple(mesh.names[axis] for axis, hosts in hosts_of.items() if any(len(group) > 1 for group in hosts))
 
 
 def note_on_hosts(plan: Plan, per_host: int) -> list[str]:
@@ -213,18 +207,14 @@ def note_on_hosts(plan: Plan, per_host: int) -> list[str]:
     slow_now, slow_then = ([name for name in names if kinds[name]] for names in (across_now, across_then))
     if len(slow_then) < len(slow_now):
         name = next(name for name in slow_now if name not in slow_then)
-        size = mesh.sizes[mesh.names.index(name)]
-        return [
-            f"axis {name} of {plan} ({', '.join(kinds[name])} over {size}) lies across hosts of {per_host}, and its "
-            f"layers communicate over the network: as {new_plan} it would lie inside them"
-        ]
+        over = f"({', '.join(kinds[name])} over {mesh.sizes[mesh.names.index(name)]}) "
+        what = f"its layers communicate over the network: as {new_plan} it would lie inside them"
+        return [f"axis {name} of {plan} {over}lies across hosts of {per_host}, and {what}"]
     sample_axes = [name for name in across_now if name not in across_then and "sample" in strategies_on(plan, name)]
-    if mesh.stage_axis is not None and sample_axes:
-        return [
-            f"axis {sample_axes[0]} of {plan} lies across hosts of {per_host}, and gradients are added up over the "
-            f"network: stages, which send only what crosses a cut, would lie across them as {new_plan}"
-        ]
-    return []
+    if mesh.stage_axis is None or not sample_axes:
+        return []
+    what = "gradients are added up over the network: stages, which send only what crosses a cut, would lie across them"
+    return [f"axis {sample_axes[0]} of {plan} lies across hosts of {per_host}, and {what} as {new_plan}"]
 
 
 _FORM = "write a pattern and a strategy, e.g. 'classifier.*=filter', or one strategy for each axis, 'fc=sample,filter'"
@@ -256,15 +246,14 @@ def parse_fixes(fixes: Iterable["str | Fix"], layers: Mapping[str, str]) -> tupl
     kinds of work by the layers' names. A ConvoyError where a text is no fix, or matches no layer."""
     all_fixes = tuple(fix if isinstance(fix, Fix) else parse_fix(fix) for fix in fixes)
     for fix in all_fixes:
-        if not any(fnmatch.fnmatchcase(layer, fix.pattern) for layer in layers):
-            hint = nearest(fix.pattern, list(layers)) or f"its layers are {_some(layers)}"
-            raise ConvoyError(f"the fix {fix} matches no layer of this network: {hint}")
+        if not _matching(fix.pattern, layers):
+            raise ConvoyError(f"the fix {fix} matches no layer of this network: {_no_layer(fix.pattern, list(layers))}")
     return all_fixes
 
 
 def fix_of(layer: str, fixes: Sequence[Fix]) -> Fix | None:
     """The fix that decides about a layer."""
-    return next((fix for fix in fixes if fnmatch.fnmatchcase(layer, fix.pattern)), None)
+    return next((fix for fix in fixes if _matching(fix.pattern, [layer])), None)
 
 
 def parse_fix(text: str) -> Fix:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 from convoy.plans.mesh import Axes, Mesh
@@ -24,8 +24,7 @@ def indices(numbers: Iterable[int]) -> Indices:
 def balanced(total: int, parts: int) -> tuple[range, ...]:
     """Cut `total` into consecutive ranges as even as can be, the larger ones first."""
     size, larger = divmod(total, parts)
-    ends = [index * size + min(index, larger) for index in range(parts + 1)]
-    return tuple(range(a, b) for a, b in pairwise(ends))
+    return consecutive([size + (index < larger) for index in range(parts)])
 
 
 def proportional(total: int, weights: Sequence[float]) -> tuple[int, ...]:
@@ -44,11 +43,7 @@ def proportional(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 def consecutive(sizes: Sequence[int]) -> tuple[range, ...]:
     """Consecutive ranges of these sizes."""
-    ranges, start = [], 0
-    for size in sizes:
-        ranges.append(range(start, start + size))
-        start += size
-    return tuple(ranges)
+    return tuple(range(start, end) for start, end in pairwise(accumulate(sizes, initial=0)))
 
 
 def common(first: Indices, second: Indices) -> Indices:
@@ -154,10 +149,7 @@ class Layout:
 
     def split(self, dim: int) -> Split | None:
         """How a dimension is divided, or None where every rank has all of it."""
-        for other, split in self.splits:
-            if other == dim:
-                return split
-        return None
+        return next((split for split_dim, split in self.splits if split_dim == dim), None)
 
     def parts(self, dim: int, mesh: Mesh, coordinates: Sequence[int], size: int) -> Indices:
         """The global indices of a dimension of `size` that the rank at `coordinates` holds."""

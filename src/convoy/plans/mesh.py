@@ -11,7 +11,9 @@ T = TypeVar("T")
 Axes = tuple[int, ...]
 Coordinates = tuple[int, ...]
 
-# the name of the axis that divides the network itself: a submodel, which is a stage, for each place on it
+# The name of the axis that divides the network itself: a submodel, which is a stage, for each place on it. It is an
+# axis and no strategy: a strategy says what is done with a layer, a stage is a set of layers. So `stage=2,sample=4`
+# reads as other plans do, checks, hosts and sizes need nothing new, and no layer can ask for `stage`.
 STAGE = "stage"
 
 

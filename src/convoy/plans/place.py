@@ -1,14 +1,15 @@
 """A network's calls on the mesh: what an operation decides for a call, and the placement of the network that
 follows."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 from convoy.graph.graph import Call, Graph
 from convoy.plans.layout import WHOLE, Layout, Split, indices
 from convoy.plans.mesh import Axes, Mesh
+from convoy.plans.plan import Plan
 from convoy.plans.transfer import Step
 
 COMPUTE = ("conv", "linear")  # kinds of calls that a plan divides; all others follow
@@ -88,17 +89,6 @@ class Placed:
     note: str = field(default="")  # why the call runs whole on every rank although the plan says otherwise; else empty
 
 
-class Strategies(Protocol):
-    """The part of a plan that placing needs."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """The devices."""
-
-    def strategy(self, layer: str, op: str) -> tuple[str, ...]:
-        """The strategy of a layer on each mesh axis."""
-
-
 @dataclass(frozen=True)
 class PlacedCall:
     """A call, how it is divided, and how its inputs get there."""
@@ -147,6 +137,15 @@ class Placement:
         """Whether these are the calls of one stage of the network."""
         return len(self.calls) < len(self.graph.calls)
 
+    def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
+        """The shape of a rank's part of a value, as it is kept."""
+        layout = self.layouts.get(name, WHOLE)
+        return layout.local_shape(self.graph.shape(name), self.mesh, self.mesh.coordinates(rank))
+
+    def local_bytes(self, name: str, rank: int) -> int:
+        """Bytes of a rank's part of a value."""
+        return math.prod(self.local_shape(name, rank)) * self.graph.values[name].dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -162,7 +161,7 @@ class Memory:
         return self.parameters + self.gradients + self.buffers + self.activations
 
 
-def sample_axes(layers: Iterable[tuple[str, str]], plan: Strategies) -> tuple[int, ...]:
+def sample_axes(layers: Iterable[tuple[str, str]], plan: Plan) -> tuple[int, ...]:
     """The axes on which some of the layers, each with its name and op, is divided by samples: each rank is given the
     samples of its place on them."""
     strategies = [plan.strategy(layer, op) for layer, op in layers if op in COMPUTE]

@@ -4,11 +4,9 @@ It is written in one line (`sample=2,filter=2`), as YAML or as a mapping. Each f
 which are checked once, where a `Plan` is made; where a file is wrong, its line is looked up then.
 """
 
-import difflib
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from convoy.errors import ConvoyError
 from convoy.files import expanded, read_text
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.strategies import STRATEGIES, WORDS, of_layer, show, strategy_error
+from convoy.terminal import did_you_mean
 
 # patterns over module names, each with a strategy for the mesh axes that it names
 Layers = tuple[tuple[str, Mapping[str, str]], ...]
@@ -32,7 +31,7 @@ _PART = re.compile(r"([^\s=]+)\s*=\s*([^\s=]*)")
 class _WrongError(ConvoyError):
     """A sentence about a part of a plan, and the keys that lead to it."""
 
-    def __init__(self, sentence: str, *path: str) -> None:
+    def __init__(self, sentence: str, *path: Any) -> None:
         super().__init__(f"the plan: {sentence}")
         self.sentence, self.path = sentence, path
 
@@ -75,10 +74,11 @@ class Plan:
     stages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_axes(self.mesh.names, self.mesh.sizes)
-        _check_layers(self.layers, self.mesh)
-        object.__setattr__(self, "layers", tuple((pattern, dict(given)) for pattern, given in self.layers))
-        object.__setattr__(self, "stages", _stages(self.stages, self.mesh))
+        for sentence, *path in _problems(self.mesh, self.layers, self.stages):
+            raise _WrongError(sentence, *path)
+        object.__setattr__(self, "layers", tuple((pattern, dict(strategies)) for pattern, strategies in self.layers))
+        names = tuple(map(str, self.stages))
+        object.__setattr__(self, "stages", names if len(names) in (0, self.num_stages) else ("", *names))
 
     @staticmethod
     def parse(plan: "str | Path | Mapping[str, Any] | Plan", num_devices: int | None = None) -> "Plan":
@@ -100,16 +100,22 @@ class Plan:
             raise ConvoyError(
                 f"a plan is text, a YAML file or a mapping, but this is {show(plan)}: write e.g. sample=2"
             )
-        if isinstance(plan, Path) or _is_path(plan):
-            return _of_file(plan if isinstance(plan, Path) else expanded(plan.strip()))
-        if "\n" in plan.strip() or plan.lstrip().startswith("{"):
-            return _of_yaml(plan, "the plan")
-        if plan.strip() == "auto" and num_devices != 1:
+        text, source = str(plan).strip(), "the plan"
+        is_document = "\n" in text or text.startswith("{")
+        if isinstance(plan, Path) or (not is_document and _is_path(text)):
+            path = plan if isinstance(plan, Path) else expanded(text)
+            if path.is_dir():
+                raise ConvoyError(f"{path} is a folder: name the plan file itself, for a run {path / 'plan.yaml'}")
+            plan, source, is_document = read_text(path, "plan", ", or write e.g. sample=2"), str(path), True
+        if is_document:
+            document = parse(plan, source)
+            return _explained(source, plan, lambda: _of_mapping(document))
+        if text == "auto" and num_devices != 1:
             raise ConvoyError(
                 "auto stands for what the planner finds: pass what convoy.plan(model, …) returns, or a plan such as "
                 f"sample={num_devices or 2} or owt={num_devices or 2}"
             )
-        return Plan(Mesh((), ())) if plan.strip() in ("serial", "auto") else _of_line(plan)
+        return Plan(Mesh((), ())) if text in ("serial", "auto") else _of_line(plan)
 
     @staticmethod
     def by_samples(num_devices: int) -> "Plan":
@@ -151,7 +157,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The mapping that `parse` reads as this plan."""
         mesh = dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
-        document = {"mesh": mesh, "layers": {pattern: dict(given) for pattern, given in self.layers}}
+        document = {"mesh": mesh, "layers": {pattern: dict(strategies) for pattern, strategies in self.layers}}
         if self.stages:
             document["stages"] = list(self.stages if self.stages[0] else self.stages[1:])
         return document
@@ -165,8 +171,8 @@ class Plan:
         text = _line(self.mesh, self.layers)
         if text is None:
             layers = (
-                f"{pattern} {','.join(f'{axis}:{strategy}' for axis, strategy in given.items()) or 'replicate'}"
-                for pattern, given in self.layers
+                f"{pattern} {','.join(f'{axis}:{strategy}' for axis, strategy in strategies.items()) or 'replicate'}"
+                for pattern, strategies in self.layers
             )
             text = f"{self.mesh}: {'; '.join(layers) or 'every layer replicate'}"
         return f"{text}; stages begin at {', '.join(self.stages[not self.stages[0] :])}" if self.stages else text
@@ -206,7 +212,7 @@ def _line(mesh: Mesh, layers: Layers) -> str | None:
 def _of_line(text: str) -> Plan:
     """The plan of one line: each part `strategy=size` is a mesh axis, outermost first, on which every layer has that
     strategy. `stage=size` is the axis on which the network is divided, and layers have no strategy."""
-    strategies, sizes = [], []
+    strategies, sizes = list[str](), list[Any]()
     for part in map(str.strip, text.split(",")):
         match = _PART.fullmatch(part)
         if match is None:
@@ -223,27 +229,14 @@ def _of_line(text: str) -> Plan:
         sizes.append(int(size) if re.fullmatch("[0-9]{1,9}", size) else size)
     names = axis_names_of(strategies)
     of_layers = {name: strategy for name, strategy in zip(names, strategies, strict=True) if strategy != STAGE}
-    with _explained(f"plan {show(text)!r}"):
-        return Plan(Mesh(names, tuple(sizes)), (("*", of_layers),) if of_layers else ())  # type: ignore[arg-type]
+    layers: Layers = (("*", of_layers),) if of_layers else ()
+    return _explained(f"plan {show(text)!r}", "", lambda: Plan(Mesh(names, tuple(sizes)), layers))
 
 
-def _of_file(path: Path) -> Plan:
-    if path.is_dir():
-        raise ConvoyError(f"{path} is a folder: name the plan file itself, for a run {path / 'plan.yaml'}")
-    return _of_yaml(read_text(path, "plan", ", or write e.g. sample=2"), str(path))
-
-
-def _of_yaml(text: str, source: str) -> Plan:
-    document = parse(text, source)
-    with _explained(source, text):
-        return _of_mapping(document)
-
-
-@contextmanager
-def _explained(source: str, text: str = "") -> Iterator[None]:
-    """Let an error name its source, and the line of the text."""
+def _explained(source: str, text: str, make: Callable[[], Plan]) -> Plan:
+    """A plan, whose errors name its source, and the line of the text."""
     try:
-        yield
+        return make()
     except _WrongError as error:
         line = line_of(text, error.path)
         raise ConvoyError(f"{source}{f', line {line}' if line else ''}: {error.sentence}") from error
@@ -254,22 +247,21 @@ def _of_mapping(document: Any) -> Plan:
         raise _WrongError(f"a plan has the keys mesh and layers, but this is {_kind(document)}: {_FORM}")
     for key in document:
         if key not in _KEYS:
-            matches = difflib.get_close_matches(str(key), _KEYS, 1)
-            hint = f"did you mean {matches[0]}?" if matches else "a plan has the keys mesh and layers"
-            raise _WrongError(f"the key {show(key)} is unknown: {hint}", str(key))
-    mesh = _section(document, "mesh", "{sample: 2}")
+            hint = did_you_mean(str(key), _KEYS, otherwise="a plan has the keys mesh and layers")
+            raise _WrongError(f"the key {show(key)} is unknown{hint}", str(key))
+
+    def section(key: str, example: str) -> Mapping[Any, Any]:
+        value = document.get(key)
+        if not isinstance(value, Mapping):
+            kind = _kind(value) if key in document else "missing"
+            raise _WrongError(f"{key} is {kind}, but must be a mapping: write e.g. `{key}: {example}`", key)
+        return value
+
+    mesh = section("mesh", "{sample: 2}")
     axis = next((name for name in mesh if name != STAGE), "sample")
     only_stages = "layers" not in document and list(mesh) == [STAGE]
-    layers = {} if only_stages else _section(document, "layers", f"{{'*': {{{axis}: sample}}}}")
+    layers = {} if only_stages else section("layers", f"{{'*': {{{axis}: sample}}}}")
     return Plan(Mesh(tuple(mesh), tuple(mesh.values())), tuple(layers.items()), document.get("stages", ()))
-
-
-def _section(document: Mapping[Any, Any], key: str, example: str) -> Mapping[Any, Any]:
-    section = document.get(key)
-    if not isinstance(section, Mapping):
-        kind = _kind(section) if key in document else "missing"
-        raise _WrongError(f"{key} is {kind}, but must be a mapping: write e.g. `{key}: {example}`", key)
-    return section
 
 
 def _kind(value: Any) -> str:
@@ -277,52 +269,50 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), f"the word {show(value)}")
 
 
-def _check_axes(names: Sequence[Any], sizes: Sequence[Any]) -> None:
-    if len(names) != len(sizes):
-        raise _WrongError(f"the mesh has {len(names)} names and {len(sizes)} sizes: give each axis both", "mesh")
-    for name, size in zip(names, sizes, strict=True):
+def _problems(mesh: Mesh, layers: Sequence[tuple[Any, Any]], stages: Any) -> Iterator[tuple[Any, ...]]:
+    """What is wrong with a plan, in the order in which it is written: sentences, each with the keys that lead there."""
+    if len(mesh.names) != len(mesh.sizes):
+        yield f"the mesh has {len(mesh.names)} names and {len(mesh.sizes)} sizes: give each axis both", "mesh"
+    axes: list[tuple[Any, Any]] = list(zip(mesh.names, mesh.sizes, strict=True))
+    for name, size in axes:
+        path = "mesh", str(name)
         if not isinstance(name, str) or not _AXIS.fullmatch(name):
-            problem = f"{show(name)!r} is no name for a mesh axis: use a letter, then letters, digits, - and _"
-        elif list(names).count(name) > 1:
+            yield f"{show(name)!r} is no name for a mesh axis: use a letter, then letters, digits, - and _", *path
+        if mesh.names.count(name) > 1:
             instead = ", with the number of all stages" if name == STAGE else ", or give each a name of its own"
-            problem = f"the mesh has two axes {name}: write one{instead}"
-        elif not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST:
+            yield f"the mesh has two axes {name}: write one{instead}", *path
+        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST:
             quoted = " in quotes" if str(size).isdigit() and isinstance(size, str) and len(size) < 7 else ""
-            problem = f"the size of axis {name} is {show(size)}{quoted}: write a whole number from 1, e.g. 2"
-        else:
-            continue
-        raise _WrongError(problem, "mesh", str(name))
-
-
-def _check_layers(layers: Sequence[tuple[Any, Any]], mesh: Mesh) -> None:
+            yield f"the size of axis {name} is {show(size)}{quoted}: write a whole number from 1, e.g. 2", *path
     patterns: list[str] = []
     for pattern, strategies in layers:
         path = "layers", str(pattern)
         if not isinstance(pattern, str) or not pattern.strip():
-            raise _WrongError("a pattern must be text, e.g. features.* or * for every layer", *path)
+            yield "a pattern must be text, e.g. features.* or * for every layer", *path
         if not isinstance(strategies, Mapping):
             example = ", ".join(f"{name}: sample" for name in mesh.names if name != STAGE) or "sample: sample"
             has = "nothing" if strategies is None else show(strategies)
-            raise _WrongError(f"{pattern} has {has}, but needs a strategy for each axis: write {{{example}}}", *path)
+            yield f"{pattern} has {has}, but needs a strategy for each axis: write {{{example}}}", *path
         for axis, strategy in strategies.items():
             if problem := _wrong_strategy(axis, strategy, mesh):
-                raise _WrongError(f"{pattern} {problem}", *path, str(axis))
+                yield f"{pattern} {problem}", *path, str(axis)
+        if pattern in patterns:
+            yield f"the pattern {pattern} is there twice: leave one out", *path
         for first in patterns:
-            if first == pattern:
-                raise _WrongError(f"the pattern {pattern} is there twice: leave one out", *path)
             if not set("?[") & set(first) and fnmatch.fnmatchcase(pattern, first):
-                raise _WrongError(
-                    f"{pattern} comes after {first}, which matches the same layers first: put {pattern} above it", *path
+                yield (
+                    f"{pattern} comes after {first}, which matches the same layers first: put {pattern} above it",
+                    *path,
                 )
         patterns.append(pattern)
+    yield from ((sentence, "stages") for sentence in _wrong_stages(stages, mesh))
 
 
 def _wrong_strategy(axis: Any, strategy: Any, mesh: Mesh) -> str:
     """What is wrong with a layer's strategy on an axis; empty where nothing is."""
     if axis not in mesh.names:
-        matches = difflib.get_close_matches(str(axis), mesh.names, 1)
-        hint = f"did you mean {matches[0]}?" if matches else f"the mesh has {', '.join(mesh.names) or 'no axes'}"
-        return f"names an axis {show(axis)} that is not in the mesh: {hint}"
+        hint = did_you_mean(str(axis), mesh.names, otherwise=f"the mesh has {', '.join(mesh.names) or 'no axes'}")
+        return f"names an axis {show(axis)} that is not in the mesh{hint}"
     if axis == STAGE:
         return (
             f"has {show(strategy)} on axis {STAGE}, which divides the network and no layer: leave it out here, and "
@@ -332,44 +322,33 @@ def _wrong_strategy(axis: Any, strategy: Any, mesh: Mesh) -> str:
     return "" if is_known else f"on axis {axis}: {strategy_error(strategy)}"
 
 
-def _stages(stages: Any, mesh: Mesh) -> tuple[str, ...]:
-    """The layers at which stages begin, one for each stage of the mesh, or none, from a list for every stage, or for
-    all but the first, which begins with the network itself, ""."""
+def _wrong_stages(stages: Any, mesh: Mesh) -> Iterator[str]:
+    """What is wrong with a list of the layers at which stages begin: every stage, or all but the first."""
     if not isinstance(stages, list | tuple):
-        kind = _kind(stages)
-        raise _WrongError(
-            f"stages is {kind}, but must be a list of layers: write e.g. stages: [conv1, layer3]", "stages"
-        )
+        yield f"stages is {_kind(stages)}, but must be a list of layers: write e.g. stages: [conv1, layer3]"
     if not stages:
-        return ()
-    size = mesh.sizes[mesh.stage_axis] if mesh.stage_axis is not None else None
-    names = tuple(str(name) if isinstance(name, int) and not isinstance(name, bool) else name for name in stages)
-    if size is None:
-        problem = f"stages needs an axis {STAGE} in the mesh: write e.g. mesh: {{{STAGE}: {max(2, len(names))}}}"
-    elif len(names) not in (size, size - 1):
+        return
+    if mesh.stage_axis is None:
+        yield f"stages needs an axis {STAGE} in the mesh: write e.g. mesh: {{{STAGE}: {max(2, len(stages))}}}"
+    size = mesh.sizes[mesh.stage_axis or 0]
+    if len(stages) not in (size, size - 1):
         or_fewer = f", or {size - 1} without the first" if size > 1 else ""
-        problem = (
-            f"stages names {len(names)} layer{'s'[: len(names) > 1]}, but axis {STAGE} has size {size}: name the layer "
-            f"at which each stage begins, {size} of them{or_fewer}"
+        yield (
+            f"stages names {len(stages)} layer{'s'[: len(stages) > 1]}, but axis {STAGE} has size {size}: name the "
+            f"layer at which each stage begins, {size} of them{or_fewer}"
         )
-    else:
-        problem = next(filter(None, (_wrong_stage(place, names, size) for place in range(len(names)))), "")
-    if problem:
-        raise _WrongError(problem, "stages")
-    return names if len(names) == size else ("", *names)
-
-
-def _wrong_stage(place: int, names: Sequence[Any], size: int) -> str:
-    name, is_first = names[place], place == 0 and len(names) == size
-    if not isinstance(name, str) or set("*?[…") & set(name) or not (name.strip() or is_first):
-        return f"a stage begins at {show(name)}, which is no layer's name: write that of a module, e.g. layer3"
-    return f"two stages begin at {name}: name another layer for one of them" if name in names[:place] else ""
+    for place, name in enumerate(stages):
+        is_number = isinstance(name, int) and not isinstance(name, bool)
+        may_be_empty = place == 0 and len(stages) == size
+        if not is_number and (
+            not isinstance(name, str) or set("*?[…") & set(name) or not (name.strip() or may_be_empty)
+        ):
+            yield f"a stage begins at {show(name)}, which is no layer's name: write that of a module, e.g. layer3"
+        if str(name) in map(str, stages[:place]):
+            yield f"two stages begin at {name}: name another layer for one of them"
 
 
 def _is_path(text: str) -> bool:
-    text = text.strip()
-    if "\n" in text or text.startswith("{"):
-        return False
     if text.lower().endswith((".yaml", ".yml", ".json")):
         return True
     if not text or "=" in text or text in ("serial", "auto", *WORDS):

@@ -38,8 +38,9 @@ def why_not_sent(value: Value) -> str:
 def cut_points(graph: Graph) -> tuple[int, ...]:
     """The calls before which a network may be cut: those that are the first of their layers, but for the very first.
 
-    A layer that is called again later, such as one activation for a whole network, begins where it is called first; so
-    does one with others in it, which stands for the first of them.
+    Not the addition at the end of a residual block, which the block itself calls: its name stands for its first layer,
+    so that a cut before it could not be written in a plan. A layer that is called again later, such as one activation
+    for a whole network, begins where it is called first; so does one with others in it.
 
     >>> from torch import nn
     >>> graph = capture(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)), [(4, 3, 8, 8)])
@@ -130,26 +131,23 @@ class Stages:
     def owners(self, graph: Graph) -> dict[str, int]:
         """The stage that keeps each parameter and buffer that the network uses, the last for those that it returns; a
         ConvoyError where two stages use the same one."""
+        tensors = {value.name for value in graph.values.values() if value.origin in ("parameter", "buffer")}
         first_users: dict[str, tuple[int, str]] = {}
         for call, stage in zip(graph.calls, self.of_calls(graph), strict=True):
-            for name in call.inputs:
-                if graph.values[name].origin not in ("parameter", "buffer"):
-                    continue
-                first, layer = first_users.setdefault(name, (stage, call.layer))
-                if first != stage:
+            for name in filter(tensors.__contains__, call.inputs):
+                begin, layer = first_users.setdefault(name, (stage, call.layer))
+                if begin != stage:
                     raise ConvoyError(
-                        f"layers {layer} and {call.layer} share {name}, and are in stages {first + 1} and {stage + 1}: "
+                        f"layers {layer} and {call.layer} share {name}, and are in stages {begin + 1} and {stage + 1}: "
                         "let one stage have both, by the list stages of a YAML plan, or divide otherwise"
                     )
         last = self.number - 1
-        for ref in leaves(graph.output, Ref):
-            if graph.values[ref.name].origin not in ("parameter", "buffer"):
-                continue
-            stage, _ = first_users.setdefault(ref.name, (last, ""))
+        for name in (ref.name for ref in leaves(graph.output, Ref) if ref.name in tensors):
+            stage, _ = first_users.setdefault(name, (last, ""))
             if stage != last:
                 raise ConvoyError(
-                    f"the network returns {ref.name}, which stage {stage + 1} has and the last one lacks: return a "
-                    "value that is computed with it, or divide otherwise"
+                    f"the network returns {name}, which stage {stage + 1} has and the last one lacks: return a value "
+                    "that is computed with it, or divide otherwise"
                 )
         return {name: stage for name, (stage, _) in first_users.items()}
 
@@ -237,28 +235,29 @@ def _named(graph: Graph, points: Sequence[int], names: Sequence[str]) -> tuple[i
         if place == 0 and not name:
             continue
         members = [layer for layer in firsts if layer == name or layer.startswith(f"{name}.")]
+        point = min((numbers[layer] for layer in members), default=-1)
+        problem = ""
         if not members:
             hint = did_you_mean(name, layers, otherwise=where_to_begin(name, firsts))
-            raise ConvoyError(f"stages: the network calls no layer {name}{hint}")
-        point = min(numbers[layer] for layer in members)
-        if place == 0:
-            if point > 0:
-                raise ConvoyError(
-                    f"stages: the first stage begins with the network, at layer {firsts[0]}, not at {name}: name that "
-                    "one first, or only where the other stages begin"
-                )
-            continue
-        if point == 0:
+            problem = f"the network calls no layer {name}{hint}"
+        elif place == 0 and point > 0:
+            problem = (
+                f"the first stage begins with the network, at layer {firsts[0]}, not at {name}: name that one first, "
+                "or only where the other stages begin"
+            )
+        elif place > 0 and point == 0:
             later = f", {firsts[1]} for example" if len(firsts) > 1 else ""
-            raise ConvoyError(
-                f"stages: {name} is where the network begins, and with it the first stage: begin stage {place + 1} "
-                f"at a later layer{later}"
+            problem = (
+                f"{name} is where the network begins, and with it the first stage: begin stage {place + 1} at a later "
+                f"layer{later}"
             )
-        if point <= (cuts[-1] if cuts else 0):
-            raise ConvoyError(
-                f"stages: {name} begins stage {place + 1}, but is not called after {names[place - 1] or firsts[0]}, "
-                f"where stage {place} begins, so that no layer would be between them: list the layers in the order in "
-                "which the network calls them"
+        elif place > 0 and point <= (cuts[-1] if cuts else 0):
+            problem = (
+                f"{name} begins stage {place + 1}, but is not called after {names[place - 1] or firsts[0]}, where "
+                f"stage {place} begins, so that no layer would be between them: list the layers in the order in which "
+                "the network calls them"
             )
-        cuts.append(point)
+        if problem:
+            raise ConvoyError(f"stages: {problem}")
+        cuts += [point] if place > 0 else []
     return tuple(cuts)

@@ -1,12 +1,11 @@
 """The strategies that a layer can have on an axis of the mesh, and how one is refused that is none of them."""
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from convoy.plans.mesh import STAGE
-from convoy.terminal import brief
+from convoy.terminal import brief, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,8 @@ class Strategy:
     exchanges: bool = True  # whether ranks send each other activations for it in every pass
 
 
-# What an axis does with a layer
+# What an axis does with a layer. The search has an order of its own (`AXIS_STRATEGIES`), since the first of two equally
+# fast plans wins.
 STRATEGIES = {
     "sample": Strategy("S", "divides the batch", "", "data batch dp ddp samples images n", exchanges=False),
     "filter": Strategy(
@@ -54,9 +54,8 @@ def strategy_error(word: Any, words: Sequence[str] = tuple(STRATEGIES)) -> str:
     meaning = _MEANINGS.get(text.lower())
     if meaning == STAGE and STAGE not in words:
         return f"{text} is no strategy of a layer: to divide the network, give the plan an axis {STAGE}, as in stage=2"
-    matches = [meaning] if meaning else difflib.get_close_matches(text.lower(), words, 1)
-    hint = f"did you mean {matches[0]}?" if matches else f"it must be {', '.join(words[:-1])} or {words[-1]}"
-    return f"{text} is no strategy: {hint}"
+    otherwise = f"it must be {', '.join(words[:-1])} or {words[-1]}"
+    return f"{text} is no strategy{did_you_mean(meaning or text, words, otherwise=otherwise)}"
 
 
 def show(value: Any) -> str:

@@ -1,7 +1,8 @@
 """An update as a timeline: what ran on which stream of which rank, when, and after what.
 
 A predicted update (`convoy.planner.cost.simulation`) and a measured one (`convoy.engine.watched`) are the same
-`Timeline`, so that "predicted beside measured" is two of them side by side.
+`Timeline`, so that "predicted beside measured" is two of them side by side, summarized by the same method. What a run
+compares are medians over its watched updates, part by part: no two updates are alike.
 """
 
 from collections import defaultdict
@@ -53,6 +54,7 @@ class Span:
 # Parts of an update: `rest` is the loss and all that has no other name, `waiting` what is sent and waited for. Where
 # there are stages, `stages` is waiting for other stages.
 PARTS = ("input", "forward", "backward", "rest", "packing", "waiting", "stages", "optimizer")
+ENGINE = "the engine itself"  # the task `around` an update that is its time beside the optimizer's work, once
 _ROUNDING = 1e-12
 _PART_OF: dict[Kind, str] = {"forward": "forward", "backward": "backward", "copy": "packing", "update": "optimizer"}
 
@@ -79,20 +81,18 @@ class Summary:
 
     @staticmethod
     def median(of: Sequence["Summary"]) -> "Summary":
-        """The median of every number; of no summaries, no time."""
-        names = dict.fromkeys(name for summary in of for name in summary.layers)
-        layers = {name: [summary.layers.get(name, LayerSeconds()) for summary in of] for name in names}
-        parts = [part for part in PARTS if not of or part in of[0].parts]
+        """The median of every number of at least one summary."""
+        layers = {
+            name: [summary.layers.get(name, LayerSeconds()) for summary in of]
+            for name in dict.fromkeys(name for summary in of for name in summary.layers)
+        }
         return Summary(
-            {part: median([summary.parts[part] for summary in of] or [0.0]) for part in parts},
+            {part: median(summary.parts[part] for summary in of) for part in of[0].parts},
             {
-                name: LayerSeconds(
-                    median(summary.computes for summary in seconds_of_layer),
-                    median(summary.waits for summary in seconds_of_layer),
-                )
-                for name, seconds_of_layer in layers.items()
+                name: LayerSeconds(median(layer.computes for layer in times), median(layer.waits for layer in times))
+                for name, times in layers.items()
             },
-            median([summary.gradients for summary in of] or [0.0]),
+            median(summary.gradients for summary in of),
         )
 
 
@@ -117,7 +117,7 @@ class Timeline:
 
     spans: tuple[Span, ...]
 
-    @property
+    @cached_property
     def total(self) -> float:
         """Seconds of the step."""
         return max((span.end for span in self.spans), default=0.0)
@@ -140,12 +140,17 @@ class Timeline:
                 seconds_of[span.task.rank] += span.task.seconds if span.task.stream == "compute" else 0.0
         return max(seconds_of, key=lambda rank: (seconds_of[rank], -rank), default=0)
 
-    def exposed(self, rank: int | None = None) -> dict[str, float]:
-        """Seconds in which a rank has nothing to compute because it exchanges or waits for others, by layer.
+    def _of(self, rank: int | None) -> tuple[list[Span], list[Span]]:
+        """What a rank, by default the busiest, computes, and the messages that it may wait for: nobody waits for what
+        he sends to another stage."""
+        rank = self.busiest if rank is None else rank
+        spans = [span for span in self.spans if span.task.rank == rank and span.task.stream != "stages"]
+        computing = [span for span in spans if span.task.stream == "compute"]
+        return computing, [span for span in spans if span.task.stream != "compute"]
 
-        Args:
-            rank: by default the busiest.
-        """
+    def exposed(self, rank: int | None = None) -> dict[str, float]:
+        """Seconds in which a rank, by default the busiest, has nothing to compute because it exchanges or waits for
+        others, by layer."""
         seconds_by_layer: dict[str, float] = defaultdict(float)
         for span, seconds in self.exposed_spans(rank):
             seconds_by_layer[span.task.layer] += seconds
@@ -153,14 +158,10 @@ class Timeline:
 
     def exposed_spans(self, rank: int | None = None) -> list[tuple[Span, float]]:
         """The same for every message that keeps the rank waiting."""
-        rank = self.busiest if rank is None else rank
-        spans = [span for span in self.spans if span.task.rank == rank]
-        busy = sorted((span.ready, span.end) for span in spans if span.task.stream == "compute")
-        messages = [span for span in spans if span.task.stream not in ("compute", "stages")]  # nobody waits for his own
+        computing, messages = self._of(rank)
         messages.sort(key=lambda span: span.end)
-        exposed = []
-        reached = 0.0
-        for start, end in [*busy, (self.total, self.total)]:
+        exposed, reached = [], 0.0
+        for start, end in [*sorted((span.ready, span.end) for span in computing), (self.total, self.total)]:
             for span in messages if start > reached else ():
                 begin, stop = max(reached, span.ready), min(span.end, start)
                 if stop > begin:
@@ -170,59 +171,45 @@ class Timeline:
         return exposed
 
     def by_kind(self, rank: int | None = None) -> dict[str, float]:
-        """Where a rank's time goes: seconds of every kind of computing, `exposed` communication, and `idle`.
+        """Where a rank's time goes: seconds of every kind of computing, of `around` apart `input` and `engine`,
+        `exposed` communication, and `idle`.
 
         The seconds add up to the total; computing is as long as it took, slowed down by messages where it was. Where
         the device waits for the host there is `issuing` too. `idle` is waiting for other stages, where there are any.
         """
-        rank = self.busiest if rank is None else rank
         by_kind: dict[str, float] = defaultdict(float)
-        for span in self.spans:
-            if span.task.rank == rank and span.task.stream == "compute":
-                by_kind[span.task.kind] += span.end - span.start
-                if span.start > span.ready:
-                    by_kind["issuing"] += span.start - span.ready
+        for span in self._of(rank)[0]:
+            task = span.task
+            kind = {"input": "input", ENGINE: "engine"}.get(task.name, "around") if task.kind == "around" else task.kind
+            by_kind[kind] += span.end - span.start
+            if span.start > span.ready:
+                by_kind["issuing"] += span.start - span.ready
         by_kind["exposed"] = sum(self.exposed(rank).values())
         by_kind["idle"] = max(0.0, self.total - sum(by_kind.values()))
         return dict(by_kind)
 
     def summary(self, rank: int | None = None) -> Summary:
         """Where a rank's time goes, by part of the update and by layer."""
-        rank = self.busiest if rank is None else rank
         in_stages = any(span.task.stream == "stages" for span in self.spans)
         parts = {part: 0.0 for part in PARTS if in_stages or part != "stages"}
         layers: dict[str, LayerSeconds] = defaultdict(LayerSeconds)
-        for span in self.spans:
+        for span in self._of(rank)[0]:
             task, seconds = span.task, span.end - span.ready  # with what it waits for the host, as events measure it
-            if task.rank != rank or task.stream != "compute":
-                continue
             parts[_PART_OF.get(task.kind, "input" if task.name == "input" else "rest")] += seconds
             if task.kind in ("forward", "backward", "copy"):
                 layers[task.layer] += LayerSeconds(computes=seconds)
         gradients = 0.0
         for span, seconds in self.exposed_spans(rank):
+            parts["waiting"] += seconds
             if span.task.kind == "gradient":
                 gradients += seconds
             else:
                 layers[span.task.layer] += LayerSeconds(waits=seconds)
-        kinds = self.by_kind(rank)
-        parts["waiting"] = kinds["exposed"]
-        parts["stages" if in_stages else "waiting"] += kinds["idle"]
-        for part in ("waiting", "stages"):
-            if parts.get(part, 1.0) <= _ROUNDING * self.total:
-                parts[part] = 0.0
+        parts["stages" if in_stages else "waiting"] += max(0.0, self.total - sum(parts.values()))
+        for part in {"waiting", "stages"} & parts.keys():
+            parts[part] = parts[part] if parts[part] > _ROUNDING * self.total else 0.0
         return Summary(parts, dict(layers), gradients)
 
-    def contention(self, rank: int | None = None) -> float:
-        """Seconds by which messages have made a rank's computing longer."""
-        rank = self.busiest if rank is None else rank
-        spans = (span for span in self.spans if span.task.rank == rank and span.task.stream == "compute")
-        return sum(span.end - span.start - span.task.seconds for span in spans)
-
-
-ENGINE = "the engine itself"
-
-
-def is_engine(task: Task) -> bool:
-    """Whether it is the time that an update takes beside the optimizer's work, once."""
-    return task.kind == "around" and task.name == ENGINE
+    def contention(self) -> float:
+        """Seconds by which messages have made the busiest rank's computing longer."""
+        return sum(span.end - span.start - span.task.seconds for span in self._of(None)[0])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from convoy.graph.graph import Graph
-from convoy.plans.layout import Layout
+from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import Placement
 from convoy.plans.stages import Crossing, StagedGraph
@@ -90,13 +90,13 @@ def _received(step: Step, mesh: Mesh, receiver: Coordinates, shape: tuple[int, .
     for dim, size in enumerate(shape):
         split = step.source.split(dim)
         places = {place: mesh.index(place, split.axes) if split else 0 for place in members}
-        missing = set(step.target.parts(dim, mesh, receiver, size))
+        indices_left = set(step.target.parts(dim, mesh, receiver, size))
         numbers: dict[int, int] = {}
         for place in sorted(members, key=lambda place: (places[place] != places[receiver], places[place])):
             if places[place] not in numbers:
-                part = missing.intersection(step.source.parts(dim, mesh, place, size))
+                part = indices_left.intersection(step.source.parts(dim, mesh, place, size))
                 numbers[places[place]] = len(part)
-                missing -= part
+                indices_left -= part
         for place in members:
             elements[place] *= numbers[places[place]]
     return elements
@@ -116,50 +116,42 @@ def redistributions(placement: Placement) -> Iterator[tuple[int, str, tuple[Step
 def transfer_traffic(placement: Placement) -> list[Sent]:
     """The messages between calls."""
     graph, mesh = placement.graph, placement.mesh
-    differentiable = needs_gradient(graph)
-    traffic_of: dict[tuple[Step, tuple[int, ...]], tuple[Traffic, ...]] = {}  # blocks repeat
-    calls = [*(placed.call.name for placed in placement.calls), ""]
-    messages = []
+    differentiable, places = needs_gradient(graph), [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
+    elements_of: dict[tuple[Step, tuple[int, ...]], list[Traffic]] = {}  # blocks repeat
+    calls, messages = [*(placed.call.name for placed in placement.calls), ""], []
     for number, name, steps in redistributions(placement):
         value = graph.values[name]
         for step in steps:
-            if (step, value.shape) not in traffic_of:
-                places = map(mesh.coordinates, _ranks(mesh))
-                traffic_of[step, value.shape] = tuple(step_elements(step, mesh, place, value.shape) for place in places)
-            traffics = (traffic * value.dtype.itemsize for traffic in traffic_of[step, value.shape])
-            ranks = tuple(traffic if name in differentiable else Traffic(traffic.forward) for traffic in traffics)
+            key = step, value.shape
+            if key not in elements_of:
+                elements_of[key] = [step_elements(step, mesh, place, value.shape) for place in places]
+            traffics = (elements * value.dtype.itemsize for elements in elements_of[key])
+            ranks = tuple(sent if name in differentiable else Traffic(sent.forward) for sent in traffics)
             messages.append(Sent(calls[number], name, step, ranks))
     return messages
 
 
 def cut_traffic(placement: Placement, staged: StagedGraph) -> list[Crossed]:
     """The messages between stages: ranks at one place on the other axes send their part of each value at a cut."""
-    graph, mesh = placement.graph, placement.mesh
-    axis, differentiable, messages = mesh.stage_axis, needs_gradient(graph), []
-    assert axis is not None
+    mesh, differentiable, messages = placement.mesh, needs_gradient(placement.graph), []
     for crossing in staged.crossings:
-        value, layout, ranks = graph.values[crossing.value], placement.layouts[crossing.value], []
-        for place in map(mesh.coordinates, _ranks(mesh)):
-            size = math.prod(layout.local_shape(value.shape, mesh, place)) * value.dtype.itemsize
-            forward = size if place[axis] == crossing.source else 0
-            backward = size if place[axis] == crossing.target and crossing.value in differentiable else 0
-            ranks.append(Traffic(forward, backward))
+        ranks = []
+        for rank in range(mesh.num_devices):
+            size = placement.local_bytes(crossing.value, rank)
+            backward = size if mesh.stage_of(rank) == crossing.target and crossing.value in differentiable else 0
+            ranks.append(Traffic(size if mesh.stage_of(rank) == crossing.source else 0, backward))
         messages.append(Crossed(crossing, tuple(ranks)))
     return messages
 
 
 def gradient_traffic(placement: Placement) -> dict[str, tuple[int, ...]]:
     """For every parameter whose gradient is added over some axes, the bytes that each rank sends for it."""
-    graph, mesh = placement.graph, placement.mesh
-    traffic = {}
+    graph, mesh, traffic = placement.graph, placement.mesh, dict[str, tuple[int, ...]]()
     for value in graph.parameters() if graph.training else ():
-        layout = placement.layouts.get(value.name, Layout())
-        if layout.copied:
-            count = mesh.size(tuple(sorted(layout.copied)))
-            shapes = (layout.local_shape(value.shape, mesh, mesh.coordinates(rank)) for rank in _ranks(mesh))
-            traffic[value.name] = tuple(
-                all_reduce_elements(math.prod(shape), count) * value.dtype.itemsize for shape in shapes
-            )
+        if axes := placement.layouts.get(value.name, WHOLE).copied:
+            count, width = mesh.size(tuple(axes)), value.dtype.itemsize
+            sizes = (placement.local_bytes(value.name, rank) for rank in range(mesh.num_devices))
+            traffic[value.name] = tuple(width * all_reduce_elements(size // width, count) for size in sizes)
     return traffic
 
 
@@ -172,7 +164,3 @@ def needs_gradient(graph: Graph) -> frozenset[str]:
         if names.intersection(call.inputs) and getattr(call.function, "__name__", "") != "detach":
             names |= {name for name in call.outputs if graph.values[name].dtype.is_floating_point}
     return frozenset(names)
-
-
-def _ranks(mesh: Mesh) -> range:
-    return range(mesh.num_devices)

@@ -57,45 +57,37 @@ def transfer(source: Layout, target: Layout, mesh: Mesh, shape: Sequence[int]) -
 
 class _Walk:
     def __init__(self, source: Layout, mesh: Mesh, shape: Sequence[int]) -> None:
-        self.layout = source
-        self.mesh = mesh
-        self.shape = shape
+        self.layout, self.mesh, self.shape = source, mesh, shape
 
     def to(self, target: Layout) -> Iterator[Step]:
         assert target.partial <= self.layout.partial, f"cannot make {target} of {self.layout}"
-        if self.layout.copied:
-            yield from self._keep(target)
+        # axes on which the gradient would be added although the layer gives all of it on every rank
+        if axes := self.layout.copied - target.copied - target.split_axes:
+            yield self._step("keep", axes, replace(self.layout, copied=self.layout.copied - axes))
         if self.layout.partial:
             yield from self._reduce(target)
         if target.splits:
             yield from self._slice(target)
-        if target.copied:
-            yield from self._copy(target)
+        if axes := target.copied - self.layout.copied - self.layout.split_axes:
+            yield self._step("copy", axes, replace(self.layout, copied=self.layout.copied | axes))
         if self.layout.splits != target.splits:
             yield from self._move(target)
             yield from self._gather(target)
         assert self.layout == target, f"{self.layout} is not {target}"
 
-    def _step(self, kind: Kind, axes: Iterable[int], after: Layout) -> Iterator[Step]:
+    def _step(self, kind: Kind, axes: Iterable[int], after: Layout) -> Step:
         before, self.layout = self.layout, after
-        yield Step(kind, tuple(sorted(axes)), before, after)
-
-    def _keep(self, target: Layout) -> Iterator[Step]:
-        """Drop axes on which the gradient would be added although the layer gives all of it on every rank."""
-        axes = self.layout.copied - target.copied - target.split_axes
-        if axes:
-            yield from self._step("keep", axes, replace(self.layout, copied=self.layout.copied - axes))
+        return Step(kind, tuple(sorted(axes)), before, after)
 
     def _reduce(self, target: Layout) -> Iterator[Step]:
         for dim, split in target.splits:
-            new_axes = set(split.axes) - set(self._axes(dim))
+            new_axes = set(split.axes) - set(_axes(self.layout.split(dim)))
             to_add = self.layout.partial - target.partial
-            if new_axes and new_axes <= to_add and self._refines(dim, split) and _disjoint(split):
+            if new_axes and new_axes <= to_add and _refines(*self._dim(dim), split) and _disjoint(split):
                 after = replace(self._with(dim, split), partial=self.layout.partial - new_axes)
-                yield from self._step("reduce_scatter", new_axes, after)
-        axes = self.layout.partial - target.partial
-        if axes:
-            yield from self._step("reduce", axes, replace(self.layout, partial=self.layout.partial - axes))
+                yield self._step("reduce_scatter", new_axes, after)
+        if axes := self.layout.partial - target.partial:
+            yield self._step("reduce", axes, replace(self.layout, partial=self.layout.partial - axes))
 
     def _slice(self, target: Layout) -> Iterator[Step]:
         """Divide over axes on which the tensor is whole, before anything is sent."""
@@ -103,23 +95,25 @@ class _Walk:
             new_axes = set(split.axes) - self.layout.split_axes
             if not new_axes:
                 continue
-            is_exact = set(split.axes) <= {*self._axes(dim), *new_axes} and self._refines(dim, split)
-            after = self._with(dim, split) if is_exact else self._intersected(dim, split, new_axes)
-            after = replace(after, copied=after.copied - new_axes) if after.copied else after
-            yield from self._step("slice", new_axes, after)
-
-    def _copy(self, target: Layout) -> Iterator[Step]:
-        axes = target.copied - self.layout.copied - self.layout.split_axes
-        if axes:
-            yield from self._step("copy", axes, replace(self.layout, copied=self.layout.copied | axes))
+            axes = {*_axes(self.layout.split(dim)), *new_axes}
+            is_exact = set(split.axes) <= axes and _refines(*self._dim(dim), split)
+            part = split if is_exact else _intersected(*self._dim(dim), split, frozenset(new_axes))
+            after = self._with(dim, part)
+            yield self._step(
+                "slice", new_axes, replace(after, copied=after.copied - new_axes) if after.copied else after
+            )
 
     def _move(self, target: Layout) -> Iterator[Step]:
         """Exchange over all axes of the dimensions whose split changes."""
         before_splits, after_splits = dict(self.layout.splits), dict(target.splits)
         dims = {dim for dim in (*before_splits, *after_splits) if before_splits.get(dim) != after_splits.get(dim)}
-        pairs = [(dim, split) for splits in (before_splits, after_splits) for dim, split in splits.items()]
-        axes = {axis for dim, split in pairs if dim in dims for axis in split.axes}
-        if not axes & target.split_axes - self._settled(target, dims):
+        axes = {axis for splits in (before_splits, after_splits) for dim in dims for axis in _axes(splits.get(dim))}
+        settled = set[int]()  # axes of dimensions that only need a gather
+        for dim in dims:
+            split = after_splits.get(dim)
+            if split is not None and _collects(*self._dim(dim), split):
+                settled.update(split.axes)
+        if not axes & target.split_axes - settled:
             return
         splits = {dim: split for dim, split in before_splits.items() if dim not in dims}
         splits |= {dim: split for dim, split in after_splits.items() if dim in dims}
@@ -129,57 +123,26 @@ class _Walk:
             yield from self._gather(target, left_axes)
             yield from self._move(target)
             return
-        yield from self._step("move", axes, after)
-
-    def _settled(self, target: Layout, dims: set[int]) -> set[int]:
-        """Axes of dimensions that only need a gather."""
-        axes: set[int] = set()
-        for dim in dims:
-            split = target.split(dim)
-            if split is None or self._collects(dim, split):
-                axes |= set(_axes(target, dim))
-        return axes
+        yield self._step("move", axes, after)
 
     def _gather(self, target: Layout, only: frozenset[int] | None = None) -> Iterator[Step]:
         for dim, split in self.layout.splits:
             target_split = target.split(dim)
-            old_axes = set(split.axes) - (set(target_split.axes) if target_split else set())
-            if only is not None:
-                old_axes &= only
-            if not old_axes:
-                continue
+            old_axes = set(split.axes) - set(_axes(target_split))
             for copied in (True, False):
-                axes = {axis for axis in old_axes if (axis in target.copied) == copied}
+                axes = {axis for axis in old_axes if (axis in target.copied) == copied and (not only or axis in only)}
                 if not axes:
                     continue
-                after = self._with(dim, self._united(dim, axes, target_split))
+                after = self._with(dim, _united(*self._dim(dim), frozenset(axes), target_split))
                 after = replace(after, copied=after.copied | axes) if copied else after
-                yield from self._step("move" if copied else "gather", axes, after)
+                yield self._step("move" if copied else "gather", axes, after)
 
-    def _axes(self, dim: int) -> Axes:
-        return _axes(self.layout, dim)
+    def _dim(self, dim: int) -> tuple[Mesh, int, Split | None]:
+        return self.mesh, self.shape[dim], self.layout.split(dim)
 
     def _with(self, dim: int, split: Split | None) -> Layout:
-        splits = dict(self.layout.splits)
-        splits.pop(dim, None)
-        if split is not None:
-            splits[dim] = split
-        return Layout.of(splits, self.layout.partial, self.layout.copied)
-
-    def _refines(self, dim: int, target: Split) -> bool:
-        return _refines(self.mesh, self.shape[dim], self.layout.split(dim), target)
-
-    def _collects(self, dim: int, target: Split) -> bool:
-        return _collects(self.mesh, self.shape[dim], self.layout.split(dim), target)
-
-    def _intersected(self, dim: int, target: Split, axes: set[int]) -> Layout:
-        source = self.layout.split(dim)
-        return self._with(dim, _intersected(self.mesh, self.shape[dim], source, target, frozenset(axes)))
-
-    def _united(self, dim: int, axes: set[int], target: Split | None) -> Split | None:
-        source = self.layout.split(dim)
-        assert source is not None
-        return _united(self.mesh, self.shape[dim], source, frozenset(axes), target)
+        splits = {other: part for other, part in self.layout.splits if other != dim}
+        return Layout.of(splits if split is None else splits | {dim: split}, self.layout.partial, self.layout.copied)
 
 
 # What follows looks at one dimension alone, so that a search over many layouts asks for the same again and again.
@@ -213,25 +176,20 @@ def _collects(mesh: Mesh, size: int, source: Split | None, target: Split) -> boo
 def _intersected(mesh: Mesh, size: int, source: Split | None, target: Split, new: frozenset[int]) -> Split:
     """The split where every rank keeps what it will want of what it holds; ranks that hold the same share the rest
     evenly."""
-    own_axes = source.axes if source is not None else ()
-    axes = tuple(sorted({*own_axes, *new}))
-    group = tuple(sorted(new))
-    other_axes = tuple(axis for axis in target.axes if axis not in axes)
-    needed_elsewhere = bool(set(own_axes) & set(target.axes))
-    unions = _unions(mesh, size, target, axes, other_axes)
-    found: dict[Coordinates, Indices] = {}
+    source_axes = _axes(source)
+    axes = tuple(sorted({*source_axes, *new}))
+    needed_elsewhere = bool(set(source_axes) & set(target.axes))
+    unions = _unions(mesh, size, target, axes, tuple(axis for axis in target.axes if axis not in axes))
+    parts: dict[Coordinates, Indices] = {}
     for first in _places(mesh, tuple(axis for axis in axes if axis not in new)):
-        peers = mesh.group(first, group)
+        peers = mesh.group(first, tuple(sorted(new)))
         held = _part(mesh, size, source, first)
         kept = [common(held, unions[peer]) for peer in peers]
         rest = without(held, united(kept)) if needed_elsewhere else range(0)
         for index, peer in enumerate(peers):
-            part = kept[index]
-            if needed_elsewhere:
-                share = rest[len(rest) * index // len(kept) : len(rest) * (index + 1) // len(kept)]
-                part = united([part, indices(share)])
-            found[peer] = part
-    return Split(axes, tuple(found[place] for place in _places(mesh, axes)))
+            share = rest[len(rest) * index // len(kept) : len(rest) * (index + 1) // len(kept)]
+            parts[peer] = united([kept[index], indices(share)]) if needed_elsewhere else kept[index]
+    return Split(axes, tuple(parts[place] for place in _places(mesh, axes)))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -246,24 +204,22 @@ def _united(mesh: Mesh, size: int, source: Split, axes: frozenset[int], target: 
     return Split(left, tuple(unions[place] for place in _places(mesh, left)))
 
 
-def _unions(mesh: Mesh, size: int, split: Split | None, axes: Axes, over: Axes) -> dict[Coordinates, Indices]:
+def _unions(mesh: Mesh, size: int, split: Split, axes: Axes, over: Axes) -> dict[Coordinates, Indices]:
     """For every place on `axes`, what the ranks of its group over other axes hold together."""
-    found: dict[Coordinates, Indices] = {}
+    unions: dict[Coordinates, Indices] = {}
     for place in _places(mesh, axes):
-        if place not in found:
+        if place not in unions:
             members = mesh.group(place, over)
-            union = united(_part(mesh, size, split, member) for member in members)
-            found |= dict.fromkeys((member for member in members), union)
-    return found
+            unions |= dict.fromkeys(members, united(_part(mesh, size, split, member) for member in members))
+    return unions
 
 
 def _part(mesh: Mesh, size: int, split: Split | None, place: Coordinates) -> Indices:
     return range(size) if split is None else split.parts[mesh.index(place, split.axes)]
 
 
-def _axes(layout: Layout, dim: int) -> Axes:
-    split = layout.split(dim)
-    return split.axes if split else ()
+def _axes(split: Split | None) -> Axes:
+    return split.axes if split is not None else ()
 
 
 def _places(mesh: Mesh, axes: Axes) -> list[Coordinates]:

@@ -240,9 +240,9 @@ def _recalled(session: Session, store: ProfileStore, placement: Placement) -> Sc
     """What the store predicts of the plan, before it learns more."""
     recipe, passes = session.recipe, session.passes
     machine = measuring(recipe, session.device, session.ranks.on_host)
-    costs = recipe.batch_norm, session.normed_samples, session.is_recorded
     staging = session.staging(placement)
-    return recalled(store, machine, recipe.optimizer.name, session.plan, placement, len(passes), *costs, staging)
+    training = {"batch_norm": recipe.batch_norm, "microbatch": session.normed_samples, "recorded": session.is_recorded}
+    return recalled(store, machine, recipe.optimizer.name, session.plan, placement, len(passes), staging, **training)
 
 
 def _compared(

@@ -20,11 +20,11 @@ from convoy.data import num_workers
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.graph.given import copied
-from convoy.planner import Planned, Scored, Workload, make_plan, workload_of
+from convoy.planner import Planned, Question, Scored, Workload, make_plan, workload_of
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.store import Device, device_memory, this_device
+from convoy.planner.explanation import Explanation
 from convoy.planner.profiling import try_out
-from convoy.planner.verdict import Explained
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import SCHEDULES, Schedule
@@ -191,23 +191,15 @@ def choose_plan(ready: Prepared, rivals: Sequence[Plan], progress: Callable[[str
         return max(seconds, waits) if ahead.beside else seconds + waits
 
     try:
-        planned = make_plan(
-            workload_in_passes(ready, sizes, merge, ranks.num, ranks.group),
-            ranks.num,
-            ranks,
-            store=ready.profiles,
-            memory_limit=limit,
-            rivals=rivals,
-            input=ahead,
-            progress=progress,
-            race=race,
-        )
+        workload = workload_in_passes(ready, sizes, merge, ranks.num, ranks.group)
+        question = Question(workload, ranks.num, store=ready.profiles, memory_limit=limit, rivals=rivals, input=ahead)
+        planned = make_plan(question, ranks, progress, race)
     except TooLargeError:
         raise
     except ConvoyError as error:
         return ChosenPlan(plain, (f"plan auto is {plain}: {error}",))
     best = planned.best
-    verdict = ranks.first(lambda: Explained(planned).verdict.sentence)
+    verdict = ranks.first(lambda: Explanation(planned).verdict.sentence)
     sentences = _sentences(planned, device, f"within {size(int(limit))} of memory a device, {source}")
     notes = (*sentences, f"{best.plan}: {verdict}", *planned.notes)
     return ChosenPlan(best.plan, notes, best, planned.shares(best.plan), best.staging, planned.serial.seconds)

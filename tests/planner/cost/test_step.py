@@ -160,7 +160,7 @@ def test_gradients_go_in_the_order_of_the_backward_pass_and_hide_behind_it() -> 
     one, three = (gradients(step_tasks(placement, costs, passes)) for passes in (1, 3))
     assert len(one) == len(three) > 0  # the last pass alone sends them
     kinds = predict(placement, costs, 3).by_kind()
-    assert (kinds["around"], kinds["forward"]) == pytest.approx((3 * (0.25 + 4 * 0.125), 9))
+    assert (kinds["around"] + kinds["input"], kinds["forward"]) == pytest.approx((3 * (0.25 + 4 * 0.125), 9))
     evaluated = chain((8, 4, 9, 9), training=False, a=nn.Conv2d(4, 6, 3))  # the forward passes alone
     assert predict(placed(evaluated, "sample=2"), Costs(layers_only, links(), Update(fixed=1.0))).total == 1.0
 

@@ -10,15 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
-from convoy.graph.graph import Ref
-from convoy.graph.tree import leaves
-from convoy.ops import capture
 from convoy.planner.cost.additive import Additive, additive_seconds
 from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Assumed, Rate
 from convoy.planner.search.prices import CHOOSING, Strategy
-from convoy.planner.workload import Workload
+from convoy.planner.workload import Workload, workload_of
 from convoy.plans.buckets import Sizes
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placement
@@ -162,5 +159,4 @@ class Halves(nn.Module):
 
 def workload(model: nn.Module, samples: int = 8, size: int = 8, **options: Any) -> Workload:
     """A training pass."""
-    graph = capture(model, (torch.empty(samples, 3, size, size, device="meta"),), training=True)
-    return Workload("", graph, tuple(ref.name for ref in leaves(graph.output, Ref)), **options)
+    return workload_of(model, torch.empty(1, 3, size, size), samples * options.get("passes", 1), **options)

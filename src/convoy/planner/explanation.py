@@ -1,27 +1,29 @@
-"""Where the time of a plan goes, what holds it up, and the one change that would help most: all that is said of a plan,
-computed once, for text, page and JSON, whose names the fields have."""
+"""All that is said of a plan, computed once, for text, page and JSON, whose names the fields have: where its time goes,
+what holds it up, and the one change that would help most."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 from convoy.errors import ConvoyError
 from convoy.ops.memory import what_is_recomputed
 from convoy.planner.cost.link import Collective, Curve, Link, Links
-from convoy.planner.cost.prediction import Scored, predict
-from convoy.planner.layers import Layer, Stage, alternatives, layers_of, stages_of
+from convoy.planner.cost.prediction import RankMemory, Scored, predict
+from convoy.planner.layers import Layer, Stage, alternatives, layers_of, stages_of, times_of_layers
 from convoy.planner.planner import Planned
-from convoy.plans.timeline import ENGINE, is_engine
+from convoy.plans.timeline import ENGINE
 from convoy.units import rough_percent, seconds, times_as_fast
 
-ChangeKind = Literal["links", "batch", "strategy", "compute", "optimizer", "input"]
 # `batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.
 # `division` is computing that takes longer in parts, `repeated` what runs whole on every device, `host` that GPUs wait
 # for work to be issued, `stages` that these wait for each other.
 Bottleneck = Literal[
     "compute", "communication", "batch", "division", "repeated", "optimizer", "input", "host", "stages"
 ]
+ChangeKind = Literal["links", "batch", "strategy", "compute", "optimizer", "input"]
 _LAYERS = 3  # layers that are tried with other strategies: those that keep others waiting longest
 _ISSUING = 0.25  # part of an update in which a GPU waits for its host, from which on that is what holds it up
 _SPENT_WELL = 0.9  # efficiency from which on computing itself is what takes the time
@@ -31,10 +33,23 @@ _ROUNDING = 1e-9
 _TOO_GOOD = 1.5  # efficiency beyond what caches explain
 _TOO_SLOW = 1.5  # a device's computing beside all of it on one device, beyond what a plan explains
 _AGAIN = "the machine was busy while times were measured; measure again when it is quiet (convoy profile --clear)"
-HOST = "waiting for the host"
-OTHERS = "waiting for other stages"
+_HOST, _OTHERS = "waiting for the host", "waiting for other stages"
 _COMPUTING = ("forward", "backward", "loss and the rest of a pass")
 _SENDING = ("packing for messages", "exposed communication")
+# The parts of an update for people, in the order of a step, by the kinds of a timeline (`Timeline.by_kind`)
+PARTS = {
+    "input": "input",
+    "forward": "forward",
+    "loss and the rest of a pass": "around",
+    "backward": "backward",
+    "packing for messages": "copy",
+    "exposed communication": "exposed",
+    "optimizer": "update",
+    ENGINE: "engine",
+    _HOST: "issuing",
+    "idle": "idle",
+    _OTHERS: "idle",
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +82,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Explained:
+class Explanation:
     """The plan that the planner found, and all that is said of it."""
 
     planned: Planned
@@ -94,12 +109,21 @@ class Explained:
     @cached_property
     def changes(self) -> tuple[Change, ...]:
         """What would make it faster, the most helpful first."""
-        helpful = [change for change in _changes(self.planned, self.scored, self.layers) if change.gain > 1.005]
+        helpful = [change for change in _changes(self) if change.gain > 1.005]
         return tuple(sorted(helpful, key=lambda change: -change.gain))
 
     @cached_property
     def verdict(self) -> Verdict:
-        return _verdict(self)
+        kind, layer = _kind(self)
+        by_computing = kind in ("compute", "division", "repeated")
+        worth = (change for change in self.changes if change.gain >= _WORTH_SAYING)
+        change = next((change for change in worth if by_computing or change.kind != "compute"), None)
+        advice, serial_s = [], self.planned.serial.seconds
+        if self.scored.seconds > serial_s:
+            advice.append(f"One device alone is predicted to be faster, {seconds(serial_s)} an update.")
+        if change is not None:
+            advice.append(f"Most would be gained by {change.change}: {times_as_fast(change.gain)}.")
+        return Verdict(kind, layer.layer if layer else None, _sentence(self, kind, layer), " ".join(advice))
 
     @property
     def efficiency(self) -> float:
@@ -115,49 +139,105 @@ class Explained:
         planned, staging = self.planned, self.scored.staging
         sentences = [*planned.notes, *(planned.search.notes if planned.search is not None else ())]
         passes = [] if staging is None else [staging.in_flight(stage) for stage in range(staging.number)]
-        again = what_is_recomputed(self.scored.placement, None if staging is None else staging.staged, passes)
-        sentences += [] if again is None else [again]
+        recomputed = what_is_recomputed(self.scored.placement, None if staging is None else staging.staged, passes)
+        sentences += [] if recomputed is None else [recomputed]
         if self.efficiency > _TOO_GOOD:
             sentences.append(f"{planned.speedup:.1f} × on {planned.devices} devices is more than can be: {_AGAIN}")
-        if _too_slow(planned.devices, self.parts):
+        if self.is_too_slow:
             sentences.append(
-                f"each device computes {_ratio(self.parts, 1 / planned.devices)} times as long as one that does all "
+                f"each device computes {self.computing_ratio(planned.devices)} times as long as one that does all "
                 f"alone, which no plan explains: {_AGAIN}"
             )
         return tuple(sentences)
 
+    def spent(self, *names: str) -> float:
+        """Seconds of some parts."""
+        return sum(part.seconds for part in self.parts if part.part in names)
+
+    def lost(self, *names: str) -> float:
+        """Seconds by which some parts take longer than their even share."""
+        return sum(part.seconds - part.even_share_s for part in self.parts if part.part in names)
+
+    def computing_ratio(self, devices: int = 1) -> str:
+        """How many times its even share computing takes, or how many times as long as on one of some devices."""
+        even_share_s = self.spent(*_COMPUTING) - self.lost(*_COMPUTING)
+        return f"{self.spent(*_COMPUTING) / devices / even_share_s:.2f}" if even_share_s else "many"
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether each device computes longer than one that does all alone."""
+        spent, devices = self.spent(*_COMPUTING), self.planned.devices
+        return devices > 1 and spent > _TOO_SLOW * devices * (spent - self.lost(*_COMPUTING)) > 0
+
+    def document(self) -> dict[str, Any]:
+        """Everything as JSON has it, in seconds and bytes; lists stand in the order of the network."""
+        planned, scored, search = self.planned, self.scored, self.planned.search
+        record = {
+            "model": planned.workload.name,
+            "devices": planned.devices,
+            "batch": planned.workload.batch,
+            "passes": scored.passes,
+            "sample": planned.workload.sample,
+            "plan": _plan(scored),
+            "shares": planned.shares(scored.plan),
+            "pace": planned.costs.slowdowns,
+            "update_s": scored.seconds,
+            "samples_per_s": self.samples_per_second,
+            "speedup": planned.speedup,
+            "efficiency": self.efficiency,
+            "serial_s": planned.serial.seconds,
+            "memory": _memory(scored.memory),
+            "verdict": asdict(self.verdict),
+            "time": list(map(asdict, self.parts)),
+            "changes": list(map(asdict, self.changes)),
+            "candidates": [
+                {
+                    "plan": _plan(plan),
+                    "update_s": plan.seconds,
+                    "measured_s": planned.measured.get(plan.plan),
+                    "speedup": planned.speedup_of(plan),
+                    "memory": _memory(plan.memory),
+                }
+                for plan in planned.candidates
+            ],
+            "schedule": scored.staging.schedule if scored.staging is not None else None,
+            "bubble": scored.bubble,
+            "stages": [asdict(stage) | {"memory": _memory(stage.memory)} for stage in self.stages],
+            "layers": [
+                {key: value for key, value in asdict(layer).items() if key != "stage" or value is not None}
+                for layer in self.layers
+            ],
+            "exact": search.exact if search is not None else None,
+            "notes": self.notes,
+        }
+        as_json_has_it: dict[str, Any] = json.loads(json.dumps(record))
+        return as_json_has_it
+
+
+def _plan(scored: Scored) -> dict[str, Any]:
+    return {"text": str(scored.plan), **scored.plan.to_dict()}
+
+
+def _memory(memory: RankMemory) -> dict[str, int]:
+    return {"total": memory.total, **asdict(memory)}
+
 
 def parts_of(planned: Planned, scored: Scored) -> tuple[Part, ...]:
     """Where the time goes, beside an even share of one device's."""
-    seconds_of, serial = _seconds(scored), _seconds(planned.serial)
-    names = dict.fromkeys([*seconds_of, *serial])
-    parts = [Part(name, seconds_of.get(name, 0.0), serial.get(name, 0.0) / planned.devices) for name in names]
-    return tuple(part for part in parts if max(part.seconds, part.even_share_s) > _ROUNDING * scored.seconds)
+    kinds, serial = scored.timeline.by_kind(), planned.serial.timeline.by_kind()
+    parts = []
+    for part, kind in PARTS.items():
+        waits_for_stages = part == _OTHERS
+        seconds_of = kinds.get(kind, 0.0) if kind != "idle" or waits_for_stages == (scored.staging is not None) else 0.0
+        even_share_s = 0.0 if waits_for_stages else serial.get(kind, 0.0) / planned.devices
+        if max(seconds_of, even_share_s) > _ROUNDING * scored.seconds:
+            parts.append(Part(part, seconds_of, even_share_s))
+    return tuple(parts)
 
 
-def _seconds(scored: Scored) -> dict[str, float]:
-    timeline = scored.timeline
-    kinds = timeline.by_kind()
-    around = [s for s in timeline.spans if s.task.rank == timeline.busiest and s.task.kind == "around"]
-    before = sum(s.end - s.start for s in around if s.task.stream == "compute" and s.task.name == "input")
-    engine = sum(s.end - s.start for s in around if s.task.stream == "compute" and is_engine(s.task))
-    return {
-        "input": before,
-        "forward": kinds.get("forward", 0.0),
-        "loss and the rest of a pass": kinds.get("around", 0.0) - before - engine,
-        "backward": kinds.get("backward", 0.0),
-        "packing for messages": kinds.get("copy", 0.0),
-        "exposed communication": kinds["exposed"],
-        "optimizer": kinds.get("update", 0.0),
-        ENGINE: engine,
-        HOST: kinds.get("issuing", 0.0),
-        "idle" if scored.staging is None else OTHERS: kinds["idle"],
-    }
-
-
-def _changes(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> Iterator[Change]:
+def _changes(answer: Explanation) -> Iterator[Change]:
     """What the same plan is predicted to take with one thing changed."""
-    costs, total = planned.costs, scored.seconds
+    planned, scored, costs, total = answer.planned, answer.scored, answer.planned.costs, answer.scored.seconds
 
     def again(kind: ChangeKind, text: str, **changed: Any) -> Change:
         update_s = scored.again(replace(costs, **changed))
@@ -168,12 +248,12 @@ def _changes(planned: Planned, scored: Scored, layers: tuple[Layer, ...]) -> Ite
     if (update_s := _twice_the_batch(planned, scored)) is not None:
         text = f"a batch of {2 * planned.workload.batch} (another training)"
         yield Change("batch", text, 2 * total / update_s, update_s)
-    waiting = sorted((layer for layer in layers if layer.exposed_s > 0), key=lambda layer: -layer.exposed_s)
-    for name, other in alternatives(planned, scored, [layer.layer for layer in waiting[:_LAYERS]]).items():
-        strategy, update_s = ",".join(scored.placement.mesh.beside_stages(other.strategy)), total + other.extra_s
+    waiting = sorted((layer for layer in answer.layers if layer.exposed_s > 0), key=lambda layer: -layer.exposed_s)
+    for name, best in alternatives(planned, scored, [layer.layer for layer in waiting[:_LAYERS]]).items():
+        strategy, update_s = ",".join(scored.placement.mesh.beside_stages(best.strategy)), total + best.extra_s
         yield Change("strategy", f"{name or 'the network'} by {strategy}", total / update_s, update_s)
     text = "devices that compute the layers twice as fast"
-    yield again("compute", text, times=lambda one: costs.times(one) * 0.5)
+    yield again("compute", text, times=lambda op: costs.times(op) * 0.5)
     update = replace(costs.update, per_byte=costs.update.per_byte / 2, per_tensor=costs.update.per_tensor / 2)
     yield again("optimizer", "an optimizer that is twice as fast", update=update)
     if costs.input.per_pass or costs.input.per_sample:
@@ -187,21 +267,18 @@ def _twice_the_batch(planned: Planned, scored: Scored) -> float | None:
     workload, costs = planned.workload, planned.costs
     if scored.passes > 1:
         return scored.again(costs, 2 * scored.passes)
-    try:
-        larger = workload.resized(2 * workload.samples) if workload.resized is not None else None
-        return None if larger is None else predict(larger.place(scored.plan), costs).total
-    except ConvoyError:
-        return None
+    with contextlib.suppress(ConvoyError):
+        return predict(workload.resized(2 * workload.samples).place(scored.plan), costs).total
+    return None
 
 
 def _faster(links: Links, factor: float) -> Links:
     """Links that carry every message in 1/`factor` of the time."""
 
-    def curve(measured: Curve | None) -> Curve | None:
-        return measured and Curve(tuple((size, seconds / factor) for size, seconds in measured.points))
-
     def link(measured: Link) -> Link:
-        curves: dict[str, Any] = {kind: curve(getattr(measured, kind)) for kind in get_args(Collective)}
+        curves: dict[str, Any] = {kind: getattr(measured, kind) for kind in get_args(Collective)}
+        for kind, curve in curves.items():
+            curves[kind] = curve and Curve(tuple((size, seconds / factor) for size, seconds in curve.points))
         return replace(measured, **curves)
 
     otherwise = links.otherwise
@@ -211,45 +288,24 @@ def _faster(links: Links, factor: float) -> Links:
     )
 
 
-def _verdict(answer: Explained) -> Verdict:
-    total, serial_s = answer.scored.seconds, answer.planned.serial.seconds
-    kind, layer = _kind(answer, {part.part: part for part in answer.parts})
-    by_computing = kind in ("compute", "division", "repeated")
-    worth = (change for change in answer.changes if change.gain >= _WORTH_SAYING)
-    change = next((change for change in worth if by_computing or change.kind != "compute"), None)
-    advice = []
-    if total > serial_s:
-        advice.append(f"One device alone is predicted to be faster, {seconds(serial_s)} an update.")
-    if change is not None:
-        advice.append(f"Most would be gained by {change.change}: {times_as_fast(change.gain)}.")
-    return Verdict(kind, layer.layer if layer else None, _sentence(answer, kind, layer), " ".join(advice))
-
-
-def _kind(answer: Explained, parts: Mapping[str, Part]) -> tuple[Bottleneck, Layer | None]:
+def _kind(answer: Explanation) -> tuple[Bottleneck, Layer | None]:
     """What takes most of the time that a perfect division would not take."""
     planned, scored, layers = answer.planned, answer.scored, answer.layers
-
-    def spent(name: str) -> float:
-        return parts[name].seconds if name in parts else 0.0
-
-    def lost(*names: str) -> float:
-        return sum(parts[name].seconds - parts[name].even_share_s for name in names if name in parts)
-
-    total = scored.seconds
-    if spent("input") > 0.5 * total:
+    total, devices, lost = scored.seconds, planned.devices, answer.lost
+    if answer.spent("input") > 0.5 * total:
         return "input", None
-    if spent(HOST) > _ISSUING * total:
+    if answer.spent(_HOST) > _ISSUING * total:
         return "host", None
-    if total <= planned.serial.seconds / planned.devices / _SPENT_WELL or planned.devices == 1:
+    if total <= planned.serial.seconds / devices / _SPENT_WELL or devices == 1:
         longest = max(layers, key=lambda layer: layer.work_s, default=None)
-        return ("optimizer", None) if spent("optimizer") > 0.5 * total else ("compute", longest)
+        return ("optimizer", None) if answer.spent("optimizer") > 0.5 * total else ("compute", longest)
     contention = scored.timeline.contention()
     losses: dict[Bottleneck, float] = {
         "communication": contention + lost(*_SENDING),
         "compute": lost(*_COMPUTING, ENGINE) - contention,
         "optimizer": lost("optimizer"),
         "input": lost("input"),
-        "stages": lost(OTHERS),
+        "stages": lost(_OTHERS),
     }
     most = max(losses, key=lambda name: losses[name])
     if most == "communication":
@@ -259,12 +315,15 @@ def _kind(answer: Explained, parts: Mapping[str, Part]) -> tuple[Bottleneck, Lay
     computes = [stage.computes_s for stage in answer.stages] or [0.0]
     if most == "stages" or max(computes) - sum(computes) / len(computes) > losses["compute"] / 2:
         return "stages", None
-    alone = {layer.layer: layer.work_s for layer in layers_of(planned, planned.serial)}
-    beyond_share = {layer.layer: layer.work_s - alone.get(layer.layer, 0.0) / planned.devices for layer in layers}
-    slower = max(layers, key=lambda layer: beyond_share[layer.layer], default=None)
+    alone = times_of_layers(planned.serial)
+
+    def beyond_share(layer: Layer) -> float:
+        return layer.work_s - (alone[layer.layer, "forward"] + alone[layer.layer, "backward"]) / devices
+
+    slower = max(layers, key=beyond_share, default=None)
     if slower is not None and set(scored.placement.mesh.beside_stages(slower.strategy)) == {"replicate"}:
         return "repeated", slower
-    if _too_slow(planned.devices, answer.parts):
+    if answer.is_too_slow:
         return "division", slower
     larger = any(change.kind == "batch" and change.gain >= _FASTER_BATCH for change in answer.changes)
     return ("batch" if larger or lost(ENGINE) > losses["compute"] / 2 else "division"), slower
@@ -291,52 +350,33 @@ _SENTENCES: dict[str, str] = {
 }
 
 
-def _sentence(answer: Explained, kind: Bottleneck, layer: Layer | None) -> str:
-    scored, stages = answer.scored, answer.stages
-    total, form, waits_s, name, mostly = scored.seconds or 1.0, str(kind), 0.0, "", ""
+def _sentence(answer: Explanation, kind: Bottleneck, layer: Layer | None) -> str:
+    scored, stages, form, waits_s, name, mostly = answer.scored, answer.stages, str(kind), 0.0, "", ""
 
-    def share(*names: str) -> str:
-        return rough_percent(sum(part.seconds for part in answer.parts if part.part in names) / total)
+    def share(seconds_of: float) -> str:
+        return rough_percent(seconds_of / (scored.seconds or 1.0))
 
     if layer is not None:
         waits_s, name = layer.waits_s, layer.layer or "the network itself"
-        mostly = f", most of all in {name} ({rough_percent(layer.work_s / total)})"
-    lost = sum(part.seconds - part.even_share_s for part in answer.parts if part.part in _SENDING)
-    if kind == "communication" and waits_s < lost / 3:
+        mostly = f", most of all in {name} ({share(layer.work_s)})"
+    if kind == "communication" and waits_s < answer.lost(*_SENDING) / 3:
         form = "spread"
-    longest = max(range(len(stages)), key=lambda number: stages[number].computes_s, default=0)
+    engine_s, stage = answer.spent(ENGINE), max(stages, key=lambda stage: stage.computes_s, default=None)
     return _SENTENCES[form].format(
         name=name,
         mostly=mostly,
-        waits=rough_percent(waits_s / total),
-        computing=share(*_COMPUTING),
-        sending=share(*_SENDING),
-        optimizer=share("optimizer"),
-        host=share(HOST),
-        input=share("input"),
-        engine=f", {ENGINE} {share(ENGINE)} of an update" if any(one.part == ENGINE for one in answer.parts) else "",
+        waits=share(waits_s),
+        computing=share(answer.spent(*_COMPUTING)),
+        sending=share(answer.spent(*_SENDING)),
+        optimizer=share(answer.spent("optimizer")),
+        host=share(answer.spent(_HOST)),
+        input=share(answer.spent("input")),
+        engine=f", {ENGINE} {share(engine_s)} of an update" if engine_s else "",
         samples=answer.planned.workload.samples,
         devices=answer.planned.devices,
-        ratio=_ratio(answer.parts),
+        ratio=answer.computing_ratio(),
         bubble=rough_percent(scored.bubble),
-        stage=longest + 1,
-        stage_waits=rough_percent(stages[longest].waits_s / total) if stages else "",
-        begins=(stages[longest].begins if stages else "") or "the beginning",
+        stage=stages.index(stage) + 1 if stage is not None else 0,
+        stage_waits=share(stage.waits_s) if stage is not None else "",
+        begins=(stage.begins if stage is not None else "") or "the beginning",
     )
-
-
-def _computing(parts: Iterable[Part]) -> tuple[float, float]:
-    """Seconds of computing, and its even share."""
-    computing = [part for part in parts if part.part in _COMPUTING]
-    return sum(part.seconds for part in computing), sum(part.even_share_s for part in computing)
-
-
-def _too_slow(devices: int, parts: Iterable[Part]) -> bool:
-    spent, even_share = _computing(parts)
-    return devices > 1 and spent > _TOO_SLOW * devices * even_share > 0
-
-
-def _ratio(parts: Iterable[Part], part: float = 1.0) -> str:
-    """How many times its even share computing takes, or a part of it."""
-    spent, even_share = _computing(parts)
-    return f"{part * spent / even_share:.2f}" if even_share else "many"
