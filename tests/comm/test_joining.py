@@ -3,7 +3,6 @@
 import os
 import socket
 from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -131,32 +130,3 @@ def test_who_does_not_know_the_secret_is_no_rank() -> None:
     secrets = [("a", "a"), ("a", "b"), ("a", ""), ("", "")]
     expected = ["a rank", "nobody", "nobody", "a rank"]
     assert run_ranks(_meet_with, 2, secrets, join=False) == [expected] * 2
-
-
-def _anew(file: str) -> list[str]:
-    """What becomes of a rank's words in a proof, and of the same ones said again in another meeting."""
-    rank, send, words, answers = int(os.environ["RANK"]), dist.all_to_all_single, [], []
-
-    def recorded(received, sent, group):
-        words.append(sent.clone())
-        send(received, sent, group=group)
-
-    for turn in "ab":
-        dist.init_process_group("gloo", init_method=f"file://{file}-{turn}", rank=rank, world_size=2)
-        backend.know(b"a key that somebody has written into the store again")
-        if rank == 0 or turn == "a":
-            with mock.patch.object(dist, "all_to_all_single", recorded):
-                try:
-                    backend.connect(dist.group.WORLD)
-                    answers.append("a rank")
-                except MeetingError:
-                    answers.append("nobody")
-        else:
-            for sent in words:
-                send(torch.empty_like(sent), sent)
-        leave()
-    return answers
-
-
-def test_what_a_rank_has_once_said_proves_nothing(tmp_path: Path) -> None:
-    assert run_ranks(_anew, 2, str(tmp_path / "store"), join=False) == [["a rank", "nobody"], ["a rank"]]

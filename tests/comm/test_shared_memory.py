@@ -1,6 +1,5 @@
 """Who shares memory, what happens when one of them ends, and that nothing is left behind."""
 
-import ctypes
 import os
 import time
 from pathlib import Path
@@ -9,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ranks
 from convoy.comm import collectives
 from convoy.comm.shared_memory import SWITCH
 from ranks import RankFailed, run_ranks
@@ -60,22 +58,6 @@ def _together():
 
 def test_all_ranks_share_memory_or_none_know_of_each_others_mistakes_and_leave_nothing():
     run_ranks(_together, 2)
-
-
-def _in_another_network():
-    """As on an emulated host: rank 1 leaves the network of the others, but keeps its open connections."""
-    dist.barrier()
-    if dist.get_rank() == 1:
-        assert ctypes.CDLL(None).unshare(0x40000000) == 0  # CLONE_NEWNET
-    return _channel() is not None
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a network of its own")
-def test_other_networks_are_other_hosts():
-    try:
-        assert run_ranks(_in_another_network, 2) == [False, False]
-    finally:
-        ranks._pool.close()  # a process in another network cannot join again
 
 
 def _one_dies(begin):

@@ -8,13 +8,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from odd_nets import ODD_NETS, UNCAPTURED
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 import convoy
 from convoy import models
-from convoy.engine import prepare
+from convoy.engine import StepContext
 from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.network import Network, network_of
+from convoy.engine.uncaptured import drawing
 from convoy.ops.memory import Readers
+from convoy.ops.random_bits import drop, fold, layer_key
 from convoy.training.division import divide
 from small_nets import SMALL_NETS
 
@@ -56,12 +59,25 @@ def worst_gradient(net: nn.Module, plain: nn.Module) -> float:
     return max(relative(got[n], want[n], floor) if n in got and n in want else float("inf") for n in got | want)
 
 
-class Serial:
-    """Trains one microbatch after the other by torch's own layers, but for dropout, whose masks are functions of (seed,
-    step, layer, sample)."""
+def follow_samples(net: nn.Module, context: StepContext) -> None:
+    """Let the masks of a plain network's dropout layers be functions of (seed, step, layer, sample)."""
+    context.need_keys()
+    for name, layer in net.named_modules():
+        if isinstance(layer, _DropoutNd):
+            key, channels = layer_key(name), type(layer) is not nn.Dropout
+            layer.forward = lambda x, of=layer, key=key, channels=channels: (
+                drop(x, context.keys, key, of.p, channels) if of.training else x
+            )
 
-    def __init__(self, net: nn.Module) -> None:
-        self.net, self.context, self.optimizer = net, prepare(net, SEED, "sync"), sgd(net)
+
+class Serial:
+    """Trains one microbatch after the other by torch's own layers, but for dropout, whose masks follow the samples, or,
+    in a network that cannot be captured, (seed, step, first sample)."""
+
+    def __init__(self, net: nn.Module, is_captured: bool) -> None:
+        self.net, self.context, self.optimizer = net, StepContext(SEED), sgd(net)
+        if is_captured:
+            follow_samples(net, self.context)
 
     def backward(self, step: int, images: Tensor, labels: Tensor, sizes: tuple[int, ...]) -> None:
         """Add up the gradients of the microbatches' parts of the mean loss."""
@@ -70,7 +86,8 @@ class Serial:
         for size in sizes:
             self.context.enter(step, start, (size,), images.device)
             part = slice(start, start + size)
-            loss = loss_of(self.net.train()(self.images[part] * 1), labels[part]) * (size / len(images))
+            with drawing(fold(SEED, step, start), images.device):
+                loss = loss_of(self.net.train()(self.images[part] * 1), labels[part]) * (size / len(images))
             loss.backward()
             self.loss, start = self.loss + loss.detach(), part.stop
 
@@ -90,18 +107,13 @@ def distance(
 ) -> dict[str, float]:
     """What differs from the serial run, which every rank makes for itself, and how much of itself; run on every rank.
 
-    Args:
-        batches: sizes of the global batch, one after the other; gradients and buffers are compared after each size.
-        steps: weight updates; weights and outputs in evaluation are compared after them.
-        sabotage: name in `SABOTAGES`.
-        size: of images.
-        device: where all of it runs.
-        microbatches: over how many parts of the batch batch norm takes its statistics one by one.
-        turns: made parallel in evaluation and in inference mode, and evaluated so before every update.
-        schedule: of `microbatches` parts of the batch through stages; "loop" leaves them to a pass of the network.
-        tolerance: of the weights; all else is within `TOLERANCE`.
+    Global batches have the `batches`' sizes in turn; gradients and buffers are compared after each size, weights and
+    outputs in evaluation after all `steps`, to `tolerance`. `sabotage` is a name in `SABOTAGES`, `size` that of images.
+    Batch norm takes statistics over `microbatches` parts of the batch one by one, which go through stages by `schedule`
+    ("loop" leaves them to a pass of the network). With `turns` the network is made parallel in evaluation and in
+    inference mode, and evaluated so before every update.
     """
-    (model, shape), serial = build(name, size), Serial(build(name, size)[0].to(device))
+    (model, shape), serial = build(name, size), Serial(build(name, size)[0].to(device), not name.startswith(UNCAPTURED))
     model.to(device).train(not turns)
     example = torch.zeros(2, *shape, dtype=torch.float64, device=device)
     options: dict[str, Any] = {"microbatches": microbatches} if schedule else {}

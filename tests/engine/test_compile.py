@@ -10,7 +10,6 @@ from own_loops import world_of
 from torch import Tensor, nn
 
 import convoy
-from convoy import models
 from convoy.engine import program
 from convoy.engine.network import network_of
 from ranks import run_ranks
@@ -101,27 +100,3 @@ def noticed() -> list[int]:
 
 def test_other_numbers_and_what_is_not_compiled_would_be_noticed() -> None:
     assert run_ranks(noticed, 2, timeout=120) == [[], []]
-
-
-def compiled_around() -> None:
-    net = convoy.parallelize(Net(), "sample=2", IMAGES[:2], seed=1)
-    mine, graphs = IMAGES[convoy.local_samples(net, len(IMAGES))], []
-    wrapped = torch.compile(net, backend=lambda module, inputs: graphs.append(module) or module)
-    torch.testing.assert_close(wrapped.eval()(mine), net.eval()(mine))
-    assert not graphs
-
-
-def stretches_of_resnet50() -> int:
-    made, images = [], torch.randn(2, 3, 32, 32)
-    with patch.object(torch, "compile", lambda function, **_: made.append(function) or function):
-        net = convoy.parallelize(models.create("resnet50"), "sample=2", images, batch_norm="local", compile=True)
-        network_of(net).samples = (2, 2)
-        network_of(net).context.enter(0, 0, (2, 2), torch.device("cpu"))
-        net(images)
-    return len(made)
-
-
-@pytest.mark.slow
-def test_exchanges_are_not_compiled_and_a_deep_network_is_a_handful_of_graphs() -> None:
-    run_ranks(compiled_around, 2, timeout=120)
-    assert run_ranks(stretches_of_resnet50, 2, timeout=120) == [5, 5]

@@ -63,6 +63,7 @@ CASES: dict[str, Cases] = {
         ("dense", PARTS),
         *((f"calls {kind}", ODD) for kind in (*CALLS, *BIASED)),
         *((net, TURNS) for net in ("permuted", "unseen choice")),
+        ("unseen choice", PARTS),
     ],
     "sample=2 and coupled samples": [
         *((f"coupled by {kind}", ODD) for kind in COUPLINGS),

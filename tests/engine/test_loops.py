@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import convoy
 from convoy.engine import network as network_module
-from convoy.engine.network import network_of
 from convoy.errors import ConvoyError
 from ranks import replace_processes, run_ranks
 from small_nets import Dense
@@ -191,33 +190,22 @@ def of_other_shapes(how: str, plan: str = "sample=2") -> None:
         loss = loss_of(net, mine) + (loss_of(net, mine) if how == "two passes" else 0)
         if how == "penalties":
             loss = loss + convoy.penalty(net, lasso) + convoy.penalty(net, lasso)
-        if how == "asks for gradients":
-            torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         return loss
 
-    for _ in range(40 if how != "two passes" else 6):
-        if how == "accumulates":
-            with convoy.accumulate(net):
-                loss_of(net, mine).backward()
-        elif how == "looks first":
-            loss_of(net, mine)
+    for _ in range(6):
         if how == "closure":
             optimizer.step(closure)
             assert all(type(v) is Tensor for state in optimizer.state.values() for v in state.values())
         else:
             closure()
             optimizer.step()
-    guard = network_of(net).guard
-    assert guard is not None
-    assert how in ("closure", "asks for gradients", "two passes") or sum(map(len, guard._uses.values())) == 0
 
 
 @pytest.mark.slow
 def test_loops_of_other_shapes_are_let_alone() -> None:
-    for how in ("accumulates", "asks for gradients", "looks first", "penalties"):
-        run_ranks(of_other_shapes, 2, how)
+    run_ranks(of_other_shapes, 2, "penalties")
     run_ranks(of_other_shapes, 2, "closure", "filter=2")
     run_ranks(of_other_shapes, 2, "two passes", "stage=2")
 

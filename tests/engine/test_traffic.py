@@ -67,7 +67,7 @@ def sent(plan: Any) -> tuple[tuple[int, int], tuple[int, int]]:
             output.square().sum().backward()
             backward = counter.take()
     network = network_of(net)
-    placement = network.placement([mine], parts_of(network, SAMPLES), True)
+    placement = network.example_placement(True, parts_of(network, SAMPLES))
     staged = network.staged(placement)
     crossed = cut_traffic(placement, staged) if staged is not None else []
     part = placement if staged is None else staged.part(placement, placement.mesh.stage_of(rank))

@@ -1,13 +1,10 @@
 """A watched update: every call has its marks, messages go to the calls that ask for them, and no number changes."""
 
-import contextlib
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-import convoy
-from convoy.comm.collectives import waits, watching
 from convoy.engine.gradients.divided import plain
 from convoy.engine.network import network_of
 from convoy.engine.parallelize import parallelize
@@ -74,45 +71,3 @@ def test_calls_are_seen_in_their_order_and_messages_belong_to_the_call_that_asks
             else:
                 assert transfers
                 assert plan == "channel=2" or forward[2] in transfers  # its input is gathered
-
-
-class Heard:
-    def __init__(self) -> None:
-        self.depth = self.entered = 0
-
-    def enter(self) -> None:
-        self.depth += 1
-        self.entered += 1
-
-    def leave(self) -> None:
-        self.depth -= 1
-
-
-def waits_of(plan: str) -> tuple[int, int, int]:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
-    images = torch.randn(2, 3, 8, 8)
-    net = convoy.parallelize(model, plan, example=images)
-    net(images).sum().backward()
-    with watching(heard := Heard()):
-        output = net(images)
-        forward = heard.entered
-        output.sum().backward()
-    net(images)
-    return forward, heard.entered, heard.depth
-
-
-def test_a_measurement_hears_of_every_wait_for_other_ranks_and_of_nothing_else() -> None:
-    by_samples, by_filters = run_ranks(waits_of, 2, "sample=2"), run_ranks(waits_of, 2, "filter=2")
-    for (forward, both, depth), (more, _, _) in zip(by_samples, by_filters, strict=True):
-        assert both > forward  # gradients
-        assert more > forward  # activations
-        assert depth == 0
-    assert run_ranks(waits_of, 1, "serial") == [(0, 0, 0)]
-
-    @waits
-    def fails() -> None:
-        raise ZeroDivisionError
-
-    with watching(heard := Heard()), contextlib.suppress(ZeroDivisionError):
-        fails()
-    assert (heard.entered, heard.depth) == (1, 0), "an error ends the wait"

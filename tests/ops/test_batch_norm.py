@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import convoy
 import interpreted
-from convoy.engine import MicrobatchNorm, StepContext
 from convoy.ops import normalization
 from convoy.ops.batch_norm_torch import Norm
 from convoy.ops.normalization import normalize_each
@@ -164,6 +163,21 @@ SIZES = {"even": (3, 3, 3), "uneven": (4, 4, 3), "mixed": (3, 5, 3), "one": (9,)
 SHAPES = {"images": (6, 5, 4), "vectors": (6,), "sequences": (70, 3), "volumes": (5, 2, 3, 2)}
 
 
+class ByMicrobatch(nn.Module):
+    """A batch norm over each microbatch, in torch's layer's place."""
+
+    def __init__(self, layer: nn.Module, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self._parameters, self._buffers = layer._parameters, layer._buffers
+        self.momentum, self.eps, self.sizes = layer.momentum, layer.eps, sizes
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, terms = normalize_each(x, Norm(self.weight, self.bias, None, self.eps, False), self.sizes)
+        self.num_batches_tracked.add_(len(self.sizes))
+        Running(self.running_mean, self.running_var, self.momentum, self.num_batches_tracked).follow(terms)
+        return y
+
+
 def results(
     sizes: tuple[int, ...],
     shape: tuple[int, ...],
@@ -185,9 +199,7 @@ def results(
     gradient = torch.randn_like(x)
     if inner:
         x = x.to(memory_format=torch.channels_last if len(shape) == 3 else torch.channels_last_3d)
-    context = StepContext(batch_norm="microbatch")
-    context.enter(0, 0, sizes, torch.device(device))
-    net = MicrobatchNorm(module.to(device), context)
+    net = ByMicrobatch(module.to(device), sizes)
     x = x.to(device, dtype).requires_grad_()
     with as_on_a_gpu(way):
         for _ in range(2):

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.engine import SampleDropout, StepContext
+from convoy.engine import StepContext
 from convoy.errors import ConvoyError
 from convoy.ops import norms, softmax
+from convoy.ops.random_bits import drop, layer_key
 from convoy.plans.layout import WHOLE, Layout, Split, consecutive
 from one_call import OneCall, worst
 from ops.many_calls import Draw, run_calls
@@ -119,10 +120,10 @@ def test_what_is_dropped_is_that_of_one_device() -> None:
 
     def alone(case: OneCall, name: str = "y") -> dict[str, Tensor]:
         context = StepContext(seed=3)
-        layer = SampleDropout(name, case.attributes["p"], case.attributes["channels"], context)
+        context.need_keys()
         context.enter(7, 0, (len(case.gradient),), torch.device("cpu"))
         x = case.tensors["x"].clone().requires_grad_()
-        y = layer(x)
+        y = drop(x, context.keys, layer_key(name), case.attributes["p"], case.attributes["channels"])
         y.backward(case.gradient)
         return {"y": y.detach(), "x.grad": x.grad}  # type: ignore[dict-item]
 

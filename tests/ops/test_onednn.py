@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 import convoy
-from convoy.engine.uncaptured import PointwiseConv2d, prepare
 from convoy.ops import convolution
 from convoy.ops.convolution import weighted
 from convoy.ops.onednn import packed
@@ -52,13 +51,11 @@ def kernels(run: nn.Module, x: Tensor) -> set[str]:
 
 def prepared(plain: nn.Module) -> nn.Sequential:
     model = nn.Sequential(copy.deepcopy(plain))
-    prepare(model, 0, "microbatch")
-    return model
+    return convoy.parallelize(model, "serial", example=images(), batch_norm="microbatch")
 
 
 def test_small_passes_are_left_to_onednn_and_numbers_differ_by_rounding_alone() -> None:
     plain, model, x = layer(), prepared(layer()), images()
-    assert isinstance(model[0], PointwiseConv2d) and list(model.state_dict()) == ["0.weight", "0.bias"]
     slow, fast = kernels(nn.Sequential(layer()), x), kernels(model, x)
     assert any("slow_conv2d" in name for name in slow), "torch chooses otherwise now: is_better_dilated can go"
     assert "aten::mkldnn_convolution" in fast and not any("slow_conv2d" in name for name in fast)
@@ -69,18 +66,12 @@ def test_small_passes_are_left_to_onednn_and_numbers_differ_by_rounding_alone() 
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-4 * float(one.grad.abs().max()))
 
 
-def test_several_devices_use_the_same_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_torch_alone_use_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in (nn.Conv2d, Own):
-
-        def by_engine(kind: type[nn.Conv2d] = kind) -> Tensor:
-            model = nn.Sequential(layer(kind))
-            return convoy.parallelize(model, "serial", example=images(), batch_norm="microbatch")(images())
-
         want = prepared(layer(kind))(images())
-        assert torch.equal(by_engine(), want)
         with monkeypatch.context() as patch:
             patch.setattr(convolution, "is_torchs", lambda _, kind=kind: kind is Own)
-            assert not torch.equal(by_engine(), want), "the kernels round alike: the test shows nothing"
+            assert not torch.equal(prepared(layer(kind))(images()), want), "the kernels round alike"
 
 
 def ready(kernel: int, stride: int, padding: int, dilation: int, x: Tensor, weight: Tensor) -> list[Weighted | None]:

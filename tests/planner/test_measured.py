@@ -49,10 +49,10 @@ def failing(error: Exception) -> tuple[str, list[str], str]:
     """Plan while profiling runs by channels fail on rank 1: plan, notes, refusal."""
     ranks, run, progress = Ranks.here(), Profiler._pass, [""]
 
-    def failing_pass(profiler: Profiler) -> object:
+    def failing_pass(profiler: Profiler, *args: Any, **options: Any) -> object:
         if ranks.rank == 1 and progress[-1].startswith("profiling channel"):
             raise error
-        return run(profiler)
+        return run(profiler, *args, **options)
 
     with patch.object(Profiler, "_pass", failing_pass):
         try:

@@ -145,7 +145,7 @@ NEEDED = (
 @pytest.mark.parametrize(
     ("allowed", "least", "where", "kind"),
     [
-        (0, 1, "before the first update, layer head", TooLargeError),  # of a network that is tried beforehand
+        (0, 1, "update 1, forward pass of layer head", TooLargeError),  # of a network that is not captured
         (5, 20, "update 3, forward pass of layer aux", MachineError),  # it may go well again
     ],
 )

@@ -41,20 +41,17 @@ class Here(NamedTuple):
 def gpus() -> Here:
     """The GPUs of this host. Of a driver that is too old torch only warns, once in a process, and goes on without a
     GPU."""
+    texts = []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             number = torch.cuda.device_count() if torch.cuda.is_available() else 0
         except RuntimeError as error:
-            warned, number = [], 0
-            why = str(error)
-        else:
-            why = next(
-                (text for text in (str(warning.message) for warning in warned) if "CUDA" in text or "driver" in text),
-                "",
-            )
+            number, texts = 0, [f"CUDA: {error}"]
     if number:
         return Here(number)
+    texts += [str(warning.message) for warning in warned]
+    why = next((text for text in texts if "CUDA" in text or "driver" in text), "").removeprefix("CUDA: ")
     reason = why.removeprefix("CUDA initialization: ").partition(". ")[0].partition("\n")[0].rstrip(".")
     too_old = "driver" in reason and "too old" in reason
     if too_old:

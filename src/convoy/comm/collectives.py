@@ -198,10 +198,10 @@ def exchange(sends: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | No
     example = next(x for x in sends if x is not None)
     pieces = example.new_empty(sum(counts)).split(counts)
     parts = [x if shape is None else x.view(shape) for x, shape in zip(pieces, shapes, strict=True)]
-    mine = sends[place(group)]
+    local_part = sends[place(group)]
     start_exchange_into(sends, parts, group).wait()
-    if mine is not None:
-        parts[place(group)].copy_(mine)
+    if local_part is not None:
+        parts[place(group)].copy_(local_part)
     return parts
 
 
@@ -301,7 +301,7 @@ def start_receive(x: Tensor, source: int, group: dist.ProcessGroup, tag: int = 0
 def gather_ints(numbers: Sequence[int], group: Group) -> list[list[int]]:
     """Equally many whole numbers from every rank of a group. They travel between CPUs: a GPU would have to finish all
     that it was asked before. Where a user has joined all ranks by NCCL alone, they go through the group `beside` that
-    one."""
+    one; groups of fewer ranks are made for tensors of both."""
     if group is not None and "cpu:" not in dist.get_backend_config(group):
         group = beside(group)
     return cast(list[list[int]], all_gather(torch.tensor(list(numbers), dtype=torch.int64), group).tolist())

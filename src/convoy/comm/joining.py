@@ -1,9 +1,9 @@
 """Joining the other ranks, and leaving them: addresses and networks, the process group, the wait at the end.
 
-Before they have a process group the ranks meet in a key-value store: on one host a file, on several hosts a server that
-listens on one address alone. The store is the same for all restarts of a job, so that ranks would read addresses of
-processes that are gone; and they cannot ask how often ranks were restarted, as each host counts for itself. So every
-generation of ranks uses keys of its own (`generation_store`).
+Before they have a process group the ranks meet in a key-value store: on one host a file, which only its user can open
+where a port has no password, on several hosts a server that listens on one address alone. The store is the same for all
+restarts of a job, so that ranks would read addresses of processes that are gone; and they cannot ask how often ranks
+were restarted, as each host counts for itself. So every generation of ranks uses keys of its own (`generation_store`).
 """
 
 import atexit
@@ -95,10 +95,10 @@ def board(store: Store, name: str, timeout: timedelta, patience_s: float) -> Fil
 def choose_interface(num_ranks: int, environment: MutableMapping[str, str] = os.environ) -> None:
     """Have gloo and NCCL talk on the network on which the ranks meet, unless an interface was chosen. By itself gloo
     takes the one that this host's name belongs to, which others may not reach."""
-    chosen, known = environment.get(interfaces.VARIABLES[0]) or None, interfaces.names()
-    if chosen is not None:
-        if not set(chosen.split(",")) & set(known):
-            raise ConvoyError(f"{interfaces.VARIABLES[0]} names {chosen}: unset it, or name one of {', '.join(known)}")
+    name, names = environment.get(interfaces.VARIABLES[0]) or None, interfaces.names()
+    if name is not None:
+        if not set(name.split(",")) & set(names):
+            raise ConvoyError(f"{interfaces.VARIABLES[0]} names {name}: unset it, or name one of {', '.join(names)}")
         return
     host = environment.get("MASTER_ADDR", "127.0.0.1")
     address = interfaces.towards(host)
@@ -272,11 +272,11 @@ def _say_who_else_is_here() -> None:
 
 def _check_variables(environment: Mapping[str, str]) -> None:
     needed = _VARIABLES[:2] if _file() is not None else _VARIABLES
-    missing = [name for name in needed if not environment.get(name)]
-    if missing:
+    absent_names = [name for name in needed if not environment.get(name)]
+    if absent_names:
         present = [name for name in needed if environment.get(name)]
         raise ConvoyError(
-            f"{' and '.join(present)} set but not {' and '.join(missing)}: start the ranks with torchrun, "
+            f"{' and '.join(present)} set but not {' and '.join(absent_names)}: start the ranks with torchrun, "
             "which sets all of them, or unset them to run on one device"
         )
     rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)

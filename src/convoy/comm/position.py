@@ -143,8 +143,8 @@ class Ledger:
         """The state of every group by its name; called from any thread, while others add and forget."""
         states: dict[str, GroupState] = {}
         for name, entries in list(self._groups.items()):
-            unfinished = islice((one for one in list(entries.open) if not one.done()), _SHOWN)
-            rows = [(one.number, one.name, one.layer.partition("#")[0]) for one in unfinished]
+            unfinished = islice((entry for entry in list(entries.open) if not entry.done()), _SHOWN)
+            rows = [(entry.number, entry.name, entry.layer.partition("#")[0]) for entry in unfinished]
             states[name] = (entries.members, entries.count, rows)
         return states
 

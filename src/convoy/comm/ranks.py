@@ -3,7 +3,8 @@ exchange.
 
 Objects travel as JSON, packed into tensors on the CPU: for what is small and rare. Who writes it can change results,
 but have nothing run: numbers, texts and lists stand for themselves, anything else is an object whose one key says what
-it is, and of classes only Convoy's are made, of these such as hold data, by their fields. A group of None is one rank
+it is, and of classes only Convoy's are made, of these such as hold data, by their fields (a pickle of which some names
+are allowed can still set attributes of the classes that it names). A group of None is one rank
 alone. All ranks of a group call the same function.
 """
 
@@ -31,7 +32,7 @@ from convoy.plans.mesh import Axes, Mesh
 
 T = TypeVar("T")
 
-_DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
 def to_json(value: Any) -> bytes:
@@ -72,14 +73,14 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if type(value) is list:
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     name, parts = next((name, parts) for name, (kind, parts, _) in _KINDS.items() if kind in (type(value), object))
     return {name: _plain(parts(value))}
 
 
 def _from_plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [_from_plain(one) for one in value]
+        return [_from_plain(item) for item in value]
     if not isinstance(value, dict):
         return value
     ((name, parts),) = value.items()

@@ -38,62 +38,52 @@ class Exchange:
         self._leaving = Assembly(extents(held[index]), [Region(boxes[index, rank], held[index]) for rank in ranks])
         self._arriving = Assembly(extents(wanted[index]), [Region(boxes[rank, index], wanted[index]) for rank in ranks])
         self.disjoint = self._arriving.disjoint
-        # Where all ranks get all parts, which have one shape and stand in the order of the ranks: along this dimension
-        self._dim = self._arriving.dim
-        in_order = self._arriving.kept == list(ranks) and len({extents(part) for part in held}) == 1
-        if not in_order or any(boxes[sender, receiver] != held[sender] for sender in ranks for receiver in ranks):
-            self._dim = None
+        # all ranks get all parts, which have one shape: one collective does it
+        is_even = len({extents(part) for part in held}) == 1
+        self._is_gather = is_even and not self._is_idle and all(boxes[pair] == held[pair[0]] for pair in boxes)
 
     def __call__(self, x: Tensor) -> Tensor:
         """From what this rank holds to what it wants."""
-        if self._dim is None or self._is_idle:
-            return self._send(x, self._leaving, self._arriving)
-        x = x.contiguous()
-        parts = collectives.all_gather(x, self._group)
-        if all(size == 1 for size in x.shape[: self._dim]):
-            return parts.view(self._arriving.shape)
-        return torch.cat(parts.unbind(0), self._dim)
+        if self._is_gather:
+            return self._arriving(collectives.all_gather(x.contiguous(), self._group).unbind(0))
+        return self._send(x, self._leaving, self._arriving)
 
     def transposed(self, x: Tensor) -> Tensor:
         """From the gradient of what this rank wanted to that of what it held."""
-        if self._dim is None or self._is_idle:
-            return self._send(x, self._arriving, self._leaving)
-        parts = x.unflatten(self._dim, (len(self._leaving.regions), -1)).movedim(self._dim, 0)
-        return collectives.reduce_scatter(parts.contiguous(), self._group)
+        if self._is_gather:
+            rows = torch.stack([region.select(x) for region in self._arriving.regions])
+            return collectives.reduce_scatter(rows, self._group)
+        return self._send(x, self._arriving, self._leaving)
 
     def _send(self, x: Tensor, source: Assembly, target: Assembly) -> Tensor:
-        mine = source.regions[self._index].select(x)
+        local_part = source.regions[self._index].select(x)
         if self._is_idle:
-            return target([mine] * len(target.regions))
+            return target([local_part] * len(target.regions))
         sends = [None if region.empty else region.select(x) for region in source.regions]
         sends[self._index] = x.new_empty(0)
         shapes = [None if region.empty else region.shape for region in target.regions]
         shapes[self._index] = None
         parts = collectives.exchange(sends, shapes, self._group)
-        parts[self._index] = mine
+        parts[self._index] = local_part
         return target(parts)
 
 
-class _Routes:
-    """The ranks from which one rank gets the indices that it wants: from itself what it holds, the rest from the first
+def _routes(
+    held: Sequence[Box], positions: Sequence[tuple[int, ...]], wanted: Box, receiver: int
+) -> Callable[[int], Box]:
+    """What each rank sends to one that wants some indices: it has from itself what it holds, the rest from the first
     other one. `positions` say which part of every dimension each rank holds."""
-
-    def __init__(self, held: Sequence[Box], positions: Sequence[tuple[int, ...]], wanted: Box, receiver: int) -> None:
-        self._positions = positions
-        self._parts: list[dict[int, Indices]] = []
-        for dim, needed in enumerate(wanted):
-            parts = {place[dim]: box[dim] for place, box in zip(positions, held, strict=True)}
-            own_position = positions[receiver][dim]
-            missing = needed
-            by_position: dict[int, Indices] = {}
-            for position in sorted(parts, key=lambda position: (position != own_position, position)):
-                by_position[position] = common(parts[position], missing)
-                missing = without(missing, parts[position])
-            assert not len(missing), f"nobody in the group holds {missing} of dimension {dim}"
-            self._parts.append(by_position)
-
-    def box(self, sender: int) -> Box:
-        return tuple(parts[position] for parts, position in zip(self._parts, self._positions[sender], strict=True))
+    parts: list[dict[int, Indices]] = []
+    for dim, needed in enumerate(wanted):
+        held_parts = {place[dim]: box[dim] for place, box in zip(positions, held, strict=True)}
+        own_position = positions[receiver][dim]
+        by_position: dict[int, Indices] = {}
+        for position in sorted(held_parts, key=lambda position: (position != own_position, position)):
+            by_position[position] = common(held_parts[position], needed)
+            needed = without(needed, held_parts[position])
+        assert not len(needed), f"nobody in the group holds {needed} of dimension {dim}"
+        parts.append(by_position)
+    return lambda sender: tuple(part[position] for part, position in zip(parts, positions[sender], strict=True))
 
 
 Move = Callable[[Tensor], Tensor]
@@ -125,7 +115,6 @@ class Transfer:
         self._mesh = mesh
         self._groups = groups
         self.source_shape = step.source.local_shape(shape, mesh, coordinates)
-        self.target_shape = step.target.local_shape(shape, mesh, coordinates)
         make: dict[str, Callable[[Coordinates], tuple[Move, Move]]] = {
             "reduce": self._reduce,
             "copy": self._copy,
@@ -204,14 +193,9 @@ class Transfer:
         held = [self._box(source, member) for member in members]
         wanted = [self._box(target, member) for member in members]
         positions = [self._positions(member) for member in members]
-        routes = [_Routes(held, positions, box, receiver) for receiver, box in enumerate(wanted)]
-        exchange = Exchange(
-            held,
-            wanted,
-            lambda sender, receiver: routes[receiver].box(sender),
-            self._groups.of(axes),
-            members.index(place),
-        )
+        routes = [_routes(held, positions, box, receiver) for receiver, box in enumerate(wanted)]
+        group, index = self._groups.of(axes), members.index(place)
+        exchange = Exchange(held, wanted, lambda sender, receiver: routes[receiver](sender), group, index)
         return exchange, exchange.transposed
 
     def _positions(self, place: Coordinates) -> tuple[int, ...]:
@@ -236,16 +220,15 @@ def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-class Redistribution:
+def chained(transfers: Sequence[Transfer]) -> Move:
     """Several steps one after another; without any, the tensor itself."""
 
-    def __init__(self, transfers: Sequence[Transfer]) -> None:
-        self.transfers = tuple(transfers)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        for transfer in self.transfers:
+    def run(x: Tensor) -> Tensor:
+        for transfer in transfers:
             x = transfer(x)
         return x
+
+    return run
 
 
 def redistribute(
@@ -255,6 +238,6 @@ def redistribute(
     groups: Groups,
     shape: Sequence[int],
     channels_last: bool = False,
-) -> Redistribution:
+) -> Move:
     """The steps of one tensor on one rank; arguments as for `Transfer`."""
-    return Redistribution([Transfer(step, mesh, coordinates, groups, shape, channels_last) for step in steps])
+    return chained([Transfer(step, mesh, coordinates, groups, shape, channels_last) for step in steps])

@@ -60,8 +60,8 @@ class Region:
         if not self._picks:
             put(target, part)
         elif self._runs:
-            for mine, theirs in self._pairs(target, part):
-                put(mine, theirs)
+            for target_run, part_run in self._pairs(target, part):
+                put(target_run, part_run)
         elif len(self._picks) == 1:
             by_index = target.index_add_ if accumulate else target.index_copy_
             by_index(self._picks[0][0], self._numbers(0, x), part)
@@ -101,41 +101,22 @@ class Assembly:
     def __init__(self, shape: Sequence[int], regions: Sequence[Region]) -> None:
         self.shape = tuple(shape)
         self.regions = tuple(regions)
-        self.kept = [index for index, region in enumerate(regions) if not region.empty]
-        self.disjoint, self.covered = _counts(self.shape, [regions[index] for index in self.kept])
-        self.dim = self._dim_of_concatenation()
-        if self.dim is None:
-            self.kept.sort(key=lambda index: not regions[index].full)  # the others are added to what is there in full
-        else:
-            self.kept.sort(key=lambda index: regions[index].places[self.dim or 0][0])
-
-    def _dim_of_concatenation(self) -> int | None:
-        """The dimension along which the parts stand one after another, if that is how they lie."""
-        if not (self.disjoint and self.covered and self.kept):
-            return None
-        regions = [self.regions[index] for index in self.kept]
-        if not all(isinstance(place, range) for region in regions for place in region.places):
-            return None
-        cut = {dim for region in regions for dim, size in enumerate(self.shape) if region.shape[dim] != size}
-        return None if len(cut) > 1 else next(iter(cut), 0)
+        self._kept = [index for index, region in enumerate(regions) if not region.empty]
+        self._kept.sort(key=lambda index: not regions[index].full)  # the others are added to what is there in full
+        self.disjoint, self._covered = _counts(self.shape, [regions[index] for index in self._kept])
 
     def __call__(self, parts: Sequence[Tensor]) -> Tensor:
         """Put the parts together, one for each region."""
-        if self.dim is not None:
-            kept = [parts[index] for index in self.kept]
-            return kept[0].contiguous() if len(kept) == 1 else torch.cat(kept, self.dim)
-        if self.disjoint:
-            whole = parts[0].new_empty(self.shape) if self.covered else parts[0].new_zeros(self.shape)
-            for index in self.kept:
-                self.regions[index].write(whole, parts[index])
-            return whole
-        first, *rest = self.kept
-        if self.regions[first].full:
-            whole = parts[first].clone(memory_format=torch.contiguous_format)
+        first, *numbers = self._kept or [0]
+        if self._kept and self.regions[first].full:
+            whole = (
+                parts[first].contiguous() if not numbers else parts[first].clone(memory_format=torch.contiguous_format)
+            )
         else:
-            whole, rest = parts[0].new_zeros(self.shape), self.kept
-        for index in rest:
-            self.regions[index].write(whole, parts[index], accumulate=True)
+            whole = parts[0].new_empty(self.shape) if self._covered else parts[0].new_zeros(self.shape)
+            numbers = self._kept
+        for index in numbers:
+            self.regions[index].write(whole, parts[index], accumulate=not self.disjoint)
         return whole
 
 

@@ -5,7 +5,6 @@ before the first value of a kind: only the rank that has computed it knows.
 """
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +21,7 @@ from convoy.plans.stages import DTYPES, MOST_DIMS, Crossing
 
 # in place of a kind: a gradient that there is not, as the loss does not depend on the value
 _NOTHING = [-1] * (MOST_DIMS + 3)
-_FIRST_TAG = 2**20  # above the tags of collectives, which are 0, and those of other senders through the same group
-# the last tag that a network uses, by group
-_last_tags: "weakref.WeakKeyDictionary[ProcessGroup, int]" = weakref.WeakKeyDictionary()
+_TAG = 2**20  # above the tags of collectives, which are 0, and those of other senders through the same group
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,8 @@ class Kind:
 
     def numbers(self) -> list[int]:
         """Equally many numbers for every kind."""
-        rest = [0] * (MOST_DIMS - len(self.strides))
-        return [DTYPES.index(self.dtype), int(self.needs_gradient), len(self.strides), *self.strides, *rest]
+        padding = [0] * (MOST_DIMS - len(self.strides))
+        return [DTYPES.index(self.dtype), int(self.needs_gradient), len(self.strides), *self.strides, *padding]
 
     @staticmethod
     def read(numbers: Sequence[int]) -> "Kind":
@@ -116,8 +113,8 @@ class StageLinks:
     network, how values lie in memory. Which of them have a gradient the loss decides, anew in every update unless
     `finish` is told otherwise. Sends wait for nobody.
 
-    Over gloo nothing is sent before the receiver has asked for it, so it had better ask early. It may do so before it
-    knows that the next values will be those: over gloo each key has a tag that no other network on the same group has.
+    Over gloo nothing is sent before the receiver has asked for it, so it had better ask early, in the order in which
+    the values are sent.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -129,19 +126,18 @@ class StageLinks:
         self._sent: dict[bool, dict[Any, dict[str, Kind | None]]] = {False: {}, True: {}}  # by `back` and key
         self._received: dict[bool, dict[Any, dict[str, Kind | None]]] = {False: {}, True: {}}
         self._sending: list[Sent] = []
-        self._tags: dict[Any, int] = {}
 
     def send(self, key: Any, values: Sequence[tuple[Crossing, Tensor | None]], part: int, back: bool = False) -> None:
         """Send values of a part of the batch to later stages, or gradients back to earlier ones; None for a gradient
         that there is not, a ConvoyError where another part of the batch had it."""
-        kinds, tag = self._sent[back].get(key), self._tag(key)
+        kinds = self._sent[back].get(key)
         if kinds is None:
             kinds = {crossing.value: None if x is None else Kind.of(x) for crossing, x in values}
             self._sent[back][key] = kinds
             for to in dict.fromkeys(_receiver(crossing, back) for crossing, _ in values):
                 kinds_sent = (kinds[crossing.value] for crossing, _ in values if _receiver(crossing, back) == to)
                 rows = torch.tensor([_NOTHING if kind is None else kind.numbers() for kind in kinds_sent])
-                self._send(rows, to, part, back, tag)
+                self._send(rows, to, part, back)
         for crossing, x in values:
             kind = kinds[crossing.value]
             if (x is None) is not (kind is None):
@@ -151,14 +147,14 @@ class StageLinks:
                     "the same outputs for all samples, or pass microbatches=1 to convoy.parallelize"
                 )
             if x is not None and kind is not None and x.numel():
-                self._send(kind.to_send(x.detach()), _receiver(crossing, back), part, back, tag)
+                self._send(kind.to_send(x.detach()), _receiver(crossing, back), part, back)
 
     def release(self, is_received: Callable[[Sent], bool]) -> None:
         """Drop the tensors that other ranks have received, which gloo does not do of its own accord."""
-        done = [sent for sent in self._sending if is_received(sent)]
-        for sent in done:
+        received = [sent for sent in self._sending if is_received(sent)]
+        for sent in received:
             sent.pending.wait()
-        self._sending = [sent for sent in self._sending if sent not in done]
+        self._sending = [sent for sent in self._sending if sent not in received]
 
     def knows(self, key: Any, back: bool = False) -> bool:
         """Whether the senders have said how their values lie in memory."""
@@ -173,13 +169,13 @@ class StageLinks:
     ) -> list[Arriving | None]:
         """Begin to receive values of earlier stages, or gradients of later ones, on `device`; `values` come with the
         shapes of this rank's parts, and the result is None for a gradient that there is not."""
-        kinds, tag = self._received[back].get(key), self._tag(key)
+        kinds = self._received[back].get(key)
         if kinds is None:
             kinds = self._received[back][key] = {}
             for sender in dict.fromkeys(_sender(crossing, back) for crossing, _ in values):
                 names = [crossing.value for crossing, _ in values if _sender(crossing, back) == sender]
                 rows = torch.empty(len(names), MOST_DIMS + 3, dtype=torch.int64)
-                start_receive(rows, sender, self._way(back), tag).wait()
+                start_receive(rows, sender, self._way(back), _TAG).wait()
                 kinds |= zip(names, (None if row == _NOTHING else Kind.read(row) for row in rows.tolist()), strict=True)
         arriving: list[Arriving | None] = []
         for crossing, shape in values:
@@ -189,7 +185,7 @@ class StageLinks:
                 continue
             numbers = kind.to_receive(shape, device)
             sender, way = _sender(crossing, back), self._way(back)
-            pending = start_receive(numbers, sender, way, tag) if math.prod(shape) else None
+            pending = start_receive(numbers, sender, way, _TAG) if math.prod(shape) else None
             arriving.append(Arriving(kind, shape, numbers, pending, crossing.layer))
         return arriving
 
@@ -212,16 +208,9 @@ class StageLinks:
             self._sent[True].clear()
             self._received[True].clear()
 
-    def _send(self, x: Tensor, to: int, part: int, back: bool, tag: int) -> None:
+    def _send(self, x: Tensor, to: int, part: int, back: bool) -> None:
         self._sending = [sent for sent in self._sending if not sent.pending.done]
-        self._sending.append(Sent(to, part, back, start_send(x, to, self._way(back), tag)))
-
-    def _tag(self, key: Any) -> int:
-        """The same on all ranks, as all run the same passes of the same networks one after the other."""
-        if key not in self._tags:
-            group = self._way(back=False)
-            self._tags[key] = _last_tags[group] = _last_tags.get(group, _FIRST_TAG) + 1
-        return self._tags[key]
+        self._sending.append(Sent(to, part, back, start_send(x, to, self._way(back), _TAG)))
 
     def _way(self, back: bool) -> ProcessGroup:
         group = self._back if back else self.group

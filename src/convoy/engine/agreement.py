@@ -1,4 +1,5 @@
-"""Ranks tell each other what they are about to do, so that one that does something else gets a sentence, not a hang.
+"""Ranks tell each other what they are about to do, so that one that does something else gets a sentence, not a hang:
+three numbers, in the message by which they know how many samples each has.
 
 A pass is told by its signature: the kinds of its inputs, what of them is no tensor, modes and numbers of samples.
 """
@@ -38,25 +39,17 @@ class Form:
         return not self.named and all(value is Tensor for value in self.positional)
 
     def fill(self, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        rest = iter(tensors)
-        args = [next(rest) if value is Tensor else value for value in self.positional]
-        return args, {name: next(rest) if value is Tensor else value for name, value in self.named}
+        remaining_tensors = iter(tensors)
+        args = [next(remaining_tensors) if value is Tensor else value for value in self.positional]
+        return args, {name: next(remaining_tensors) if value is Tensor else value for name, value in self.named}
 
     def caller(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the tensors alone, whose parameters are called as those of `forward`."""
+        """A function of the tensors alone."""
 
         def call(*tensors: Any) -> Any:
             args, kwargs = self.fill(tensors)
             return forward(*args, **kwargs)
 
-        names = [f"input_{place}" for place in range(len(self.positional))]
-        for place, name in enumerate(list(inspect.signature(forward).parameters)[: len(names)]):
-            names[place] = name
-        names = [n for n, value in zip(names, self.positional, strict=True) if value is Tensor]
-        names += [name for name, value in self.named if value is Tensor]
-        call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in dict.fromkeys(names)]
-        )
         return call
 
 

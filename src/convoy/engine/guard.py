@@ -6,8 +6,8 @@
   outside of the network (a penalty on the weights) would be added over the ranks.
 - An optimizer that looks at whole tensors is refused on divided ones, and gradients of these answer for all parts.
 
-The comparisons are made in the passes after the first updates, then ever more rarely: each costs a sum over the
-weights and one small message, and they are so far apart that they take at most `SHARE` of the time.
+The comparisons are made in the passes after updates 1, 2, 4, 8, … until they are so far apart that they take at most
+`SHARE` of the time (docs/benchmarks/checks.md): each is a sum over the bits of the weights, and one small message.
 """
 
 import math

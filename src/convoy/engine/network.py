@@ -84,59 +84,37 @@ class Guard(Protocol):
 
 @dataclass
 class Network:
-    """Runs the forward pass of `model` under `plan`.
+    """Runs the forward pass of `model` under `plan`."""
 
-    Attributes:
-        model: with this rank's shards for parameters and buffers.
-        loss: of a rank: the mean over its own samples, or its part of the global batch's loss.
-        shapes: serial shape and dtype of every parameter and buffer, by serial name.
-        layouts: how each of them lies over the mesh; a parameter's gradient is added over the axes in `copied`.
-        sample_axes: axes along which ranks are given different samples.
-        samples: how many samples each sample rank passes next, where the caller knows; None asks the other ranks.
-        reducer: adds the gradients during the backward pass.
-        channels_last: whether images travel between ranks with the channels innermost in memory.
-        compile: whether what lies between the exchanges of a training pass runs through `torch.compile`.
-        recompute: layers whose activations are computed again in the backward pass, beside those that the model asks
-            for.
-        captured: how the network's calls were found, for people.
-        example: sizes and types of one rank's inputs that it was made with.
-        form: the other arguments that it was made with; None where there were none.
-        layers: name and kind of every layer that the network calls.
-        borrowed: layers whose parameters another one computes with: its name by theirs.
-        undivided: whether there is one device and nothing is drawn, so that the model's own forward pass does the same;
-            torch.compile then sees the plain network.
-        normalizes: whether it has batch norm in training, for which Convoy has kernels of its own on a GPU.
-        watch: makes what watches a pass of a placement; None where nobody looks.
-        guard: notices what ranks should have alike and have not; None where nobody looks.
-        recomputes: whether some activations are computed again.
-        counts_passes: whether a pass depends on those before it, beside the weights and buffers.
-        passes: in training so far, of a loop that does not announce them.
-    """
-
-    model: nn.Module
+    model: nn.Module  # with this rank's shards for parameters and buffers
     plan: Plan
     groups: Groups
     context: StepContext
-    loss: Loss = "mean"
+    loss: Loss = "mean"  # of a rank: the mean over its own samples, or its part of the global batch's loss
+    channels_last: bool = False  # whether images travel between ranks with the channels innermost in memory
+    compile: bool = False  # whether what lies between the exchanges of a training pass runs through `torch.compile`
+    recompute: Recompute = False  # layers whose activations are computed again, beside those that the model asks for
+    captured: str = "as one program"  # how the network's calls were found, for people
+    # serial shape and dtype of every parameter and buffer, by serial name
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    # how each of them lies over the mesh; a parameter's gradient is added over the axes in `copied`
     layouts: dict[str, Layout] = field(default_factory=dict)
-    sample_axes: tuple[int, ...] = ()
-    samples: tuple[int, ...] | None = None
-    reducer: GradientReducer | None = None
-    channels_last: bool = False
-    compile: bool = False
-    recompute: Recompute = False
-    captured: str = "as one program"
-    example: tuple[Kind, ...] = ()
-    form: Form | None = None
-    layers: tuple[tuple[str, str], ...] = ()
+    sample_axes: tuple[int, ...] = ()  # along which ranks are given different samples
+    samples: tuple[int, ...] | None = None  # of every sample rank's next pass, where the caller knows; else it is asked
+    reducer: GradientReducer | None = None  # adds the gradients during the backward pass
+    example: tuple[Kind, ...] = ()  # sizes and types of one rank's inputs that it was made with
+    form: Form | None = None  # the other arguments that it was made with; None where there were none
+    layers: tuple[tuple[str, str], ...] = ()  # name and kind of every layer that the network calls
+    # layers whose parameters another one computes with: its name by theirs
     borrowed: dict[str, str] = field(default_factory=dict)
+    # whether there is one device and nothing is drawn, so that the model's own forward pass does the same;
+    # torch.compile then sees the plain network
     undivided: bool = False
-    normalizes: bool = False
-    watch: Callable[[Placement], Watch] | None = None
-    guard: Guard | None = None
-    recomputes: bool = False
-    counts_passes: bool = False
+    normalizes: bool = False  # whether it has batch norm in training, for which Convoy has kernels of its own on a GPU
+    watch: Callable[[Placement], Watch] | None = None  # makes what watches a pass of a placement
+    guard: Guard | None = None  # notices what ranks should have alike and have not
+    recomputes: bool = False  # whether some activations are computed again
+    counts_passes: bool = False  # whether a pass depends on those before it, beside the weights and buffers
 
     def __post_init__(self) -> None:
         self.shapes = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(self.model).items()}
@@ -147,7 +125,7 @@ class Network:
         self._programs: dict[Signature, tuple[Placement, Program]] = {}
         self._state_alone: tuple[str, ...] = ()
         self._alone: dict[tuple[str, ...], tuple[bool, bool]] = {}  # `undivided` and `normalizes` in states before
-        self.passes = 0
+        self.passes = 0  # in training so far, of a loop that does not announce them
         self._uncompiled: Callable[..., Any] | None = None
         self._graphs: list[Graph] = []
 

@@ -1,8 +1,8 @@
 """The optimizers of divided networks, which are checked before their first step.
 
 Torch calls two hooks around every optimizer's step. Before the first step of one that has divided parameters, its class
-must be known to treat every number by itself, or seen to do so on small tensors, whole and cut; and its state must be
-that of this rank's parts.
+must be known to treat every number by itself, or seen to do so on small tensors, whole and cut (a list of names would
+be out of date with every release of a library of optimizers); and its state must be that of this rank's parts.
 """
 
 import copy

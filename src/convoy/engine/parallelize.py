@@ -1,7 +1,9 @@
 """`convoy.parallelize`: a plain network becomes this rank's part of it.
 
-`net.state_dict()` of a divided network gives the live tensors of this rank, as in any module, so that averages and
-copies kept of them stay what they were. Beside them stands an empty tensor whose name says whose parts they are: a
+Parameters are plain tensors of this rank's part, not DTensors: `Shard` can say the layout of 39 % of the divided
+parameters of our networks under `filter=3`, and torch's default optimizer step takes 2.4 times as long with them
+(docs/benchmarks/dtensor.md). `net.state_dict()` gives these live tensors, as in any module, so that averages and copies
+kept of them stay what they were. Beside them stands an empty tensor whose name says whose parts they are: a
 plain network, another rank or another plan that is given them names it, where shapes that happen to agree would have
 been loaded in silence.
 """
@@ -9,6 +11,7 @@ been loaded in silence.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -16,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from convoy.comm.collectives import broadcast, gather_ints
+from convoy.comm.collectives import Group, broadcast, gather_ints
 from convoy.comm.groups import Groups
 from convoy.comm.joining import join, num_ranks
 from convoy.engine.agreement import Form, agree, arguments
@@ -56,7 +59,7 @@ def own_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(_MARK)}
 
 
-def _mark(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _mark(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     state[prefix + _name(network_of(model))] = torch.empty(0)
 
 
@@ -67,26 +70,18 @@ def _name(network: Network) -> str:
     return f"{_MARK}{text.replace('.', '·')}: save whole tensors by convoy.save"
 
 
-def _take(
-    model: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    metadata: Any,
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
+def _take(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Take the same parts, or cut them out of whole tensors; refuse all else."""
     network = network_of(model)
+    own_mark = prefix + _name(network)
     marks = [name for name in state if name.startswith(prefix + _MARK)]
     for mark in marks:
         del state[mark]
-        part_of_state, own_part = _text(mark, prefix), _text(prefix + _name(network), prefix)
-        if not same_part(part_of_state, own_part):
+        if not same_part(mark, own_mark):
+            part, own_part = (text.removeprefix(prefix + _MARK).partition(": save")[0] for text in (mark, own_mark))
             raise ConvoyError(
-                f"this state is {part_of_state}, and the network has {own_part}: save with convoy.save, or what "
-                "convoy.state_dict gives, and load with convoy.load or convoy.load_state_dict"
+                f"this state is {part.replace('·', '.')}, and the network has {own_part.replace('·', '.')}: save with "
+                "convoy.save, or what convoy.state_dict gives, and load with convoy.load or convoy.load_state_dict"
             )
     if marks:
         return
@@ -103,10 +98,6 @@ def _take(
                 f"{key} has the shape of one rank's part and does not say of which: load whole tensors, as "
                 "convoy.state_dict gives them, or a state as net.state_dict() gave it on this rank"
             )
-
-
-def _text(mark: str, prefix: str) -> str:
-    return mark.removeprefix(prefix + _MARK).partition(": save")[0].replace("·", ".")
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -169,34 +160,39 @@ def parallelize(
         ConvoyError: a layer cannot be divided as the plan says, a pattern of the plan or of `recompute` matches no
             layer, or the plan is not for as many devices as there are.
     """
-    network = take_part(
-        model,
-        plan,
-        example,
-        batch_norm=batch_norm,
-        loss=loss,
-        seed=seed,
-        microbatches=microbatches,
-        compile=compile,
-        recompute=as_recompute(recompute),
-    )
+    options = Options(batch_norm, loss, seed, microbatches, compile, as_recompute(recompute))
+    network = take_part(model, plan, example, options)
     if network.plan.mesh.num_devices > 1:
         network.guard = Guard(network, compares=checks)
         mark_state(model)
     return model
 
 
+@dataclass(frozen=True)
+class Options:
+    """How a network is run, as `parallelize` takes it."""
+
+    batch_norm: BatchNorm = "sync"
+    loss: Loss = "mean"
+    seed: int | None = None
+    microbatches: int | None = None
+    compile: bool = False
+    recompute: Recompute = False
+
+    def check(self) -> None:
+        """ConvoyError for what is no such value."""
+        _check_option("batch_norm", self.batch_norm, get_args(BatchNorm))
+        _check_option("loss", self.loss, get_args(Loss))
+        number = self.microbatches
+        if number is not None and (type(number) is not int or number < 1):
+            raise ConvoyError(f"microbatches={number!r} must be a whole number from 1, or None for as many as serve")
+
+
 def take_part(
     model: nn.Module,
     plan: "str | Path | dict[str, Any] | Plan",
     example: "Tensor | tuple[Any, ...] | dict[str, Any]",
-    *,
-    batch_norm: BatchNorm = "sync",
-    loss: Loss = "mean",
-    seed: int | None = None,
-    microbatches: int | None = None,
-    compile: bool = False,
-    recompute: Recompute = False,
+    options: Options = Options(),
     devices: int | None = None,
 ) -> Network:
     """As `parallelize`, for a loop that Convoy runs itself: nothing watches over it. `devices` take part, by default as
@@ -206,31 +202,31 @@ def take_part(
     prepare_given(model, needs_numbers=devices == 1 or dist.get_rank() == 0)
     if hasattr(model, "_convoy"):
         raise ConvoyError("this network is parallelized already: build it anew for another plan")
-    _check_option("batch_norm", batch_norm, get_args(BatchNorm))
-    _check_option("loss", loss, get_args(Loss))
-    if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
-        raise ConvoyError(f"microbatches={microbatches!r} must be a whole number from 1, or None for as many as serve")
+    options.check()
     examples, form = _examples(model, example)
     keep_freed_memory(examples[0].device)
     parsed = Plan.parse(plan, num_devices=devices)
     check_devices(parsed.mesh, devices)
-    if compile and parsed.num_stages > 1:
+    # torch 2.13's inductor gives zeros for gradients of LeNet's second stage on a CPU, also without Convoy (Conv2d(6,
+    # 16, 5), ReLU, MaxPool2d(2), Flatten, Linear; eight images of 14 × 14); by `eager` and `aot_eager` they are right
+    if options.compile and parsed.num_stages > 1:
         raise ConvoyError(
             "a network in stages is not compiled, as torch.compile has given the layers of a stage wrong gradients: "
             "leave compile away, or choose a plan without stages"
         )
     groups = Groups(parsed.mesh, 0 if devices == 1 else None)
-    context = StepContext(_seed(seed, groups), batch_norm=batch_norm)
+    world = groups.of(tuple(parsed.mesh.axes))
     with torch.inference_mode(False):
-        make_room(model, groups.of(tuple(parsed.mesh.axes)))
-        network = _network(model, parsed, groups, context, examples, form, loss, microbatches, recompute)
+        make_room(model, world)
+        network = _network(model, parsed, groups, examples, form, options)
         network.check_hooks()
-        network.compile = compile
-        _take_shards(network, examples[0].device)
+        _take_shards(network, examples[0].device, world)
         parameters = dict(model.named_parameters())
         network.reducer = GradientReducer(
             [(parameters[n], tuple(sorted(network.layouts[n].copied))) for n in parameters if network.owns(n)], groups
         )
+    # in place, where DistributedDataParallel wraps: names and hooks stay those of the plain network, which never exists
+    # twice
     model._convoy = network  # type: ignore[assignment]
     model.forward = network.forward
     if not network.undivided:
@@ -376,26 +372,18 @@ def _examples(model: nn.Module, example: Any) -> tuple[tuple[Tensor, ...], Form 
 
 
 def _network(
-    model: nn.Module,
-    plan: Plan,
-    groups: Groups,
-    context: StepContext,
-    examples: tuple[Tensor, ...],
-    form: Form | None,
-    loss: Loss,
-    microbatches: int | None,
-    recompute: Recompute,
+    model: nn.Module, plan: Plan, groups: Groups, examples: tuple[Tensor, ...], form: Form | None, options: Options
 ) -> Network:
     """The network with its parameters placed: as one program where it can be captured, else whole on every rank."""
-    options: dict[str, Any] = {"loss": loss, "channels_last": _is_channels_last(model, examples, groups)}
-    staged = plan.mesh.stage_axis is not None and plan.mesh.sizes[plan.mesh.stage_axis] > 1
+    world = groups.of(tuple(groups.mesh.axes))
+    context = StepContext(_seed(options.seed, world), batch_norm=options.batch_norm)
+    channels_last = _is_channels_last(model, examples, world)
+    made_with = (model, plan, groups, context, options.loss, channels_last, options.compile)
     try:
-        if staged:
-            network: Network = StagedNetwork(
-                model, plan, groups, context, **options, recompute=recompute, microbatches=microbatches
-            )
+        if plan.num_stages > 1:
+            network: Network = StagedNetwork(*made_with, recompute=options.recompute, microbatches=options.microbatches)
         else:
-            network = Network(model, plan, groups, context, **options, recompute=recompute)
+            network = Network(*made_with, recompute=options.recompute)
         network.look(examples, model.training, form)
     except CaptureError as error:
         if isinstance(error, KeptError) and plan.mesh.num_devices > 1:
@@ -403,18 +391,17 @@ def _network(
                 f"{error}, where a pass on several devices runs as a program that would not set it: return it from "
                 "forward"
             ) from error
-        if staged:
+        if plan.num_stages > 1:
             raise ConvoyError(
                 f"the network cannot be cut into stages, as it was not captured as one program ({error}): choose a "
                 "plan without an axis stage"
             ) from error
-        if recompute:
+        if options.recompute:
             raise ConvoyError(
                 f"recompute needs the network as one graph, but {error}: leave recompute away, or let the network "
                 "itself recompute by torch.utils.checkpoint"
             ) from error
-        reason = f"whole on every rank, as {error}"
-        network = Uncaptured(model, plan, groups, context, **options, captured=reason)
+        network = Uncaptured(*made_with, captured=f"whole on every rank, as {error}")
         network.counts_passes = isinstance(error, ChangedError)
         network.look(examples, model.training, form)
     modules = [name for name, _ in model.named_modules()]
@@ -423,25 +410,22 @@ def _network(
     return network
 
 
-def _seed(seed: int | None, groups: Groups) -> int:
+def _seed(seed: int | None, world: Group) -> int:
     """Rank 0's seed, on every rank."""
     own_seed = (torch.initial_seed() if seed is None else seed) % 2**64
-    world = groups.of(tuple(groups.mesh.axes))
     high, low = gather_ints([own_seed >> 32, own_seed % 2**32], world)[0]
     return (high << 32) + low
 
 
-def _is_channels_last(model: nn.Module, examples: tuple[Tensor, ...], groups: Groups) -> bool:
+def _is_channels_last(model: nn.Module, examples: tuple[Tensor, ...], world: Group) -> bool:
     """Whether convolutions compute with the channels innermost: their images or their weights lie so on rank 0."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     images = [x for x in (*examples, *model.parameters()) if x.dim() in formats]
     lies_so = any(x.is_contiguous(memory_format=formats[x.dim()]) and not x.is_contiguous() for x in images)
-    world = groups.of(tuple(groups.mesh.axes))
     return gather_ints([int(lies_so)], world)[0][0] == 1
 
 
-def _take_shards(network: Network, device: torch.device) -> None:
-    world = network.groups.of(tuple(network.groups.mesh.axes))
+def _take_shards(network: Network, device: torch.device, world: Group) -> None:
     with torch.no_grad():
         for name, tensor in named_tensors(network.model).items():
             whole = tensor.data.to(device)

@@ -2,7 +2,8 @@
 
 Where the other ranks of the mesh are at hand all run together, and what redistributes activations is timed too. Where
 they are not nothing is sent: what would come from others is made up, of the right shape. All else is what the engine
-runs, in its order, so that a call finds in the caches what it will find there in training.
+runs, in its order, so that a call finds in the caches what it will find there in training: a layer that is timed alone,
+over and over, finds its data there.
 
 Measurements are repeated until they are steady: code is loaded when it first runs, memory that the process has never
 had comes from the kernel page by page, and the C library needs some rounds until its free blocks fit. A fixed number of
@@ -12,9 +13,7 @@ Inputs are the network's own where they are at hand, and others like them where 
 maximum over noise mispredicts branches, and takes twice as long as one over equal numbers.
 """
 
-import itertools
 import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,11 +26,11 @@ import torch
 from torch import Tensor
 
 from convoy.comm.groups import Groups
-from convoy.comm.redistribution import Redistribution, Transfer
+from convoy.comm.redistribution import Transfer, chained
 from convoy.engine.allocation import get_ahead, page_faults
 from convoy.engine.program import Program
 from convoy.engine.shards import cut
-from convoy.engine.watched import DeviceClock
+from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.graph.graph import Value
 from convoy.ops.context import StepContext
 from convoy.ops.statistics import RunningStatistics
@@ -163,24 +162,22 @@ class TimedTransfer(Transfer):
         self._ways.append((start, self._clock.now(), issuing))
         return result
 
-    def taken(self) -> tuple[float, float]:
-        """Seconds of the last time, forward and backward."""
-        return self._both([self._clock.between(start, end) for start, end, _ in self._ways])
-
-    def issuing(self) -> tuple[float, float]:
-        """Those of the host."""
-        return self._both([seconds for *_, seconds in self._ways])
-
-    @staticmethod
-    def _both(ways: list[float]) -> tuple[float, float]:
-        forward, backward, *_ = (*ways, 0.0, 0.0)
-        return forward, backward
+    def seconds(self) -> tuple[float, float, float, float]:
+        """Of the last time, forward and backward: all of them, and those of the host."""
+        (forward, forward_host), (backward, backward_host), *_ = (
+            *((self._clock.between(start, end), issuing) for start, end, issuing in self._ways),
+            (0.0, 0.0),
+            (0.0, 0.0),
+        )
+        return forward, backward, forward_host, backward_host
 
 
 OUTSIDE = ""  # the name of the time that belongs to no call
 _MADE_UP = "made up"  # the name of the time of transfers, of what stands in for them, and of their gradients
 _GROWS = 1000  # more pages than this make a pass slower
 _PATIENCE_S = 10.0
+
+Ways = tuple[dict[str, float], dict[str, float]]  # seconds by the names of calls, forward and backward
 
 
 @dataclass(frozen=True)
@@ -236,17 +233,16 @@ class Profiler:
         microbatches: Sequence[int] = (),
         contents: Mapping[str, Tensor] | None = None,
         groups: Groups | None = None,
-        clock: DeviceClock | None = None,
     ) -> None:
         self._device = device
-        self._clock = clock or DeviceClock(device)
+        self._clock = DeviceClock(device)
         self._context = StepContext(batch_norm=batch_norm)  # type: ignore[arg-type]
         self._sizes = tuple(microbatches) or (placement.batch.num_samples,)
         mesh, values = placement.mesh, placement.graph.values
         place = mesh.coordinates(rank)
 
+        self._placement = placement
         self._timed: list[TimedTransfer] = []
-        self._now: Callable[[], Any] = self._clock.now
         self._ahead = 4
         self._grew = False
 
@@ -254,11 +250,11 @@ class Profiler:
             part = steps[-1].target.local_shape(shape, mesh, place)
             return lambda x: StandIn.apply(x, part, channels_last)
 
-        def timed(steps: tuple[Step, ...], shape: tuple[int, ...]) -> Redistribution:
+        def timed(steps: tuple[Step, ...], shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
             assert groups is not None
             transfers = [TimedTransfer(self._clock, step, mesh, place, groups, shape, channels_last) for step in steps]
             self._timed += transfers
-            return Redistribution(transfers)
+            return chained(transfers)
 
         ranks = groups or _NoOthers(mesh, rank)
         transfer = timed if groups else stand_in
@@ -270,7 +266,7 @@ class Profiler:
 
     def try_out(self) -> None:
         """One pass, of which nothing is kept; torch.OutOfMemoryError where it does not fit."""
-        self._pass()
+        self._pass(self._clock)
 
     def run(
         self,
@@ -283,87 +279,83 @@ class Profiler:
         takes this rank's seconds and gives those of the slowest of them."""
         passes = steady(
             partial(self._measured, slowest),  # no lambda: a traceback would keep it, and the groups
-            lambda one: one.slowest,
+            lambda measured_pass: measured_pass.slowest,
             agree,
             enough=enough,
             patience_s=_PATIENCE_S,
             settled=lambda: not self._grew,
         )
-        passes = middle_half(passes, lambda one: one.slowest)
-        names = dict.fromkeys(name for one in passes for name in (*one.forward, *one.backward))
+        passes = middle_half(passes, lambda measured_pass: measured_pass.slowest)
+        names = dict.fromkeys(name for member in passes for way in member.ways[:2] for name in way)
+        times = {name: _middle([[way.get(name, 0.0) for way in member.ways] for member in passes]) for name in names}
+        marked_s = [
+            sum(getattr(seconds, way) for seconds in times.values()) or 1.0 for way in ("host_forward", "host_backward")
+        ]
+        part = [median_low(member.whole[way] for member in passes) / marked_s[way] for way in (0, 1)]
         calls = {
-            name: _middle([[getattr(one, way).get(name, 0.0) for way in _WAYS] for one in passes]) for name in names
-        }
-        marked_s = [sum(getattr(one, way) for one in calls.values()) or 1.0 for way in _WAYS[2:]]
-        part = [median_low(one.whole[way] for one in passes) / marked_s[way] for way in (0, 1)]
-        calls = {
-            name: replace(one, host_forward=part[0] * one.host_forward, host_backward=part[1] * one.host_backward)
-            for name, one in calls.items()
+            name: replace(call, host_forward=part[0] * call.host_forward, host_backward=part[1] * call.host_backward)
+            for name, call in times.items()
             if name != _MADE_UP
         }
-        transfer_times = map(_middle, zip(*(one.transfers for one in passes), strict=True))
+        transfer_times = map(_middle, zip(*(member.transfers for member in passes), strict=True))
+        transfers = [
+            (move.step, move.shape, move.dtype, times) for move, times in zip(self._timed, transfer_times, strict=True)
+        ]
         return Profile(
-            calls,
-            [(one.step, one.shape, one.dtype, times) for one, times in zip(self._timed, transfer_times, strict=True)],
-            mean(one.seconds for one in passes),
-            mean(one.slowest for one in passes),
+            calls, transfers, mean(member.seconds for member in passes), mean(member.slowest for member in passes)
         )
 
     def _measured(self, slowest: Callable[[float], float]) -> "_Pass":
         """A pass; where memory still grew in it, it need not grow in the next ones."""
-        host: tuple[dict[str, float], dict[str, float]] = {}, {}
+        host: Ways = ({}, {})
         issuing = [(0.0, 0.0)] * len(self._timed)
         whole: tuple[float, ...] = 0.0, 0.0
         if self._clock.is_queue:  # first what the host takes, then what the device does where the host is ahead
-            self._now = self._clock.host
+            host_clock = self._clock.of_host()
             self._clock.wait()
-            whole = tuple(sum(way.spans(operator.sub).values()) for way in self._pass(marks=False))
+            whole = tuple(sum(way.values()) for way in self._pass(host_clock, marks=False))
             self._clock.wait()
-            forward, backward = self._pass()
-            host = forward.spans(operator.sub), backward.spans(operator.sub)
-            issuing = [timed_transfer.issuing() for timed_transfer in self._timed]
+            host = self._pass(host_clock)
+            issuing = [timed_transfer.seconds()[2:] for timed_transfer in self._timed]
             self._clock.wait()
             self._clock.delay(sum(sum(way.values()) for way in host))
         faults = page_faults()
-        self._now = self._clock.now
-        forward, backward = self._pass()
+        device = self._pass(self._clock)
         new_pages = page_faults() - faults
         self._grew = self._device.type == "cpu" and self._ahead > 0 and new_pages > _GROWS
         if self._grew:
             self._ahead -= 1
             get_ahead(4 * new_pages)
-        forward_s, backward_s = (
-            way.spans(lambda end, start: self._clock.between(start, end)) for way in (forward, backward)
-        )
-        transfer_s = [timed_transfer.taken() for timed_transfer in self._timed]
-        seconds = sum(
-            seconds_of_call
-            for way in (forward_s, backward_s)
-            for name, seconds_of_call in way.items()
-            if name != _MADE_UP
-        )
-        seconds += sum(map(sum, transfer_s))
+        transfer_s = [timed_transfer.seconds()[:2] for timed_transfer in self._timed]
+        seconds = sum(sum(way.values()) - way.get(_MADE_UP, 0.0) for way in device) + sum(map(sum, transfer_s))
         transfers = [(*both, *issuing_s) for both, issuing_s in zip(transfer_s, issuing, strict=True)]
-        return _Pass(forward_s, backward_s, *host, whole, transfers, seconds, slowest(seconds))
+        return _Pass((*device, *host), whole, transfers, seconds, slowest(seconds))
 
-    def _pass(self, marks: bool = True) -> "tuple[_Stopwatch, _Stopwatch]":
-        """One forward and one backward pass, with marks at the moments of `_now`: of each call, or of both ends."""
+    def _pass(self, clock: DeviceClock, marks: bool = True) -> Ways:
+        """The seconds of one forward and one backward pass by a clock: of each call, or in all."""
         self._context.statistics = RunningStatistics()
         self._context.enter(0, 0, self._sizes, self._device)
         torch.clear_autocast_cache()  # an update in training begins without weights that are cast already
         for tensor in self._tensors:
             tensor.grad = None
-        forward, backward = _Stopwatch(self._now), _Stopwatch(self._now)
-        forward.mark(OUTSIDE)
-        outputs = self._program(self._tensors, _Marks(forward, backward) if marks else None)
-        forward.mark(OUTSIDE)
+        watched = WatchedUpdate(clock)
+        watched.mark("rest")
+        outputs = self._program(self._tensors, watched.of_pass(self._placement) if marks else None)
+        watched.mark("input")  # what comes from the loss counts for neither way
         differentiable = [output for output in outputs if output.requires_grad]
         if differentiable:
             gradients = [torch.full_like(output, 1.0 / max(1, output.numel())) for output in differentiable]
-            backward.mark(OUTSIDE)
+            watched.mark("backward")
             torch.autograd.backward(differentiable, gradients)
-            backward.mark(OUTSIDE)
-        return forward, backward
+            watched.mark("input")
+        ways: Ways = ({}, {})
+        is_back = False
+        for segment in watched.segments():
+            is_back |= segment.kind == "backward"
+            name = _MADE_UP if segment.kind == "transfer" else segment.call
+            if segment.kind != "input":
+                ways[is_back][name] = ways[is_back].get(name, 0.0) + segment.seconds
+        return ways
 
 
 @dataclass(frozen=True)
@@ -371,17 +363,11 @@ class _Pass:
     """Seconds of a pass on this rank, by call and by transfer, and those of the rank that took longest for it; `whole`
     are the host's, forward and backward, while it reads no clock."""
 
-    forward: Mapping[str, float]
-    backward: Mapping[str, float]
-    host_forward: Mapping[str, float]
-    host_backward: Mapping[str, float]
+    ways: tuple[Mapping[str, float], ...]  # forward and backward, on the device and of the host
     whole: tuple[float, ...]
     transfers: Sequence[tuple[float, float, float, float]]
     seconds: float
     slowest: float
-
-
-_WAYS = "forward", "backward", "host_forward", "host_backward"  # as `CallTimes` has them
 
 
 def _middle(passes: Sequence[Sequence[float]]) -> CallTimes:
@@ -400,45 +386,3 @@ def middle_half(measurements: Sequence[T], seconds: Callable[[T], float]) -> lis
     """
     quarter = len(measurements) // 4
     return sorted(measurements, key=seconds)[quarter : len(measurements) - quarter]
-
-
-class _Stopwatch:
-    """Marks at moments; each names what begins there."""
-
-    def __init__(self, now: Callable[[], Any]) -> None:
-        self._now = now
-        self._marks: list[tuple[str, Any]] = []
-
-    def mark(self, name: str) -> None:
-        self._marks.append((name, self._now()))
-
-    def spans(self, between: Callable[[Any, Any], float]) -> dict[str, float]:
-        """Seconds from each mark to the next, added up by name; `between` is given the later moment first."""
-        seconds: dict[str, float] = {}
-        for (name, start), (_, end) in itertools.pairwise(self._marks):
-            seconds[name] = seconds.get(name, 0.0) + between(end, start)
-        return seconds
-
-
-class _Marks:
-    """Sees every instruction of a program: marks where it begins, and where its backward pass will."""
-
-    def __init__(self, forward: _Stopwatch, backward: _Stopwatch) -> None:
-        self._forward, self._backward = forward, backward
-        self._seen: set[Any] = set()
-
-    def before(self, name: str) -> None:
-        self._forward.mark(name or _MADE_UP)
-
-    def after(self, name: str, results: Sequence[Any]) -> None:
-        self._forward.mark(OUTSIDE)
-        for tensor in results:
-            node = tensor.grad_fn if isinstance(tensor, Tensor) else None
-            if node is not None and node not in self._seen:
-                self._seen.add(node)
-                node.register_prehook(partial(_marked, self._backward, name or _MADE_UP))
-
-
-def _marked(backward: _Stopwatch, name: str, _: Any) -> None:
-    """Knows nothing of `_seen`: in a circle through a node, which Python does not see, the weights would stay."""
-    backward.mark(name)

@@ -2,15 +2,16 @@
 
 Calls may overwrite what they are given where nobody needs it any more, which saves a tensor and a pass over fresh
 memory (`overwriting`). The segments that only compute may be compiled by `torch.compile`; what lies between them runs
-as it is (`compiled`). The backward pass of a compiled segment gives all of its gradients at its end, so that long ones
-are cut where many gradients have come together: these are sent while the backward pass goes on in the segment before.
+as it is (`compiled`).
 
 Stretches of calls are run again in the backward pass where the placement says so (`ops/recompute.py`). Torch's
 checkpoint drops what autograd keeps of them and leaves the graph of the backward pass as it is, so that gradients are
-computed, added up and sent in the same order as without.
+computed, added up and sent in the same order as without; an autograd function of our own would add up those of its
+inputs in another order, and give all at its end. A stretch ends at every redistribution: to send again is dear, and
+would have to be in the order of the forward pass while gradients travel. What ranks exchange inside it is kept.
 """
 
-import math
+import itertools
 import types
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -39,14 +40,14 @@ from convoy.plans.stages import Crossing
 from convoy.plans.transfer import Step
 
 
-def overwriting(placed: PlacedCall, readers: Readers, own: Container[str] | None = None) -> Kernel | None:
+def overwriting(placed: PlacedCall, readers: Readers, local_values: Container[str] | None = None) -> Kernel | None:
     """The version of a call that writes its result over an input that nobody else reads; None where it must not. In a
-    stretch that will run again, only what is in `own`, which the stretch itself has made, may be overwritten."""
+    stretch that will run again, only the stretch's own results, `local_values`, may be overwritten."""
 
     def is_spare(source: str) -> bool:
         if placed.placed.inputs[source].partial:  # a rank that adds no bias gives a view, which autograd protects
             return False
-        return (own is None or source in own) and readers.is_spare(source, placed.transfers)
+        return (local_values is None or source in local_values) and readers.is_spare(source, placed.transfers)
 
     name = overwritten(placed.call, is_spare)
     if name is None:
@@ -137,10 +138,6 @@ def _moved(calls: Sequence[PlacedCall], endings: Mapping[str, Ending]) -> Iterat
             yield number, placed
 
 
-def _layouts(placed: PlacedCall) -> dict[str, Layout]:
-    return {**placed.placed.inputs, **placed.placed.outputs}
-
-
 @dataclass(frozen=True)
 class Instruction:
     """Takes what is in some slots, fills others, and empties those (`free`) that nobody reads any more."""
@@ -221,42 +218,20 @@ class Stretch:
         return [slots[slot] for slot in self.outputs]
 
 
-MOST_CUTS = 5
-LEAST_BYTES = 2**23  # Cutting off fewer bytes of gradients gains less than what the compiler can no longer fuse.
-
-
-def compiled(
-    instructions: Sequence[Instruction], results: Iterable[int], gradients: Mapping[int, int]
-) -> list[Instruction]:
-    """The same program with every stretch of instructions that only compute as one, cut for the gradients' sake.
-    `results` are the slots read after the last one, `gradients` the bytes that ranks exchange for the gradient of a
-    slot."""
+def compiled(instructions: Sequence[Instruction], results: Iterable[int]) -> list[Instruction]:
+    """The same program with every stretch of instructions that only compute as one; `results` are the slots that are
+    read after the last one. Between the stretches ranks exchange: inside compiled code that would have to be torch's
+    functional collectives over gloo."""
     live_slots = set(results)
     segments: list[Instruction] = []
-    stretch: list[Instruction] = []
-    enough = max(LEAST_BYTES, sum(gradients.values()) / MOST_CUTS)
-    for instruction in reversed(instructions):
-        if instruction.alone:
-            segments += [*_joined(stretch, live_slots), instruction]
-            stretch = []
-            live_slots |= set(instruction.inputs)
-            continue
-        stretch.insert(0, instruction)
-        if sum(gradients.get(slot, 0) for slot in {slot for member in stretch for slot in member.inputs}) >= enough:
-            segments += _joined(stretch, live_slots)
-            stretch = []
-    segments += _joined(stretch, live_slots)
+    for alone, members in itertools.groupby(reversed(instructions), lambda instruction: instruction.alone):
+        stretch = tuple(members)[::-1]
+        if not (alone or all(isinstance(instruction.run, Taking) for instruction in stretch)):
+            inputs, outputs = _ends(stretch, live_slots)
+            stretch = (Instruction(_compile(stretch, inputs, outputs), inputs, outputs, alone=False),)
+        segments += stretch[::-1]
+        live_slots.update(slot for instruction in stretch for slot in instruction.inputs)
     return segments[::-1]
-
-
-def _joined(stretch: Sequence[Instruction], live_slots: set[int]) -> list[Instruction]:
-    """One instruction for a stretch; what it needs from before is live from then on."""
-    if all(isinstance(instruction.run, Taking) for instruction in stretch):  # there is nothing to compile
-        live_slots |= {slot for instruction in stretch for slot in instruction.inputs}
-        return list(stretch[::-1])
-    inputs, outputs = _ends(stretch, live_slots)
-    live_slots |= set(inputs)
-    return [Instruction(_compile(tuple(stretch), inputs, outputs), inputs, outputs, alone=False)]
 
 
 def _ends(body: Sequence[Instruction], live_slots: Container[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -332,11 +307,8 @@ class Program:
         self._slots: dict[Place, int] = {}
         self._num_slots = 0
         self._instructions: list[Instruction] = []
-        records: list[Instruction] = []
         self.received, self.sent = tuple(received), tuple(sent or ())
-        self._placement = placement
-        self._groups = groups
-        self._context = context
+        self._placement, self._groups, self._context = placement, groups, context
         self._channels_last = channels_last
         self._build_transfer = transfer or self._redistribution
         graph, mesh, coordinates = placement.graph, placement.mesh, groups.coordinates
@@ -349,61 +321,68 @@ class Program:
             for name, value in graph.constants.items()
             if name in placement.layouts
         }
-        full_precision = {
-            (name, layout)
-            for placed in placement.calls
-            for name, layout in placed.placed.inputs.items()
-            if placed.call.op not in LOW_PRECISION
-        }
-        readers = Readers(placement.graph, [*placement.outputs, *placement.held])
-        stretch_of = {number: stretch for stretch in stretches(placement) for number in stretch}
-        endings, inner_calls = inside(placement.calls, graph, readers, stretch_of.get)
-        places: dict[range, range] = {}
-        results: set[str] = set()
-        for number, placed in _moved(placement.calls, endings):
-            ending = endings.get(placed.call.name, Ending())
-            joining = [item for item in (placed, ending.addition) if item is not None]
-            for name, steps, target in (
-                (n, steps, joined_call.placed.inputs[n])
-                for joined_call in joining
-                for n, steps in joined_call.transfers.items()
-            ):
-                self._transfer(name, target, steps, placed.call.name, cast=(name, target) not in full_precision)
-            site = Site(graph, mesh, coordinates, groups, context, placed.call, _layouts(placed), ending.relu)
-            inputs = [self._slot(name, placed.placed.inputs[name]) for name in placed.call.inputs]
-            outputs = [self._slot(name, placed.placed.outputs[name]) for name in placed.call.outputs]
-            if ending.addition is not None and ending.addend is not None:
-                site = replace(site, addend=ending.addend)
-                inputs.append(self._slot(ending.addend, ending.addition.placed.inputs[ending.addend]))
-            stretch, start = stretch_of.get(number), len(self._instructions)
-            if stretch is not None and stretch not in places:
-                results = set()
-            if placed.call.name in inner_calls:
-                kernel: Kernel | None = Taking(inner_calls[placed.call.name])
-            else:
-                kernel = overwriting(placed, readers, None if stretch is None else results)
-            kernel = kernel or OPERATIONS[site.call.op].build(site)
-            results.update(placed.call.outputs)
-            if compile and isinstance(kernel, Recorded):
-                terms = self._new_slot()
-                self._add(kernel.compute, inputs, [*outputs, terms], name=placed.call.name)
-                buffers = tuple(inputs[place] for place in kernel.buffers)
-                records.append(Instruction(_recording(kernel), (*buffers, terms), (), alone=True))
-            else:
-                self._add(kernel, inputs, outputs, isinstance(kernel, Alone), placed.call.name)
-            if stretch is not None:
-                places[stretch] = range(places.get(stretch, range(start, start)).start, len(self._instructions))
+        records, places = self._add_calls(compile)
         layouts = placement.output_layouts if sent is None else placement.layouts
         for name, steps in placement.outputs.items():
             self._transfer(name, layouts[name], steps, "the output")
         self.outputs = list(placement.outputs if sent is None else dict.fromkeys(crossing.value for crossing in sent))
         self._outputs = [self._slot(name, layouts[name]) for name in self.outputs]
         self._instructions += records
-        if places:
-            self._fold(list(places.values()), compile)
+        self._fold(places, compile)
         if compile:
-            self._instructions = compiled(self._instructions, self._outputs, self._gradients())
+            self._instructions = compiled(self._instructions, self._outputs)
         self._program = freeing(self._instructions, {*self._outputs, *self._constants})
+
+    def _add_calls(self, compile: bool) -> tuple[list[Instruction], list[range]]:
+        """Add the calls, each after the transfers of its inputs. What is to be recorded after all of them, where they
+        are compiled, and the places of the stretches that run again."""
+        placement, graph = self._placement, self._placement.graph
+        full_precision = {
+            (name, layout)
+            for placed in placement.calls
+            for name, layout in placed.placed.inputs.items()
+            if placed.call.op not in LOW_PRECISION
+        }
+        readers = Readers(graph, [*placement.outputs, *placement.held])
+        stretch_of = {number: stretch for stretch in stretches(placement) for number in stretch}
+        endings, inner_calls = inside(placement.calls, graph, readers, stretch_of.get)
+        places: dict[range, range] = {}
+        results: dict[range, set[str]] = {stretch: set() for stretch in stretch_of.values()}
+        records: list[Instruction] = []
+        for number, placed in _moved(placement.calls, endings):
+            name, stretch = placed.call.name, stretch_of.get(number)
+            ending = endings.get(name, Ending())
+            for member in filter(None, (placed, ending.addition)):
+                for source, steps in member.transfers.items():
+                    target = member.placed.inputs[source]
+                    self._transfer(source, target, steps, name, cast=(source, target) not in full_precision)
+            inputs = [self._slot(source, placed.placed.inputs[source]) for source in placed.call.inputs]
+            outputs = [self._slot(result, placed.placed.outputs[result]) for result in placed.call.outputs]
+            if ending.addition is not None and ending.addend is not None:
+                inputs.append(self._slot(ending.addend, ending.addition.placed.inputs[ending.addend]))
+            start = len(self._instructions)
+            if name in inner_calls:
+                kernel: Kernel = Taking(inner_calls[name])
+            else:
+                local_values = None if stretch is None else results[stretch]
+                kernel = overwriting(placed, readers, local_values) or self._built(placed, ending)
+            if compile and isinstance(kernel, Recorded):
+                terms = self._new_slot()
+                self._add(kernel.compute, inputs, [*outputs, terms], name=name)
+                buffers = tuple(inputs[place] for place in kernel.buffers)
+                records.append(Instruction(_recording(kernel), (*buffers, terms), (), alone=True))
+            else:
+                self._add(kernel, inputs, outputs, isinstance(kernel, Alone), name)
+            if stretch is not None:
+                results[stretch].update(placed.call.outputs)
+                places[stretch] = range(places.get(stretch, range(start, start)).start, len(self._instructions))
+        return records, list(places.values())
+
+    def _built(self, placed: PlacedCall, ending: Ending) -> Kernel:
+        layouts = {**placed.placed.inputs, **placed.placed.outputs}
+        mesh, groups = self._placement.mesh, self._groups
+        site = Site(self._placement.graph, mesh, groups.coordinates, groups, self._context, placed.call, layouts)
+        return OPERATIONS[placed.call.op].build(replace(site, relu=ending.relu, addend=ending.addend))
 
     def __call__(self, tensors: Sequence[Tensor], watch: Watch | None = None) -> list[Tensor]:
         """This rank's part of every output, in order, from its part of every source; `watch` sees every instruction."""
@@ -451,28 +430,19 @@ class Program:
         groups = self._groups
         return redistribute(steps, self._placement.mesh, groups.coordinates, groups, shape, self._channels_last)
 
-    def _gradients(self) -> dict[int, int]:
-        """Bytes that ranks exchange for the gradient of the parameter in a slot."""
-        placement, num_bytes = self._placement, {}
-        for name, slot in zip(self.sources, self._sources, strict=True):
-            value, layout = placement.graph.values[name], placement.layouts[name]
-            if value.origin == "parameter" and placement.mesh.size(tuple(layout.copied)) > 1:
-                parts = placement.mesh.size(tuple(layout.split_axes))
-                num_bytes[slot] = math.prod(value.shape) * value.dtype.itemsize // parts
-        return num_bytes
-
     def _fold(self, places: Sequence[range], compile: bool) -> None:
         """Make one instruction of each stretch that is run again, which are at these places."""
         changing = self._changing()
         for place in reversed(places):
-            body, rest = self._instructions[place.start : place.stop], self._instructions[place.stop :]
-            inputs, outputs = _ends(body, {*self._outputs, *(slot for after in rest for slot in after.inputs)})
+            body, later = self._instructions[place.start : place.stop], self._instructions[place.stop :]
+            inputs, outputs = _ends(
+                body, {*self._outputs, *(slot for instruction in later for slot in instruction.inputs)}
+            )
             if compile:
-                body = compiled(body, outputs, self._gradients())
+                body = compiled(body, outputs)
             updated = frozenset(changing.intersection(inputs))
             stretch = Stretch(freeing(body, outputs), inputs, outputs, updated, self._context)
-            joined = Instruction(stretch, inputs, outputs, alone=True)
-            self._instructions[place.start : place.stop] = [joined]
+            self._instructions[place.start : place.stop] = [Instruction(stretch, inputs, outputs, alone=True)]
 
     def _changing(self) -> set[int]:
         graph, layouts = self._placement.graph, self._placement.layouts

@@ -3,7 +3,7 @@
 Ranks at the same place on the other axes send each other what they have of the values at a cut.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -30,10 +30,10 @@ from convoy.plans.place import Placement
 from convoy.plans.schedule import Action, Schedule, actions, taken_back
 from convoy.plans.stages import Crossing, StagedGraph, Stages
 
-# Parts whose values a stage asks for before it needs them, and whose gradients; more would only hold memory.
+# Parts whose values a stage asks for before it needs them, and whose gradients. gloo sends nothing before the receiver
+# has asked, and that message queues behind what goes the same way, which on a slow link takes longer than a part is
+# computed (docs/benchmarks/stages.md). More would only hold memory.
 _ASKED_FOR = 3
-# Parts whose values it waits for before it asks for those of another update: what was asked for may never come.
-_MOST_EXPECTED = 6
 
 
 @dataclass
@@ -75,9 +75,7 @@ class Stage(Network):
         self.stage = self.links.stage
         self._whole_layouts: dict[str, Layout] = {}  # within a stage
         self._owners_of: dict[str, int] = {}
-        self._expected: dict[Any, deque[list[Arriving | None]]] = {}  # values of parts to come, by key
-        self._before: list[tuple[Any, tuple[int, ...]]] = []  # keys and samples of the parts of the last update
-        self._now: list[tuple[Any, tuple[int, ...]]] = []  # and of this one, so far
+        self._expected: deque[list[Arriving | None]] = deque()  # values of the next parts of a pass
         self._order: tuple[Schedule, int] = ("gpipe", 1)  # of the update, and its parts
         self._begun = self._first = 0  # parts in all updates, and in those before this one
         self._running = self._asked = 0  # parts that have not gone back yet, and of how many gradients are asked for
@@ -140,14 +138,9 @@ class Stage(Network):
         key = self._key(signature, inputs)
         if self.context.postponed is not None:
             self.context.postponed.begin_part()
-        arriving = self._take_expected(key)
-        if arriving is None:
-            arriving = self._begin_receiving(key, placement, program, inputs)
-        if torch.is_grad_enabled():
-            if self._begun == self._first:
-                self._before, self._now = self._now, []
-            self._now.append((key, samples))
-        self._expect(self._soon(then), inputs, form)
+        is_expected = bool(self._expected)
+        arriving = self._expected.popleft() if is_expected else self._begin_receiving(key, placement, program, inputs)
+        self._expect(then, inputs, form)
         part, self._begun = self._begun, self._begun + 1
         arrivals = [
             (crossing, self._wait(crossing, value).requires_grad_(value.kind.needs_gradient))
@@ -174,34 +167,14 @@ class Stage(Network):
         GPUs a receive would block what comes after it (NCCL). The memory that it writes to is held until then."""
         return self.device.type == "cpu" and not self.returns_memory
 
-    def _soon(self, then: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Samples of the parts to ask for: of this update, and of the next one where this one goes as the last did."""
-        if not self._receives_early:
-            return list(then[:1])
-        parts_now, parts_before = self._now, self._before
-        if torch.is_grad_enabled() and parts_now == parts_before[: len(parts_now)]:
-            room = max(0, _MOST_EXPECTED - sum(map(len, self._expected.values())))
-            then = [*then, *(samples for _, samples in parts_before[:room])]
-        return list(then[:_ASKED_FOR])
-
-    def _expect(self, soon: Sequence[tuple[int, ...]], inputs: Sequence[Tensor], form: Form | None) -> None:
-        """Let the values of later parts arrive meanwhile, where it is known how they lie."""
-        for samples, number in Counter(soon).items():
+    def _expect(self, then: Sequence[tuple[int, ...]], inputs: Sequence[Tensor], form: Form | None) -> None:
+        """Let the values of later parts arrive meanwhile, in their order, as far as it is known how they lie."""
+        for samples in then[len(self._expected) : _ASKED_FOR if self._receives_early else 1]:
             signature = self._signature(samples, inputs, form)
             key = self._key(signature, inputs)
-            if self.links.knows(key):
-                waiting = self._expected.setdefault(key, deque())
-                for _ in range(number - len(waiting)):
-                    waiting.append(self._begin_receiving(key, *self._program(signature), inputs))
-
-    def _take_expected(self, key: Any) -> list[Arriving | None] | None:
-        waiting = self._expected.get(key)
-        if not waiting:
-            return None
-        values = waiting.popleft()
-        if not waiting:
-            del self._expected[key]
-        return values
+            if not self.links.knows(key):
+                return
+            self._expected.append(self._begin_receiving(key, *self._program(signature), inputs))
 
     def output_of(self, flight: Flight) -> Any:
         """What the network returns for a part of the batch; in the last stage alone."""
@@ -274,7 +247,9 @@ class Stage(Network):
             trim_heap()
 
     def _release_gradients(self, sources: Container[int]) -> None:
-        """Let go of the gradients that earlier stages had received before they ran the part forward that has come."""
+        """Let go of the gradients that earlier stages had received before they ran the part forward that has come.
+        gloo says that a send is done only to who waits for it, so that all parts' values would stay until the end of
+        the update; to wait for what has arrived takes no time."""
         (schedule, parts), part = self._order, self._begun - self._first - 1
 
         def is_received(sent: Sent) -> bool:

@@ -49,6 +49,9 @@ class DeviceClock:
         self.is_queue = device.type == "cuda"
         self._device, self.host = device, host
 
+    def of_host(self) -> "DeviceClock":
+        return DeviceClock(torch.device("cpu"), self.host)
+
     def now(self) -> Any:
         if not self.is_queue:
             return self.host()
@@ -241,4 +244,6 @@ class _WatchedPass:
 
     def _end(self) -> None:
         self._update.mark("gradient")
-        self._seen.clear()  # in a circle through a node, which Python does not see, all of the pass would stay
+        # a hook that refers to a node closes a circle through C++ that Python's collector does not see: all of the pass
+        # would stay, 1.06 GB for VGG-11
+        self._seen.clear()

@@ -27,8 +27,7 @@ _WORTH_ONEDNN = 2**22
 
 def is_torchs(module: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Whether a module is torch's own 2-d convolution, which computes with its image as it is given. Only such layers
-    are called dilated: `engine/uncaptured.py` replaces them, but no calls that a network makes by itself, and results
-    must have the same bits on any number of devices."""
+    are called dilated."""
     return type(module) is nn.Conv2d and module.padding_mode == "zeros"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from convoy.comm.joining import join, num_ranks
 from convoy.comm.ranks import Ranks
 from convoy.engine.deferred import lacks_numbers
-from convoy.engine.parallelize import accumulate, forward_backward, local_samples, take_part
+from convoy.engine.parallelize import Options, accumulate, forward_backward, local_samples, take_part
 from convoy.engine.profiling import steady
 from convoy.errors import ConvoyError
 from convoy.graph.given import check_given, copied
@@ -191,10 +191,7 @@ def race(model: nn.Module, recompute: Recompute, planned: Planned, racer: Scored
         net,
         racer.plan,
         tuple(batch[: max(1, samples // racer.plan.parts)] for batch in examples),
-        batch_norm=workload.batch_norm,
-        seed=0,
-        microbatches=racer.passes if in_stages else None,
-        recompute=recompute,
+        Options(workload.batch_norm, seed=0, microbatches=racer.passes if in_stages else None, recompute=recompute),
     )
     inputs = tuple(batch[local_samples(net, samples)] for batch in examples)
     optimizer = workload.optimizer(list(net.parameters()))

@@ -186,10 +186,8 @@ class TriedNetwork:
         device: torch.device,
         change: str,
         num_classes: int | None = None,
-        as_graph: bool = False,
     ) -> "TriedNetwork":
-        """Run a copy of the network on two microbatches of random images, in training and in evaluation; with
-        `as_graph`, read it off the network's calls, as some rank has no numbers to run it with.
+        """Read off the network's calls what it does with two microbatches of images, in training and in evaluation.
 
         A ConvoyError says that it cannot train on such images, with `change` as what a user could change, or gives
         other than `num_classes` logits (None: any number).
@@ -197,7 +195,7 @@ class TriedNetwork:
         sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
         samples = min(2, *sizes)
         try:
-            result = probe(model, image_shape, device, samples, lowered(recipe), recipe.batch_norm, not as_graph)
+            result = probe(model, image_shape, device, samples, lowered(recipe))
             number = num_classes and _num_logits(model, result.graph, torch.zeros(1, *image_shape, device=device))
             if number != num_classes:
                 raise ConvoyError(
@@ -229,6 +227,8 @@ class TriedNetwork:
             return 1, "reproducible: one by one"
         if self.recipe.batch_norm != "microbatch":
             return num, f"all {num}: batch_norm={self.recipe.batch_norm} is over the whole batch"
+        if result.graph is None:
+            return 1, "one by one: the network cannot be captured"
         if result.draws and not result.owned:
             return 1, "one by one: the network draws random numbers in a way of its own"
         if not result.separable:

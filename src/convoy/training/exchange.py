@@ -16,7 +16,7 @@ from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
 from convoy.engine.gradients.reducer import GradientReducer
 from convoy.engine.gradients.tree import TreeReducer
 from convoy.engine.network import Network
-from convoy.engine.parallelize import take_part
+from convoy.engine.parallelize import Options, take_part
 from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
@@ -28,17 +28,8 @@ def divided_network(model: nn.Module, plan: Plan, example: Tensor, recipe: Recip
     """Make the plain model, on its device, this rank's part of it, in place. All ranks call it; a ConvoyError says that
     a layer cannot be divided as the plan says. `example` are images of one microbatch; only shape, type and device
     matter."""
-    network = take_part(
-        model,
-        plan,
-        example,
-        batch_norm=recipe.batch_norm,
-        loss="part",
-        seed=recipe.seed,
-        compile=recipe.compile,
-        recompute=recipe.recompute,
-        devices=plan.mesh.num_devices,
-    )
+    options = Options(recipe.batch_norm, "part", recipe.seed, compile=recipe.compile, recompute=recipe.recompute)
+    network = take_part(model, plan, example, options, devices=plan.mesh.num_devices)
     if network.counts_passes and plan.mesh.num_devices > 1:
         why = network.captured.partition(", as ")[2]
         raise ConvoyError(

@@ -231,7 +231,7 @@ def _changed_code(
     except ConvoyError:  # final weights need no checkpoint
         return ""
     # a run looked at two microbatches of two samples, or of one, where they have no more
-    graphs = (graph_of(network, shape, samples, training=True) for samples in (2, 1))
+    graphs = (graph_of(network, shape, samples, training=True) for samples in (4, 2))
     changes = [difference(was, code_of(network, graph)) for graph in graphs]
     return changes[0] if all(changes) else ""
 

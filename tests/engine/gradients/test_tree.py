@@ -119,32 +119,3 @@ def summed_by_the_backend(shares: Sequence[int]) -> str:
 
 def test_another_order_shows_in_the_bits() -> None:
     assert run_ranks(summed_by_the_backend, 3, (3, 3, 2))[0] != run_ranks(serial, 1, 8, False)[0][0]
-
-
-def on_two_axes(sample: int, number: int) -> tuple[str, list[float]]:
-    """The second axis holds parts of each gradient (three of them), and one parameter is not added over samples."""
-    torch.manual_seed(0)
-    both, other = nn.Parameter(torch.randn(200)), nn.Parameter(torch.randn(50))
-    groups = Groups(Mesh(("sample", "height"), (sample, 2)))
-    shares = [number // sample] * sample
-    TreeReducer(
-        [(both, (0, 1)), (other, (1,))], groups, sample_axes=(0,), shares=shares, passes=number // sample, sizes=SMALL
-    )
-    place, part = groups.coordinates
-    total = torch.zeros(200, dtype=torch.float64)
-    for i in range(number):
-        for h in range(2):
-            total += torch.randn(200, generator=torch.Generator().manual_seed(10 * i + h))
-    for i in range(place * shares[0], (place + 1) * shares[0]):
-        weights = torch.randn(200, generator=torch.Generator().manual_seed(10 * i + part))
-        ((both * weights).sum() + (other * (part + 1)).sum()).backward()
-    assert both.grad is not None and other.grad is not None
-    assert torch.allclose(both.grad.double(), total, atol=1e-5)
-    return hashlib.sha256(both.grad.numpy().tobytes()).hexdigest(), other.grad.unique().tolist()
-
-
-def test_other_axes_are_added_in_a_fixed_order() -> None:
-    one, two = run_ranks(on_two_axes, 2, 1, 4), run_ranks(on_two_axes, 4, 2, 4)
-    assert len({bits for bits, _ in one + two}) == 1
-    assert {tuple(values) for _, values in one} == {(12.0,)}
-    assert {tuple(values) for _, values in two} == {(6.0,)}

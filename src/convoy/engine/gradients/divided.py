@@ -3,7 +3,8 @@
 Each rank holds a part of such a gradient. What treats numbers one by one works on the part; a norm or a sum is taken
 over the parts of all ranks; anything else would look at one part as if it were the whole, and is refused. So
 `torch.nn.utils.clip_grad_norm_`, `torch.amp.GradScaler` and a loop of one's own over `p.grad.norm()` give on every rank
-what they give on one device. All ranks must ask for the same.
+what they give on one device. All ranks must ask for the same. Optimizers see plain tensors (`clear`), so that their
+fused forms, their speed and their state are as ever.
 """
 
 import math
@@ -22,20 +23,18 @@ from convoy.graph.tree import leaves, replace
 from convoy.plans.mesh import Axes
 
 _NORMS = {"norm", "vector_norm", "linalg_vector_norm", "linalg_norm"}
-# Reductions over all elements: from those of the ranks, [ranks], to that of the whole.
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda rows: rows.sum(0),
-    "count_nonzero": lambda rows: rows.sum(0),
-    "any": lambda rows: rows.any(0),
-    "all": lambda rows: rows.all(0),
-    "max": lambda rows: rows.amax(0),
-    "amax": lambda rows: rows.amax(0),
-    "min": lambda rows: rows.amin(0),
-    "amin": lambda rows: rows.amin(0),
+# Reductions over all elements: from those of the ranks, [ranks], to that of the whole, and what a rank without a part
+# of the tensor gives. Their results have the tensor's type, but for those in `_TYPES`.
+_REDUCTIONS: dict[str, tuple[Callable[[Tensor, int], Tensor], float]] = {
+    "sum": (torch.sum, 0.0),
+    "mean": (torch.sum, 0.0),
+    "count_nonzero": (torch.sum, 0.0),
+    "any": (torch.any, 0.0),
+    "all": (torch.all, 1.0),
+    **dict.fromkeys(("max", "amax"), (torch.amax, -math.inf)),
+    **dict.fromkeys(("min", "amin"), (torch.amin, math.inf)),
 }
-_TYPES = {"any": torch.bool, "all": torch.bool, "count_nonzero": torch.int64}  # of their results; else the tensor's
-# What a rank without a part of the tensor gives where that is not 0.
-_OF_NOTHING = {"max": -math.inf, "amax": -math.inf, "min": math.inf, "amin": math.inf, "all": 1.0}
+_TYPES = {"any": torch.bool, "all": torch.bool, "count_nonzero": torch.int64}
 # What looks at several numbers of the part and would answer in its shape, or by numbers for one rank alone.
 _REFUSED = {"numpy", "__array__", "tolist", "__dlpack__", "equal", "allclose", "flip", "roll", "sort", "argsort"}
 _REFUSED |= {"cumsum", "cumprod", "softmax", "log_softmax", "renorm", "cov", "corrcoef", "searchsorted", "unique"}
@@ -116,15 +115,16 @@ def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> A
     if name in _NORMS:
         value = plain(func(*args, **kwargs)) if parts[0].numel() else parts[0].new_zeros(())
         return whole_norms([value], [parts[0].axes], parts[0].groups, _order(name, args, kwargs))[0]
-    if name in _REDUCTIONS or name == "mean":
+    if name in _REDUCTIONS:
         if any(value is not None and not isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values())):
             raise _refused(name)  # it does not reduce all elements
-        if parts[0].numel() == 0:
-            value = plain(parts[0]).new_full((), _OF_NOTHING.get(name, 0.0)).to(_TYPES.get(name, parts[0].dtype))
+        part, (reduce, of_nothing) = parts[0], _REDUCTIONS[name]
+        if part.numel() == 0:
+            value = plain(part).new_full((), of_nothing).to(_TYPES.get(name, part.dtype))
         else:
             value = func(*args, **kwargs)
-            value = value * (parts[0].numel() / parts[0].whole_numel) if name == "mean" else value
-        return _REDUCTIONS["sum" if name == "mean" else name](_gathered(value, parts[0]))
+            value = value * (part.numel() / part.whole_numel) if name == "mean" else value
+        return reduce(_gathered(value, part), 0)
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         func(*args, **kwargs)
         world = parts[0].groups.of(tuple(parts[0].groups.mesh.axes))

@@ -1,4 +1,4 @@
-"""Local SGD, which is approximate: ranks train by themselves and average their weights now and then."""
+"""Local SGD, which is approximate: ranks train by themselves and average their weights from the first update on."""
 
 from collections.abc import Sequence
 

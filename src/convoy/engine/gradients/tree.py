@@ -20,21 +20,14 @@ from torch import Tensor, nn
 from convoy.comm.collectives import Group, Pending, all_gather, place, size, start_exchange_into
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
-from convoy.engine.gradients.reducer import (
-    BackwardWatch,
-    MessageQueue,
-    at_end_of_backward,
-    flat,
-    laid_out,
-    largest,
-    shaped,
-)
-from convoy.plans.buckets import Bucket, Item, Sizes, plan_buckets
+from convoy.engine.gradients.reducer import Reducer, at_end_of_backward, largest
+from convoy.plans.buckets import Bucket, Sizes
 from convoy.plans.layout import balanced
 from convoy.plans.mesh import Axes
 
 Span = tuple[int, int]
 T = TypeVar("T")
+_NEUTRAL = -0.0  # leaves every sum as it is, bit for bit, as 0 + −0 is 0
 
 
 def middle(span: Span) -> int:
@@ -43,31 +36,34 @@ def middle(span: Span) -> int:
     return first + (1 << (last - first - 1).bit_length() - 1)
 
 
+def tree(span: Span) -> set[Span]:
+    """All parts of the tree over some leaves, down to these."""
+    if span[1] - span[0] < 2:
+        return {span} if span[0] < span[1] else set()
+    half = middle(span)
+    return {span} | tree((span[0], half)) | tree((half, span[1]))
+
+
 def subtrees(leaves: range, total: int) -> list[Span]:
     """The largest parts of the tree over `total` leaves that consist of the given consecutive leaves, in order."""
-
-    def within(span: Span) -> list[Span]:
-        first, last = max(span[0], leaves.start), min(span[1], leaves.stop)
-        if first >= last:
-            return []
-        if (first, last) == span:
-            return [span]
-        half = middle(span)
-        return within((span[0], half)) + within((half, span[1]))
-
-    return within((0, total))
+    spans: list[Span] = []
+    for first, last in sorted(tree((0, total)), key=lambda span: (span[0], -span[1])):
+        if leaves.start <= first and last <= leaves.stop and (not spans or first >= spans[-1][1]):
+            spans.append((first, last))
+    return spans
 
 
 class TreeSum(Generic[T]):
     """Adds parts of the tree over `total` leaves, coming from left to right, as soon as neighbours belong together."""
 
     def __init__(self, total: int, add: Callable[[T, T], T]) -> None:
-        self._total = total
+        self._tree = tree((0, total))
         self._add = add
         self._parts: list[tuple[Span, T]] = []
 
     def put(self, span: Span, value: T) -> None:
-        while self._parts and self._siblings(self._parts[-1][0], span):
+        # two parts beside each other are the halves of a third one if that is a part of the tree
+        while self._parts and self._parts[-1][0][1] == span[0] and (self._parts[-1][0][0], span[1]) in self._tree:
             left, partial = self._parts.pop()
             span, value = (left[0], span[1]), self._add(partial, value)
         self._parts.append((span, value))
@@ -76,17 +72,6 @@ class TreeSum(Generic[T]):
         """The sums that could be made, from left to right: one where all leaves are there. Begins anew."""
         parts, self._parts = self._parts, []
         return parts
-
-    def _siblings(self, left: Span, right: Span) -> bool:
-        if left[1] != right[0]:
-            return False
-        span = (0, self._total)
-        while span[0] < span[1]:
-            half = middle(span)
-            if half == left[1]:
-                return span == (left[0], right[1])
-            span = (span[0], half) if left[1] < half else (half, span[1])
-        return False
 
 
 def pieces_of(elements: Tensor, group: Group) -> list[Tensor]:
@@ -147,7 +132,7 @@ class TreeExchange:
         return self._out
 
 
-class TreeReducer:
+class TreeReducer(Reducer):
     """Leaves the sum over all microbatches in `.grad`, when the rank's last backward pass returns.
 
     Each backward pass is that of one microbatch; those of a rank follow each other, and the ranks of the sample axes
@@ -171,19 +156,10 @@ class TreeReducer:
         sizes: Sizes | None = None,
     ) -> None:
         entries = [(parameter, axes) for parameter, axes in parameters if parameter.requires_grad]
-        self.parameters = [parameter for parameter, _ in entries]
-        self._groups = groups
         self._sample_axes = frozenset(sample_axes)
-        device = self.parameters[0].device
-        self._world = groups.of({axis for _, axes in entries for axis in axes} | self._sample_axes)
-        numels = [parameter.numel() for parameter in self.parameters]
-        numels = numels if self._world is None else largest(numels, self._world)
-        items = [Item(axes, p.dtype, p.device, n) for (p, axes), n in zip(entries, numels, strict=True)]
-        planned = plan_buckets(items, list(reversed(range(len(items)))), sizes or Sizes.default(device))
-        self.buckets = [bucket for bucket in planned if bucket.members]
-        self._queue = MessageQueue(self.buckets, self._complete)
+        axes_of_all = {axis for _, axes in entries for axis in axes}
+        super().__init__(entries, groups, groups.of(axes_of_all | self._sample_axes), sizes)
         self.set_shares(shares, passes)
-        self._watch = BackwardWatch(self.parameters, self._before, self._after)
 
     def set_shares(self, shares: Sequence[int], passes: int | None = None) -> None:
         """Divide the microbatches of the next updates otherwise."""
@@ -195,26 +171,23 @@ class TreeReducer:
         total = sum(shares)
         ends = [sum(shares[:rank]) for rank in range(len(shares) + 1)]
         self._spans = [subtrees(range(a, b), total) for a, b in pairwise(ends)]
-        self._sums = [self._tree(bucket, total) for bucket in self.buckets]
+        self._sums = {bucket: self._tree(bucket, total) for bucket in self.buckets if bucket.members}
         self._begin()
 
     @torch.no_grad()
     def finish(self) -> None:
         """Take part in an update without a microbatch of one's own."""
         if self._passes == 0:
-            self._queue.rest()
-            self._give()
+            self._start_rest()
+            self._give_all()
         elif self._pass:
             raise RuntimeError(f"only {self._pass} of this rank's {self._passes} microbatches have run")
 
     def abandon(self) -> None:
         """Forget an update whose passes broke off. All ranks call it."""
-        for sums in self._sums:
+        for sums in self._sums.values():
             sums.take()
         self._begin()
-
-    def remove(self) -> None:
-        self._watch.remove()
 
     def _sampled(self, bucket: Bucket) -> bool:
         return bool(self._sample_axes.intersection(bucket.axes))
@@ -226,8 +199,8 @@ class TreeReducer:
         self._pass = 0
         self._running = False
         self._users = [False] * len(self.parameters)
-        self._exchanges: list[TreeExchange] = []
-        self._queue.begin()
+        self._exchanges: list[tuple[Bucket, TreeExchange]] = []
+        self._begin_pass()
 
     def _before(self, i: int) -> None:
         if self.parameters[i].grad is not None:
@@ -240,72 +213,48 @@ class TreeReducer:
             self._running = True
             at_end_of_backward(self._end_of_pass)
         self._users[i] = True
-        self._queue.ready(i)
+        self._ready(i)
 
     @torch.no_grad()
     def _end_of_pass(self) -> None:
-        self._queue.rest()
-        self._queue.begin()
+        self._start_rest()
+        self._begin_pass()
         self._running = False
         self._pass += 1
         if self._pass >= self._passes:
-            self._give()
+            self._give_all()
 
     @torch.no_grad()
-    def _complete(self, number: int) -> None:
-        bucket = self.buckets[number]
+    def _start(self, bucket: Bucket) -> None:
+        if not bucket.members:  # it would only count users
+            return
         leaf = self._leaves.start + self._pass if self._sampled(bucket) else self._pass
         if self._pass < (self._share if self._sampled(bucket) else self._passes):
-            self._sums[number].put((leaf, leaf + 1), self._message(bucket))
+            gradients = [self.parameters[i].grad for i in bucket.members]
+            self._sums[bucket].put((leaf, leaf + 1), self._message(bucket, gradients, _NEUTRAL))
         for i in bucket.members:
             self.parameters[i].grad = None
         if self._pass + 1 >= self._passes:
-            self._exchange(number)
+            self._exchange(bucket)
 
-    def _exchange(self, number: int) -> None:
-        bucket = self.buckets[number]
-        parts = [value for _, value in self._sums[number].take()]
-        out = parts[0] if parts else self._neutral(bucket)
+    def _exchange(self, bucket: Bucket) -> None:
+        parts = [value for _, value in self._sums[bucket].take()]
+        out = parts[0] if parts else self._message(bucket, [None] * len(bucket.members), _NEUTRAL)
         group = self._groups.of(self._sample_axes.intersection(bucket.axes))
         then = self._groups.of(set(bucket.axes) - self._sample_axes)
         if self._sampled(bucket):
             spans = self._spans
         else:
             parts, spans = [out], [[(0, 1)]]
-        self._exchanges.append(TreeExchange(parts, spans, out, group, then))
+        self._exchanges.append((bucket, TreeExchange(parts, spans, out, group, then)))
 
-    def _give(self) -> None:
+    def _give_all(self) -> None:
         current.to("gradient")
-        for exchange in self._exchanges:
+        for _, exchange in self._exchanges:
             exchange.add()
         users = [int(user) for user in self._users]
         if self._world is not None:
             users = largest(users, self._world)
-        for bucket, exchange in zip(self.buckets, self._exchanges, strict=True):
-            for i, total in zip(bucket.members, self._views(bucket, exchange.wait()), strict=True):
-                if users[i]:
-                    self.parameters[i].grad = total
+        for bucket, exchange in self._exchanges:
+            self._give(bucket, exchange.wait(), [bool(user) for user in users])
         self._begin()
-
-    def _message(self, bucket: Bucket) -> Tensor:
-        parameters = [self.parameters[i] for i in bucket.members]
-        gradients = [parameter.grad for parameter in parameters]
-        if bucket.alone and gradients[0] is not None:
-            return flat(laid_out(gradients[0], parameters[0]))
-        message = self._neutral(bucket)
-        views = self._views(bucket, message)
-        pairs = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
-        if pairs:
-            torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
-        return message
-
-    def _neutral(self, bucket: Bucket) -> Tensor:
-        """What leaves every sum as it is, bit for bit: −0, as 0 + −0 is 0."""
-        parameter = self.parameters[bucket.members[0]]
-        total = sum(self.parameters[i].numel() for i in bucket.members)
-        return torch.full((total,), -0.0, dtype=parameter.dtype, device=parameter.device)
-
-    def _views(self, bucket: Bucket, message: Tensor) -> list[Tensor]:
-        parameters = [self.parameters[i] for i in bucket.members]
-        pieces = message.split([parameter.numel() for parameter in parameters])
-        return [shaped(elements, parameter) for elements, parameter in zip(pieces, parameters, strict=True)]
