@@ -88,7 +88,7 @@ def _start(
             stderr=err,
             env=environment,
             start_new_session=True,  # so that all that a run has started can be ended
-            preexec_fn=devices[rank].enter if devices else lambda: os.sched_setaffinity(0, available),
+            preexec_fn=devices[rank] if devices else lambda: os.sched_setaffinity(0, available),
         )
 
 

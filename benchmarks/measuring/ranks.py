@@ -6,7 +6,7 @@ measured imported. They know their places by torchrun's variables.
 
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from convoy.bench import processes
 from convoy.bench.emulated import EmulatedDevice
-from convoy.bench.processes import RankFailed, RankSlot, Say
+from convoy.bench.processes import RankFailed, Say
 from convoy.errors import ConvoyError
 from convoy.resources import own_cores
 from measuring import harness
@@ -42,22 +42,19 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class _Location:
+class _Place:
     """Where a rank runs: within its limits, and on an emulated device or a core of this machine."""
 
     core: int
     device: EmulatedDevice | None
     cgroup: Path | None
 
-    @property
-    def environment(self) -> Mapping[str, str]:
-        return {**ENVIRONMENT, **(self.device.environment if self.device else {})}
-
-    def enter(self) -> None:
+    def __call__(self) -> None:
+        os.environ.update(ENVIRONMENT)
         if self.cgroup is not None:
             (self.cgroup / "cgroup.procs").write_text(str(os.getpid()))
         if self.device is not None:
-            self.device.enter()
+            self.device()
         else:
             os.sched_setaffinity(0, {self.core})
 
@@ -73,19 +70,15 @@ def run_ranks(
     """What `function(*args)` returns on each of `num` ranks."""
     os.environ.update(ENVIRONMENT)  # also of the server that forks them, which starts with the first call
     limits, cores = limits or Limits(), own_cores()
-    slots = [
-        RankSlot(
-            rank,
-            num,
-            location=_Location(
-                cores[(first_core + rank) % len(cores)],
-                places[rank] if places else None,
-                limits.cgroups[rank] if limits.cgroups else None,
-            ),
+    limited = [
+        _Place(
+            cores[(first_core + rank) % len(cores)],
+            places[rank] if places else None,
+            limits.cgroups[rank] if limits.cgroups else None,
         )
         for rank in range(num)
     ]
-    return processes.run_ranks(_call, slots, function, args, seconds=limits.seconds, preload=PRELOAD)
+    return processes.run_ranks(_call, limited, function, args, seconds=limits.seconds, preload=PRELOAD)
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], say: Say) -> Any:

@@ -23,8 +23,7 @@ from torch.optim import SGD, Optimizer
 
 import convoy
 from convoy import models
-from convoy.bench.measure import measure_rank, wrap
-from convoy.bench.measurement import MeasurementTask
+from convoy.bench.measure import MeasurementTask, measure_rank, wrap
 from convoy.bench.records import CONVOY, Made
 from convoy.comm.joining import join
 from convoy.comm.ranks import Ranks

@@ -50,7 +50,7 @@ def new_store(folder: Path, epochs: float | None = 2, **changes: Any) -> Store:
 def measure(row: Configuration, number: int, seconds: float, wait: float = 0.1) -> None:
     """A round in which the first rank waits least for others, as long as a peer takes longer with exchanges."""
     num = row.devices
-    row.visits.append(Measurement(round=number, wall_s=1.5, loss=2.3, ranks=[]))
+    row.visits.append(Measurement(round=number, loss=2.3, ranks=[]))
     for rank in range(num):
         times = RankTimes(
             seconds=[seconds] * 4,
@@ -81,7 +81,7 @@ def write_study(
     rows = store.add(configurations(devices, plans, peers))
     for number in devices:
         texts = {row.plan for row in rows if row.kind == "convoy" and row.devices == number}
-        prediction = PlanPrediction(seconds=0.095 / number, parts={"compute": 0.09 / number}, memory=10**8)
+        prediction = PlanPrediction(seconds=0.095 / number, memory=10**8)
         predictions = dict.fromkeys((AUTO if text == "auto" else str(text) for text in texts), prediction)
         chosen = AUTO if number > 1 else None
         store.forecasts[number] = Forecast(auto=chosen, predictions=predictions, notes=["a note"])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from torch import nn
 
 from convoy.bench.ask import missing
 from convoy.bench.measure import wrap
-from convoy.bench.processes import RankFailed, RankSlot, Say, run_ranks
+from convoy.bench.processes import Places, RankFailed, Say, run_ranks
 from convoy.errors import ConvoyError
+from convoy.resources import pin
 from emulated_hosts import listening
 from processes import alive
 from started import wait_for
@@ -46,9 +48,9 @@ def test_ranks_have_cores_listen_on_one_address_and_exchange_gradients(kind: str
     if missing(kind) is not None:
         pytest.skip(f"{missing(kind)} is not installed")
     cores = sorted(os.sched_getaffinity(0))
-    slots = [RankSlot(rank, 2, (core,)) for rank, core in enumerate((cores[0], cores[-1]))]
+    places = [partial(pin, [core]) for core in (cores[0], cores[-1])]
     heard: list[tuple[str, int, int]] = []
-    results = run_ranks(backward, slots, kind, say=lambda *what: heard.append(what))
+    results = run_ranks(backward, places, kind, say=lambda *what: heard.append(what))
     gradients = [[1.5, 1.0], [1.5, 2.0]]
     assert results == [([core], 1, {"127.0.0.1"}, gradients[rank]) for rank, core in enumerate((cores[0], cores[-1]))]
     assert heard == [("here", 1, 2)]
@@ -75,15 +77,15 @@ def test_failures_have_reasons_and_the_standard_output_stays_clean(capfd: pytest
         ("hang", RankFailed, "did not come back in time"),
     ):
         with pytest.raises(kind, match=words):
-            run_ranks(fail, [RankSlot(0, 1)], how, seconds=1.0 if how == "hang" else 60.0)
-    run_ranks(fail, [RankSlot(0, 1)], "not", quiet=True)
+            run_ranks(fail, Places(0).of(1), how, seconds=1.0 if how == "hang" else 60.0)
+    run_ranks(fail, Places(0).of(1), "not", quiet=True)
     assert capfd.readouterr().out == ""
 
 
 STARTS_A_RANK = """
 import multiprocessing, os, sys, time
 from pathlib import Path
-from convoy.bench.processes import RankSlot, run_ranks
+from convoy.bench.processes import Places, run_ranks
 from convoy.data import DataConfig, Order, open_data, training_batches
 
 def load_pictures(folder, say):
@@ -97,7 +99,7 @@ def load_pictures(folder, say):
     time.sleep(100)
 
 if __name__ == "__main__":
-    run_ranks(load_pictures, [RankSlot(0, 1)], Path(sys.argv[1]))
+    run_ranks(load_pictures, Places(0).of(1), Path(sys.argv[1]))
 """
 """Its rank hangs while a process loads pictures for it, whose number is written beside its own."""
 

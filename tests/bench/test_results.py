@@ -12,7 +12,7 @@ from convoy.bench.ask import configurations
 from convoy.bench.records import Store
 from convoy.bench.remarks import convergence_remarks
 from convoy.bench.results import Convergence, Results, convergence
-from convoy.bench.table import csv_of, curve_records, escaped, of_trainings
+from convoy.bench.table import csv_of, escaped, of_trainings
 from convoy.units import SPACE
 
 
@@ -28,13 +28,13 @@ def exact(folder: Path, times: dict[str, list[float]], **changes: object) -> Res
 
 def test_speed_up_efficiency_and_days(tmp_path: Path) -> None:
     one, two = exact(tmp_path / "a", {"serial on 1": [0.2, 0.1, 0.3], "sample=2 on 2": [0.125, 0.1, 0.2]}).rows
-    assert (one.seconds, two.seconds) == (0.2, 0.125)
+    assert (one.step_s, two.step_s) == (0.2, 0.125)
     assert (two.images_per_s, two.speedup, two.efficiency) == pytest.approx((64 / 0.125, 1.6, 0.8))
     assert two.days == pytest.approx(2 * 6400 / 512 / 86_400)
     assert (one.speedup, one.speedup_spread) == (1, None) and two.speedup_spread is not None
-    assert sum(two.parts.values()) == pytest.approx(two.seconds)
+    assert sum(two.parts.values()) == pytest.approx(two.step_s)
     assert two.parts["communication"] == pytest.approx(0.0125)  # of the busiest rank
-    assert two.memory == 10**8 + 1  # of the one that needs most
+    assert two.memory_bytes == 10**8 + 1  # of the one that needs most
     weak = exact(tmp_path / "b", {"serial on 1": [0.2], "sample=2 on 2": [0.25]}, weak=True).rows[1]
     assert (weak.batch, weak.speedup) == (128, pytest.approx(1.6))
     unequal = exact(tmp_path / "c", {"serial on 1": [0.2], "sample=2 on 2": [0.16]}, speeds=[0.8, 0.4]).rows[1]
@@ -63,16 +63,16 @@ def curves_of(folder: Path, **changes: Any) -> tuple[Convergence, str]:
 
 def test_the_largest_distance_is_over_all_evaluations_and_rows(tmp_path: Path) -> None:
     curves, words = curves_of(tmp_path / "study")
-    (_, distance) = max(curves.compared, key=lambda pair: pair[1].error)
-    assert [curve.label for curve, _ in curves.compared] == ["sample=2", "filter=2"]
-    assert (distance.error, distance.error_at) == (pytest.approx(2e-3), 500)
-    assert (distance.loss, distance.loss_at) == (pytest.approx(4e-3), 400)
+    furthest = max(curves.compared, key=lambda curve: curve.distance_error or 0.0)
+    assert [curve.name for curve in curves.compared] == ["sample=2", "filter=2"]
+    assert (furthest.distance_error, furthest.distance_error_at) == (pytest.approx(2e-3), 500)
+    assert (furthest.distance_loss, furthest.distance_loss_at) == (pytest.approx(4e-3), 400)
     assert "never farther from the serial run's than 0.20 points (filter=2, after 500 updates)" in words
     assert "the test loss never farther than 0.0040 (filter=2, after 400), over 10 evaluations" in words
     assert "No final weights are the reference's bit for bit" in words
     rows = list(csv.DictReader(io.StringIO(of_trainings(curves, Store.read(tmp_path / "study")).csv())))
     assert [float(row["distance_error"] or 0) for row in rows] == pytest.approx([0, 1e-3, 2e-3])
-    assert len(curve_records(curves)) == 30
+    assert sum(len(curve.records) for curve in curves.curves) == 30
     _, words = curves_of(tmp_path / "same", same=["sample=2 on 2", "filter=2 on 2"])
     assert "in all 10 evaluations of all 3 configurations test error and test loss are the serial run's" in words
     assert f"The final weights of all 3 configurations are the same bit for bit: SHA-256 {0:064x}." in words

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from bench.made_study import MACHINE, MADE, RECIPE, document, new_store, rewrite, study, write_study, write_trainings
-from convoy.bench import command
+from convoy.bench import course
 from convoy.bench.ask import configurations
-from convoy.bench.processes import RankFailed, RankSlots
+from convoy.bench.processes import Places, RankFailed
 from convoy.bench.records import RankTimes, Store
 from convoy.bench.study import plain_recipe
 from convoy.errors import ConvoyError
@@ -92,13 +92,13 @@ def test_rows_that_do_not_run_are_named_and_others_are_measured(
         """Updates of the study, and of each row how often it was measured, or why it was not, which is told."""
         store, lines = new_store(tmp_path / f"{devices} {plans} {updates}", updates=updates), list[str]()
         rows = store.add(configurations(devices, plans, []))
-        command.Course(RECIPE, rows, store, RankSlots(1, []), tell=lines.append).measure(predict=False)
+        course.Course(RECIPE, rows, store, Places(1), tell=lines.append).measure(predict=False)
         assert lines == [f"{row.where}: {row.failed}" for row in rows if row.failed]
         return store.study.updates, [(row.key, len(row.visits), row.failed) for row in rows]
 
-    monkeypatch.setattr(command, "run_ranks", run_ranks)
+    monkeypatch.setattr(course, "run_ranks", run_ranks)
     rows = [("serial on 1", 0, "rank 0 failed: full"), ("sample=2 on 2", 0, "too few microbatches: give more")]
-    for updates, number in ((None, 20), (7, 7)):
+    for updates, number in ((None, course.UNPREDICTED), (7, 7)):
         assert outcomes([1, 2], ["sample", "filter"], updates) == (number, [*rows, ("filter=2 on 2", 1, None)])
     with pytest.raises(ConvoyError, match="give more"):
         outcomes([2], ["sample"], None)

@@ -3,26 +3,14 @@
 from dataclasses import replace
 
 import pytest
-import torch
-from measuring.cases import CASES, HELD, MEMORY, STAGED, SUBJECTS, Case
+from measuring.cases import STAGED, Case
 from measuring.ranks import Limits, run_ranks
 from measuring.sides import Arrangement, Side, train
 
-from convoy import models
 from convoy.plans.plan import Plan
 
 TINY = Case("lenet", "lenet", 28, 8, 2)
 UNET = replace(STAGED["unet"], image_size=32, batch=8, updates=1, options={"groups": 4, "width": 8})
-
-
-def test_networks_plans_and_cuts_of_cases_are_there_and_for_as_many_devices_as_they_say() -> None:
-    for case in (*CASES.values(), *STAGED.values(), *HELD.values(), *MEMORY.values(), *SUBJECTS):
-        with torch.device("meta"):
-            names = dict(models.create(case.model, num_classes=10, **case.options).named_modules())
-        assert {Plan.parse(plan).mesh.num_devices for plan in case.plans.values()} <= {2}
-        for num, plans in case.divided.items():
-            assert {Plan.parse(text).mesh.num_devices for text in plans} <= {num}
-            assert all(len(cuts) == num - 1 and set(cuts) <= names.keys() for cuts in case.cuts[num])
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from convoy.doctor import examination, trials, updates
 from convoy.doctor.diagnosis import Diagnosis
 from convoy.doctor.examination import examine
 from convoy.doctor.facts import Change, Facts, Trial
-from convoy.doctor.trials import Budget, changes, try_changes
+from convoy.doctor.trials import Budget, try_changes
 from convoy.engine import profiling
 from convoy.resources import own_cores, pin
 from convoy.training import Session, recorder, step
@@ -89,41 +89,6 @@ def test_two_devices_know_the_same(data: Path, tmp_path: Path) -> None:
     for facts, *_ in run_ranks(examined, 2, data, tmp_path, EACH, False, True):  # no place for checkpoints
         assert facts.checkpoint_s is None and facts.evaluation_s is not None
     assert not list(tmp_path.iterdir())
-
-
-# Changes that are tried
-
-LAYOUT, BATCHES = {"--channels-last"}, {"--batch 32", "--batch 64"}
-OFFERED: dict[tuple[tuple[str, ...], int, bool], set[str]] = {
-    # settings, cores, whether there is bf16
-    ((), 2, True): {"--set threads=2", "--precision bf16"} | LAYOUT | BATCHES,
-    (("threads=3",), 2, False): {"--set threads=2"},
-    (("batch=48", "microbatches=3", "precision=bf16"), 1, True): {"--precision fp32", "--batch 96 --microbatches 6"}
-    | LAYOUT,
-}
-
-
-def offered(data: Path, cases: list[tuple[tuple[str, ...], int, bool]], taken: float = 0.0) -> list[set[str]]:
-    """Arguments of what would be tried on a machine with some cores."""
-    offers = []
-    for settings, cores, bf16 in cases:
-        machine = {"own_cores": lambda n=cores: list(range(n)), "cores_allowed": lambda n=cores: float(n)}
-        with (
-            patch.multiple(trials.resources, **machine),
-            patch.object(trials, "has_bf16", lambda device, has=bf16: has),
-            cores_as_before(),
-        ):
-            each = list(changes(session(data, *settings), taken))
-        offers.append({" ".join(one.arguments) for one in each if one.cause != "microbatch"})
-    return offers
-
-
-def test_what_is_tried_and_that_threads_leave_others_their_cores(data: Path) -> None:
-    assert run_ranks(offered, 1, data, list(OFFERED)) == [list(OFFERED.values())]
-    assert run_ranks(offered, 1, data, [(("threads=2",), 2, False)], 0.9) == [[{"--set threads=1"}]]
-    first, other = run_ranks(offered, 2, data, [((), 1, False), (("reproducible=true",), 1, False)])
-    assert first == other and {"--devices 1", "--plan auto"} <= first[0]
-    assert "--devices 1" in first[1] and "--plan auto" not in first[1]
 
 
 LAST = Change("memory_format", ("--channels-last",), {"channels_last": True})

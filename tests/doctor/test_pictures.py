@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from convoy.data import AugmentConfig, DataConfig, open_data, turbo
+from convoy.data import AugmentConfig, DataConfig, turbo
 from convoy.data.batch import BatchMaker
 from convoy.data.dataset import DataSet
 from convoy.data.sources import EncodedSource
@@ -18,7 +18,6 @@ from convoy.doctor.facts import Pictures
 from convoy.doctor.pictures import measure_pictures
 from data.made import encoded, picture
 from made_time import MadeTime, made_time
-from tiny import write_mnist
 
 WAIT_S, WORK_S = 0.01, 0.004
 """Seconds that a picture's bytes take, and the work on one."""
@@ -106,27 +105,9 @@ def test_what_is_slow_to_answer_is_told_from_what_carries_little(clock: MadeTime
     assert (answers.least_read_s, carries.least_read_s) == pytest.approx((WAIT_S / 8, WAIT_S))
 
 
-def test_it_does_not_take_longer_than_it_may(clock: MadeTime) -> None:
-    reads: list[int] = []
-    facts = measured(Photos(lambda: (reads.append(1), clock.sleep(0.04))), most_s=8 * 0.05)
-    assert facts.read_s == pytest.approx(0.04)
-    # Two, at once one and one more for each reader, and three for each way to keep them: all would be over 100.
-    assert len(reads) <= 2 + 9 + 2 * (1 if turbo.missing() else 2) + 2 * 3
-
-
 def test_bad_pictures_are_no_measurement_but_where_they_are_skipped() -> None:
     for good, bad_images in ((31, "skip"), (31, "error"), (0, "skip")):
         source = Photos(good=lambda sample, good=good: sample < good and sample != 3)
         facts = if_readable(source, bad_images=bad_images)
         assert (facts is not None) == (good == 31 and bad_images == "skip")
         assert facts is None or (facts.cpu_s > 0 and facts.packed_s is not None)
-
-
-def test_pictures_in_memory(tmp_path: Path, clock: MadeTime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first batch takes longer, as it does with what is loaded for it."""
-    seconds = iter((1.0, 32e-6))
-    work_on(clock, monkeypatch, "make", lambda args: next(seconds))
-    data = open_data(DataConfig(path=str(write_mnist(tmp_path / "data"))))
-    plain = measure_pictures(data, DataConfig(path="data"), SAMPLES, seed=3)
-    assert plain is not None and plain.in_memory and plain.cpu_s == pytest.approx(1e-6)
-    assert plain.read_s == 0 and plain.packed_s is None and plain.turbo_s is None

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from convoy.planner.comparison import GRADIENTS, Both, Comparison, Group
+
 DIGITS = [str(digit) for digit in range(10)]
 CONFIG = """\
 model:
@@ -114,3 +116,21 @@ def complete_run(folder: Path, **changes: Any) -> Path:
     """A finished run with every file; `changes` replace some of them."""
     files = {"lines": metrics(), "results": summary(), "final": evaluation(DIGITS), "environment": ENVIRONMENT}
     return write_run(folder, **{**files, **changes})
+
+
+def comparison(**changes: Any) -> Comparison:
+    """Of a network of two layers; every prediction is twice what was measured."""
+
+    def both(measured: float) -> Both:
+        return Both(2 * measured, measured)
+
+    parts = {"input": 1e-3, "forward": 4e-3, "backward": 8e-3, "rest": 1e-3, "packing": 0.0, "waiting": 3e-3}
+    layers = (
+        Group("features.0", both(9e-3), both(2e-3)),
+        Group("<b>fc</b>", both(3e-3), both(0.0)),
+        Group(GRADIENTS, both(0.0), both(1e-3)),
+    )
+    values: dict[str, Any] = {"model": "lenet", "plan": "sample=2", "devices": 2, "batch": 128, "rank": 1}
+    values |= {"timed": 55, "watched": 3, "learned": 11, "update": both(17e-3), "groups": layers}
+    values |= {"parts": {name: both(seconds) for name, seconds in parts.items()}, "notes": ("said <i>so</i>",)}
+    return Comparison(**{**values, **changes})

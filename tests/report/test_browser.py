@@ -8,9 +8,8 @@ import pytest
 from bench.made_study import write_study, write_trainings
 from convoy.bench.page import write_files
 from convoy.report.report import write_report
-from report.made_runs import complete_run, evaluation, summary
+from report.made_runs import comparison, complete_run, evaluation, summary
 from report.pages import BROWSER, look
-from report.test_prediction import comparison
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs a browser: chromium is not installed")
 

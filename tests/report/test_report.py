@@ -1,6 +1,7 @@
 """The page of a run: what stands on it, that it is harmless, and what it says of a run's state and result."""
 
 import base64
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ from typing import Any
 import pytest
 
 from convoy.errors import ConvoyError
+from convoy.planner.comparison import GRADIENTS
 from convoy.report.report import render, write_report
 from convoy.report.run_directory import read_run
 from convoy.training import RunDirectory
-from report.made_runs import CONFIG, ENVIRONMENT, complete_run, evaluation, summary, write_run
+from report.made_runs import CONFIG, ENVIRONMENT, comparison, complete_run, evaluation, summary, write_run
 from report.pages import HOSTILE, Page, harmless
 
 
@@ -96,3 +98,17 @@ def test_a_report_that_cannot_be_made_leaves_the_old_one_and_no_rest(
         with pytest.raises(ConvoyError, match=r"report\.html cannot be written \(No space left on device\)"):
             write_report(run)
     assert sorted(run.iterdir()) == files and (run / "report.html").read_bytes() == before
+
+
+def test_an_update_predicted_and_measured_is_on_the_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path, results=summary(), environment=ENVIRONMENT)
+    (run / "prediction.json").write_text(json.dumps(comparison().to_document()), encoding="utf-8")
+    html = render(read_run(run))
+    shown = harmless(html).words
+    for words in (
+        "An update took 17.0 ms, the median of 55; 34.0 ms were predicted (+100 %).", "predicted and measured",
+        "those of rank 1, each the median of 3 other updates that were watched: they add up to 17.0 ms.", "features.0",
+        "learnt the times of 11 pieces", "22.0 ms", "waiting for messages", GRADIENTS, "<b>fc</b>",
+    ):  # fmt: skip
+        assert words in shown, words
+    assert "packing for messages" not in shown and "<i>so</i>" not in html  # nothing was packed

@@ -17,6 +17,10 @@ from convoy.plans.strategies import WORDS
 from convoy.training.recipe import Recipe, check_names, load_recipe
 
 DEFAULT_BATCH = 256
+# The least that options may be which are whole numbers; others are any number above 0.
+_LEAST = dict.fromkeys(("batch", "batch_per_device", "image_size", "classes", "rounds", "updates"), 1)
+_LEAST |= {"warm_up": 0, "dataset_size": 1, "cores_per_device": 1}
+_AMOUNTS = ("epochs", "timeout", "train_epochs")
 
 
 @dataclass(frozen=True)
@@ -25,29 +29,29 @@ class Ask:
 
     command: str
     model: str
-    devices: str | None = None
-    plans: str = "sample;auto"
-    batch: int | None = None
-    batch_per_device: int | None = None
-    peers: str = ""
-    shares: str = ""
-    data: str | None = None
-    image_size: int | None = None
-    classes: int | None = None
-    recipe: str | None = None
-    settings: tuple[str, ...] = ()
-    train_epochs: float | None = None
-    rounds: int = 5
-    updates: int | None = None
-    warm_up: int = 2
-    epochs: float | None = None
-    dataset_size: int | None = None
-    cores_per_device: int | None = None
-    emulate: str | None = None
-    predict: bool = True
-    timeout: float = 600.0
-    out: Path | None = None
-    device: str | None = None
+    devices: str | None
+    plans: str
+    batch: int | None
+    batch_per_device: int | None
+    peers: str
+    shares: str
+    data: str | None
+    image_size: int | None
+    classes: int | None
+    recipe: str | None
+    settings: tuple[str, ...]
+    train_epochs: float | None
+    rounds: int
+    updates: int | None
+    warm_up: int
+    epochs: float | None
+    dataset_size: int | None
+    cores_per_device: int | None
+    emulate: str | None
+    predict: bool
+    timeout: float
+    out: Path | None
+    device: str | None
 
     @property
     def folder(self) -> Path:
@@ -56,7 +60,7 @@ class Ask:
 
     def check(self) -> None:
         """Refuse (ConvoyError) what cannot be, whatever the network and the machine."""
-        for sentence in (*self._contradictions(), *self._too_small()):
+        for sentence in self._mistakes():
             raise ConvoyError(sentence)
         for peer in self.peers_of():
             check_peer(peer)
@@ -82,7 +86,7 @@ class Ask:
         """Whether the settings have a key of the recipe that begins with `key`."""
         return any(setting.startswith(key) for setting in self.settings)
 
-    def _contradictions(self) -> Iterator[str]:
+    def _mistakes(self) -> Iterator[str]:
         if self.batch is not None and self.batch_per_device is not None:
             yield "--batch is one batch for any number of devices, --batch-per-device lets it grow with them: give one"
         if self.data is not None and (self.image_size is not None or self.classes is not None):
@@ -99,28 +103,13 @@ class Ask:
             yield "--dataset-size is for the days that --epochs would take: give --epochs, too"
         if self.cores_per_device is not None and self.emulate is not None:
             yield "--cores-per-device contradicts --emulate, whose devices have a share of a core: drop one"
-
-    def _too_small(self) -> Iterator[str]:
-        for option, number, least in (
-            ("--batch", self.batch, 1),
-            ("--batch-per-device", self.batch_per_device, 1),
-            ("--image-size", self.image_size, 1),
-            ("--classes", self.classes, 1),
-            ("--rounds", self.rounds, 1 if self.train_epochs is None else 0),
-            ("--updates", self.updates, 1),
-            ("--warm-up", self.warm_up, 0),
-            ("--dataset-size", self.dataset_size, 1),
-            ("--cores-per-device", self.cores_per_device, 1),
-        ):
-            if number is not None and number < least:
+        for name in (*_LEAST, *_AMOUNTS):
+            option, number = f"--{name.replace('_', '-')}", getattr(self, name)
+            least = 0 if name == "rounds" and self.train_epochs is not None else _LEAST.get(name)
+            if number is not None and least is not None and number < least:
                 yield f"{option} is {number}: give a whole number of at least {least}"
-        for option, amount in (
-            ("--epochs", self.epochs),
-            ("--timeout", self.timeout),
-            ("--train-epochs", self.train_epochs),
-        ):
-            if amount is not None and not 0 < amount < math.inf:
-                yield f"{option} is {amount:g}: give a number above 0"
+            if number is not None and least is None and not 0 < number < math.inf:
+                yield f"{option} is {number:g}: give a number above 0"
 
     def _check_rows(self, emulated: int | None) -> None:
         """Refuse plans, shares and numbers of devices that are none, or that do not go together."""
@@ -193,17 +182,6 @@ def check_peer(kind: str) -> None:
         raise ConvoyError(f"--peers {kind} needs {package}, which is not installed: pip install 'convoy-nn[{package}]'")
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """Refuse (ConvoyError) a recipe by which only Convoy trains."""
-    for asked, what in (
-        (recipe.precision == "fp16", "precision=fp16 (bf16 can be)"),
-        (recipe.ema is not None, "ema"),
-        (recipe.reproducible, "reproducible"),
-    ):
-        if asked:
-            raise ConvoyError(f"--peers do not train with {what}: leave that or --peers out")
-
-
 def configurations(
     devices: Sequence[int], plans: Sequence[str], peers: Sequence[str], shares: Sequence[str] = ("",), alone: int = 1
 ) -> list[Configuration]:
@@ -214,8 +192,12 @@ def configurations(
     is measured too, and `alone` devices are measured each by itself where one device is asked for. A number of devices
     that comes twice is measured twice. A ConvoyError says where a plan fits none of them.
     """
+    for text in plans:
+        if (size := fixed_size(text)) not in (None, *devices):
+            raise ConvoyError(
+                f"--plans {text} is for {size} devices, but --devices has no {size}: add it, or leave the sizes out"
+            )
     rows: list[Configuration] = []
-    used: set[str] = set()
     times: Counter[str] = Counter()
 
     def add(kind: str, number: int, plan: str | None, series: str, label: str, part: str = "") -> None:
@@ -228,26 +210,18 @@ def configurations(
         rows.append(Configuration(**names, kind=kind, devices=number, plan=plan, shares=part))
 
     for number in devices:
-        fitting = {text for text in plans if fixed_size(text) in (None, number)}
-        used |= fitting
         if number == 1:
             add(CONVOY, 1, "serial", "", "one device")
             if peers:
                 add(TORCH, 1, None, TORCH, "plain PyTorch")
             continue
         for text in plans:
-            if text in fitting:
+            if fixed_size(text) in (None, number):
                 plan = _plan(text, number)
-                for part in [one for one in shares if _fits(one, plan, number)] or [""]:
+                for part in [part for part in shares if _fits(part, plan, number)] or [""]:
                     add(CONVOY, number, plan, text, text if "\n" in plan else plan, part)
         for peer in peers:
             add(peer, number, None, peer, PEERS[peer])
-    for text in plans:
-        if text not in used:
-            size = fixed_size(text)
-            raise ConvoyError(
-                f"--plans {text} is for {size} devices, but --devices has no {size}: add it, or leave the sizes out"
-            )
     after = max((place for place, row in enumerate(rows, 1) if row.devices == 1), default=0)
     for place in range(alone if after else 0, 1, -1):
         names = {"key": f"serial on device {place}", "label": f"device {place} alone", "series": ""}

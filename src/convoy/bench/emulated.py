@@ -3,8 +3,7 @@
 cluster = Cluster.read("four.yaml")
 with emulate(cluster) as places:
     ...                                # in the process of a rank, before torch starts threads:
-    places[rank].enter()
-    os.environ |= places[rank].environment
+    places[rank]()
 
 Its file describes devices, the hosts that they are in, and the links between the hosts:
 
@@ -63,13 +62,23 @@ class _Links(_Section):
 class _Alike(_Section):
     count: Number
     speed: Speed = 1.0  # the share of a core that each has
-    hosts: Number | None = None
+    hosts: Number | None = None  # that hold consecutive devices; as many as devices where not said
 
 
 class _Listed(_Section):
     speed: Speed = 1.0
     host: str | None = None  # one of its own where none is named
     count: Number = 1
+
+
+class _AlikeDevices(_Section):
+    devices: _Alike
+    links: _Links = _Links()
+
+
+class _ListedDevices(_Section):
+    devices: list[_Listed]
+    links: _Links = _Links()
 
 
 @dataclass(frozen=True)
@@ -92,23 +101,27 @@ class Cluster:
     rates: Mapping[str, str] = field(default_factory=dict, hash=False)  # by host, of links with another rate
 
     def __post_init__(self) -> None:
+        for mistake in self._mistakes():
+            raise ConvoyError(mistake)
+
+    def _mistakes(self) -> Iterator[str]:
         if not self.devices:
-            raise ConvoyError("a cluster has at least one device: write e.g. `devices: {count: 4, speed: 0.5}`")
+            yield "a cluster has at least one device: write e.g. `devices: {count: 4, speed: 0.5}`"
         if len(self.devices) > MOST:
-            raise ConvoyError(f"a cluster of {len(self.devices)} devices is not emulated: write at most {MOST}")
+            yield f"a cluster of {len(self.devices)} devices is not emulated: write at most {MOST}"
         for number, device in enumerate(self.devices):
             if not _HOST.fullmatch(device.host):
-                raise ConvoyError(f"device {number} has the host {device.host!r}: use letters, digits and hyphens")
+                yield f"device {number} has the host {device.host!r}: use letters, digits and hyphens"
         for host in self.rates:
             if host not in self.hosts:
-                raise ConvoyError(f"a link is given for {host!r}, but the hosts are {', '.join(self.hosts)}: name one")
+                yield f"a link is given for {host!r}, but the hosts are {', '.join(self.hosts)}: name one"
         for rate in (*self.rates.values(), *([] if self.rate == "" else [self.rate])):
             match = _RATE.fullmatch(rate) if isinstance(rate, str) else None
             if match is None or float(match[1]) == 0:  # `tc` would not take it, or for something else
-                raise ConvoyError(f"the rate of a link is {rate!r}: write e.g. 1gbit or 300mbit")
-        missing = [host for host in self.hosts if host not in self.rates]
-        if not self.rate and missing and len(self.hosts) > 1:
-            raise ConvoyError(f"the link of host {missing[0]} has no rate: write e.g. `links: {{rate: 3gbit}}`")
+                yield f"the rate of a link is {rate!r}: write e.g. 1gbit or 300mbit"
+        without = [host for host in self.hosts if not self.rate_of(host)]
+        if without and len(self.hosts) > 1:
+            yield f"the link of host {without[0]} has no rate: write e.g. `links: {{rate: 3gbit}}`"
 
     @staticmethod
     def alike(
@@ -131,7 +144,14 @@ class Cluster:
             raise ConvoyError(f"{path}: a cluster needs devices and their count: {form}")
         kind = _ListedDevices if isinstance(devices, list) else _AlikeDevices
         try:
-            return kind.model_validate(document).cluster
+            content = kind.model_validate(document)
+            links = content.links
+            if isinstance(content, _AlikeDevices):
+                return Cluster.alike(**dict(content.devices), rate=links.rate, rates=links.hosts)
+            listed = [entry for entry in content.devices for _ in range(entry.count)]
+            hosts = (f"host{number}" if entry.host is None else entry.host for number, entry in enumerate(listed))
+            places = (ClusterDevice(entry.speed, host) for entry, host in zip(listed, hosts, strict=True))
+            return Cluster(tuple(places), links.rate, links.hosts)
         except ValidationError as error:
             raise ConvoyError(f"{path}: {sentence(error, kind)}") from error
         except ConvoyError as error:
@@ -148,34 +168,12 @@ class Cluster:
 
     def __str__(self) -> str:
         speeds, rates = [f"{device.speed:g}" for device in self.devices], [self.rate_of(host) for host in self.hosts]
-        said = f"{units.plural(len(speeds), 'device')} with {', '.join(speeds)} of a core"
+        devices = f"{units.plural(len(speeds), 'device')} with {', '.join(speeds)} of a core"
         if len(speeds) > 1 and len(set(speeds)) == 1:
-            said = f"{len(speeds)} devices with {speeds[0]} of a core each"
-        if len(self.hosts) == 1:
-            return f"{said} in one host"
-        links = rates[0] if len(set(rates)) == 1 else ", ".join(rates)
-        return f"{said} in {len(rates)} hosts, links of {links}"
-
-
-class _AlikeDevices(_Section):
-    devices: _Alike
-    links: _Links = _Links()
-
-    @property
-    def cluster(self) -> Cluster:
-        return Cluster.alike(**dict(self.devices), rate=self.links.rate, rates=self.links.hosts)
-
-
-class _ListedDevices(_Section):
-    devices: list[_Listed]
-    links: _Links = _Links()
-
-    @property
-    def cluster(self) -> Cluster:
-        listed = [entry for entry in self.devices for _ in range(entry.count)]
-        hosts = (f"host{number}" if entry.host is None else entry.host for number, entry in enumerate(listed))
-        devices = tuple(ClusterDevice(entry.speed, host) for entry, host in zip(listed, hosts, strict=True))
-        return Cluster(devices, self.links.rate, self.links.hosts)
+            devices = f"{len(speeds)} devices with {speeds[0]} of a core each"
+        if len(rates) == 1:
+            return f"{devices} in one host"
+        return f"{devices} in {len(rates)} hosts, links of {', '.join(rates if len(set(rates)) > 1 else rates[:1])}"
 
 
 PORT = 29_500
@@ -204,8 +202,8 @@ class EmulatedDevice:
     core: int  # of this machine, on which the process runs
     group: Path | None  # the control group that limits it; None where it has the whole core
 
-    def enter(self) -> None:
-        """Put the calling process here, for good: in the host's network, with the share of its core.
+    def __call__(self) -> None:
+        """Put the calling process here, for good: in the host's network, with the share of its core and `environment`.
 
         To be called before torch starts threads, by a process of the user root. All threads of the process together
         have the share, those of gloo too.
@@ -217,6 +215,7 @@ class EmulatedDevice:
         # gloo's thread tries again and again for a lock that the thread which it has just pushed off the core holds,
         # until Linux's clock ticks: milliseconds for every small message. In this class nobody pushes others off.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        os.environ.update(self.environment)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -243,14 +242,12 @@ def cores_for(speeds: Sequence[float], cores: Sequence[int]) -> list[int]:
         load[core] += speeds[device]
         chosen[device] = core
     if max(load.values()) > 1 + 1e-6:
-        total = sum(speeds)
-        have = f"{len(cores)} core{'s' if len(cores) > 1 else ''}"
-        if total > len(cores) + 1e-6:
-            raise ConvoyError(
-                f"the speeds of the devices add up to {total:g} cores, but here {'are' if len(cores) > 1 else 'is'} "
-                f"{have}: multiply all speeds by {int(100 * len(cores) / total) / 100:g} or less"
-            )
-        raise ConvoyError(f"devices of speed {', '.join(f'{s:g}' for s in speeds)} do not fit on {have}: lower some")
+        total, number = sum(speeds), len(cores)
+        mend = f"multiply all by {int(100 * number / total) / 100:g} or less" if total > number + 1e-6 else "lower some"
+        listed = ", ".join(f"{speed:g}" for speed in speeds)
+        raise ConvoyError(
+            f"devices of speed {listed}, together {total:g}, do not fit on {units.plural(number, 'core')}: {mend}"
+        )
     return [chosen[device] for device in range(len(speeds))]
 
 
@@ -264,22 +261,22 @@ def emulate(cluster: Cluster) -> Iterator[list[EmulatedDevice]]:
         raise ConvoyError("clusters are emulated by Linux's namespaces and control groups: run this on Linux")
     if os.geteuid() != 0:
         raise ConvoyError("emulated hosts are network namespaces, which only root can make: run this as root")
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing:
-        raise ConvoyError(f"emulated hosts need {' and '.join(missing)}: install the package iproute2")
+    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if tools:
+        raise ConvoyError(f"emulated hosts need {' and '.join(tools)}: install the package iproute2")
     speeds = [device.speed for device in cluster.devices]
     cores = cores_for(speeds, own_cores())
-    made = ExitStack()
+    stack = ExitStack()
     try:
         with _undisturbed():
             namespaces.sweep()
             name = prefix()
-            hosts = made.enter_context(
+            hosts = stack.enter_context(
                 namespaces.made_hosts(name, {host: cluster.rate_of(host) for host in cluster.hosts})
             )
-            groups = made.enter_context(namespaces.made_groups(name, speeds))
+            groups = stack.enter_context(namespaces.made_groups(name, speeds))
             shared = {core for core, group in zip(cores, groups, strict=True) if group is not None}
-            made.enter_context(_pulses(sorted(shared)))
+            stack.enter_context(_pulses(sorted(shared)))
         master = hosts[cluster.devices[0].host].address
         yield [
             EmulatedDevice(rank, hosts[device.host], master, cores[rank], groups[rank])
@@ -287,7 +284,7 @@ def emulate(cluster: Cluster) -> Iterator[list[EmulatedDevice]]:
         ]
     finally:
         with _undisturbed():
-            made.close()
+            stack.close()
 
 
 @contextmanager
@@ -311,8 +308,8 @@ def _undisturbed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

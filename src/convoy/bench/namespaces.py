@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from convoy import resources
 from convoy.errors import ConvoyError
 
 _NAME = re.compile(r"convoy-(\d+)-(\d+)-\d+-[a-z]+\d*")
@@ -118,10 +119,10 @@ def _connect(host: EmulatedHost, switch: str, port: str, rate: str) -> None:
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip()
-        raise ConvoyError(f"emulated hosts cannot be made here, {' '.join(command)} says: {said}")
+    process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    if process.returncode:
+        reason = (process.stderr or process.stdout).strip()
+        raise ConvoyError(f"emulated hosts cannot be made here, {' '.join(command)} says: {reason}")
 
 
 def _delete(name: str) -> None:
@@ -132,8 +133,6 @@ def _delete(name: str) -> None:
 PERIOD_S = 0.004  # in each period a group may run for its share of it
 _LEAST_S = 0.001  # that Linux gives
 _PATIENCE_S = 1.0
-_MOUNTS = Path("/proc/self/mountinfo")
-_OWN = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
@@ -145,14 +144,12 @@ class Hierarchy:
 
     @staticmethod
     def find() -> "Hierarchy":
-        """The one that has the controller of processor time."""
-        for line in _MOUNTS.read_text(encoding="utf-8").splitlines():
-            before, _, after = line.partition(" - ")
-            place, kind, options = Path(before.split()[4]), after.split()[0], after.split()[-1].split(",")
-            if kind == "cgroup" and "cpu" in options:
-                return Hierarchy(_own_group(place), 1)
-            if kind == "cgroup2" and "cpu" in _words(place / "cgroup.controllers"):
-                return Hierarchy(place, 2)
+        """The one that has the controller of processor time; of version 1 the group of this process, so that limits of
+        those around it hold too, and that around an emulated device where this process is on one."""
+        for folder, version in resources.folders("cpu"):
+            is_mount = version == 2 and folder == resources.ROOT and "cpu" in _words(folder / "cgroup.controllers")
+            if is_mount or (version == 1 and folder.is_dir() and "/convoy-" not in str(folder)):
+                return Hierarchy(folder, version)
         raise ConvoyError(
             "a device cannot have a share of a core here, because Linux's control groups (cgroups) with the "
             "controller cpu are not mounted: give every device the speed 1, or mount them"
@@ -163,15 +160,15 @@ class Hierarchy:
         period = round(max(PERIOD_S, _LEAST_S / share) * 1e6)
         quota = round(period * share)
         group = self.folder / name
+        files = {"cpu.max": f"{quota} {period}"}
+        if self.version == 1:
+            files = {"cpu.cfs_period_us": str(period), "cpu.cfs_quota_us": str(quota)}
         try:
             if self.version == 2 and "cpu" not in _words(self.folder / "cgroup.subtree_control"):
                 (self.folder / "cgroup.subtree_control").write_text("+cpu", encoding="ascii")
             group.mkdir()
-            if self.version == 2:
-                (group / "cpu.max").write_text(f"{quota} {period}", encoding="ascii")
-            else:
-                (group / "cpu.cfs_period_us").write_text(str(period), encoding="ascii")
-                (group / "cpu.cfs_quota_us").write_text(str(quota), encoding="ascii")
+            for name, text in files.items():
+                (group / name).write_text(text, encoding="ascii")
         except OSError as error:
             if group.is_dir():
                 group.rmdir()
@@ -227,19 +224,5 @@ def _remove(group: Path, patience: float = _PATIENCE_S) -> None:
         time.sleep(0.01)
 
 
-def _own_group(mount: Path) -> Path:
-    """The group of this process in the hierarchy of version 1, so that limits of those around it hold too; that around
-    an emulated device where this process is on one."""
-    for line in _OWN.read_text(encoding="utf-8").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "cpu" in controllers.split(","):
-            whole = mount / path.partition("/convoy-")[0].lstrip("/")
-            return whole if whole.is_dir() else mount
-    return mount
-
-
 def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="ascii").split()
-    except OSError:
-        return []
+    return resources.text_of(path).split()

@@ -1,36 +1,27 @@
 """The files of a study beside bench.json: the report as one HTML page, the tables, the pictures."""
 
 import io
-from collections.abc import Mapping
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from convoy import units
 from convoy.bench.plots import convergence_panels, panels
-from convoy.bench.records import COMMUNICATION, CONVOY, INPUT, NAME, OPTIMIZER, Store
+from convoy.bench.records import CONVOY, NAME, Store
 from convoy.bench.remarks import convergence_remarks, doubts, missing, remarks
 from convoy.bench.results import Convergence, Results, StudyRow, convergence
-from convoy.bench.table import (
-    NUMBERS,
-    Table,
-    csv_of,
-    curve_records,
-    of_trainings,
-    of_updates,
-    points,
-    signed,
-    with_spread,
-)
+from convoy.bench.table import TEXTS, Table, csv_of, of_trainings, of_updates, points
 from convoy.documents import dump
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
 from convoy.report import axes, pages
 from convoy.report.pages import KINDS, Download, Panel, Tile, data_uri
-from convoy.units import seconds as time_of
 
 DPI = 300
-_SHOWN_PARTS = (COMMUNICATION, INPUT, OPTIMIZER)
 
 
 @dataclass(frozen=True)
@@ -49,67 +40,99 @@ def write_files(folder: Path) -> Written:
     tables = {"configurations": of_updates(results, store)}
     drawn: list[Panel] = []
     texts: dict[str, str] = {}
-    warnings, gaps, training_gaps = doubts(results), missing(results), list[str]()
-    timed_remarks, trained_remarks = list[str](), list[str]()
+    warnings, gaps, of_times, of_trained, untrained = doubts(results), missing(results), [], [], []
     if is_timed := bool(results.rows) or trained is None:
         drawn += panels(results)
         texts |= {"table.csv": tables["configurations"].csv(), "table.tex": tables["configurations"].latex()}
-        timed_remarks = remarks(store, results)
+        of_times = remarks(store, results)
     if trained is not None:
         table = tables["convergence"] = of_trainings(trained, store)
         drawn += convergence_panels(trained)
         texts |= {"convergence.csv": table.csv(), "convergence.tex": table.latex()}
-        texts["curves.csv"] = csv_of(curve_records(trained))
-        trained_remarks, training_gaps = list(convergence_remarks(trained)), missing(trained)
-    rows = tables["convergence"].rows if trained is not None else None
+        texts["curves.csv"] = csv_of([test for curve in trained.curves for test in curve.records])
+        of_trained, untrained = list(convergence_remarks(trained)), missing(trained)
     files = {name: text.encode() for name, text in texts.items()}
-    downloads = [Download.of(name, one) for name, one in {NAME: store.path.read_bytes(), **files}.items()]
-    shown = []
+    downloads = [Download.of(name, content) for name, content in {NAME: store.path.read_bytes(), **files}.items()]
+    figures = []
     for panel in drawn:
         pictures = _files(panel)
         files |= pictures
-        uris = [(name, data_uri(one, KINDS[name.rpartition(".")[2]])) for name, one in pictures.items()]
-        shown.append((panel, panel.svg(), uris))
+        uris = [(name, data_uri(content, KINDS[name.rpartition(".")[2]])) for name, content in pictures.items()]
+        figures.append((panel, panel.svg(), uris))
     html = pages.render(
         "bench.html.jinja",
         ("report.css", "bench.css"),
         ("copy.js",),
         **_content(store, results, trained),
         timed=is_timed,
-        remarks=timed_remarks,
-        trained=rows,
-        trained_columns=[f"{'#' if word in NUMBERS else ''}{word.capitalize()}" for word in (rows or [{}])[0]],
-        trained_remarks=trained_remarks,
-        missing=[*warnings, *gaps, *training_gaps],
-        panels=shown,
+        table=_shown(tables["configurations"], _names(results.rows)),
+        remarks=of_times,
+        trained=_shown(tables["convergence"]) if trained is not None else None,
+        trained_remarks=of_trained,
+        missing=[*warnings, *gaps, *untrained],
+        panels=figures,
         downloads=downloads,
     )
     files["report.html"] = html.encode("utf-8", errors="replace")
     try:
-        for name, one in files.items():
-            write_atomically(folder / name, lambda path, one=one: path.write_bytes(one))  # type: ignore[misc]
+        for name, content in files.items():
+            write_atomically(folder / name, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
     except OSError as error:
         raise ConvoyError(f"{folder} cannot be written ({error.strerror}): free space there, or copy it") from error
-    sentences = [*warnings, *timed_remarks, *gaps, *trained_remarks, *training_gaps]
-    return Written(tables, sentences, folder / "report.html")
+    return Written(tables, [*warnings, *of_times, *gaps, *of_trained, *untrained], folder / "report.html")
 
 
 def _files(panel: Panel) -> dict[str, bytes]:
     """A picture as files: on white, with the text as text."""
     files = {}
-    about: Mapping[str, dict[str, Any]] = {"svg": {"Date": None}, "png": {"Software": None}}
-    for kind, metadata in about.items() if panel.figure is not None else ():
-        assert panel.figure is not None
-        written = io.BytesIO()
-        with axes.house_style():
-            panel.figure.savefig(written, format=kind, dpi=DPI, metadata=metadata)
-        files[f"{panel.name}.{kind}"] = written.getvalue()
+    for kind, metadata in {"svg": {"Date": None}, "png": {"Software": None}}.items():
+        if panel.figure is not None:
+            written = io.BytesIO()
+            with axes.house_style():
+                panel.figure.savefig(written, format=kind, dpi=DPI, metadata=metadata)
+            files[f"{panel.name}.{kind}"] = written.getvalue()
     return files
+
+
+def _names(rows: Sequence[StudyRow]) -> list[tuple[str, str, str]]:
+    """The name of each row on the page, the plan that stands below it, and its look."""
+    best, previous_rows, names = max(rows, key=lambda row: row.speedup, default=None), rows[:1], []
+    for row in rows:
+        looks = {"best": row is best, "peer": row.kind != CONVOY, "group": previous_rows[0].devices != row.devices}
+        plan = "layer by layer, below" if "\n" in row.found_plan else row.found_plan
+        names.append((row.name, plan, " ".join(look for look, holds in looks.items() if holds)))
+        previous_rows = [row]
+    return names
+
+
+# A number, what it may differ by, its unit, and by how much a prediction is off.
+_CELL = re.compile(r"([^ ]+)(?: (± [^ ]+))?( [^ ]+)?(?: \((.*)\))?")
+
+
+def _shown(table: Table, names: Sequence[tuple[str, str, str]] = ()) -> dict[str, Any]:
+    """A table for the page: what is less important is small, and stands last in a cell."""
+
+    def cell(word: str, text: str) -> tuple[str, Markup | str]:
+        match = _CELL.fullmatch(units.UNKNOWN if text == "-" else text)
+        if word in TEXTS or match is None:
+            return "", text
+        number, spread, unit, error = match.groups()
+        small = Markup(" <small>{}</small>").format(spread or error) if spread or error else ""
+        return f"number{' speedup' * (word == 'speed-up')}", Markup("{}{}{}").format(number, unit or "", small)
+
+    words = list(table.rows[0]) if table.rows else []
+    titles = {"step": "An update", "exposed": Markup("Exposed com&shy;munication")}
+    names = names or [(next(iter(row.values())), "", "") for row in table.rows]
+    rows = [(*of, [cell(word, row[word]) for word in words[1:]]) for of, row in zip(names, table.rows, strict=True)]
+    return {
+        "columns": [("" if word in TEXTS else "#") + titles.get(word, word.capitalize()) for word in words],
+        "rows": rows,
+    }
 
 
 def _content(store: Store, results: Results, trained: Convergence | None) -> dict[str, Any]:
     study, table = store.study, store.table
-    whole = not any((one.waiting or one.failed) for one in (results, trained) if one is not None)
+    whole = not any((part.waiting or part.failed) for part in (results, trained) if part is not None)
     own_plans = {row.devices: row.found_plan for row in results.rows if "\n" in row.found_plan}
     return {
         "name": "scaling study",
@@ -120,7 +143,6 @@ def _content(store: Store, results: Results, trained: Convergence | None) -> dic
         "facts": _facts(store),
         "tiles": [*_tiles(results), *(_convergence_tiles(trained) if trained else ())],
         "reference": _reference(results),
-        "rows": [(row, _cells(row, results)) for row in results.rows],
         "epochs": None if table.epochs is None else units.value(table.epochs),
         "dataset_size": table.dataset_size,
         "notes": results.notes,
@@ -156,14 +178,14 @@ def _reference(results: Results) -> str:
 
 
 def _tiles(results: Results) -> list[Tile]:
-    if not results.rows:
+    reference = results.reference
+    if reference is None:
         return []
     rows = [row for row in results.rows if row.kind == CONVOY] or results.rows
     best = max([row for row in rows if row.devices > 1] or rows, key=lambda row: row.speedup)
     where = f"{units.shorten(best.name, 40)} on {units.plural(best.devices, 'device')}"
-    one = results.reference
-    if best.efficiency is None and one is not None:
-        where += f", over {units.shorten(one.name, 40)} on {one.devices}"
+    if best.efficiency is None:
+        where += f", over {units.shorten(reference.name, 40)} on {reference.devices}"
     spread = "" if best.speedup_spread is None else f"± {best.speedup_spread:.2f}, "
     tiles = [Tile("Best speed-up", f"{best.speedup:.2f}{units.SPACE}×", f"{spread}{where}", main=True)]
     if best.efficiency is not None:
@@ -171,7 +193,7 @@ def _tiles(results: Results) -> list[Tile]:
         tiles.append(Tile("Efficiency", units.percent(best.efficiency, 0), ideal))
     tiles.append(Tile("Images per second", units.significant(best.images_per_s), where))
     if best.days is not None:
-        base = f"{units.significant(one.days)} on {units.plural(one.devices, 'device')}" if one is not None else ""
+        base = f"{units.significant(reference.days)} on {units.plural(reference.devices, 'device')}"
         tiles.append(Tile("Days of training", units.significant(best.days), base))
     return tiles
 
@@ -181,21 +203,6 @@ def _convergence_tiles(trained: Convergence) -> list[Tile]:
     if not trained.compared or reference is None:
         return []
     of = "of test error from one device" if reference.devices == 1 else f"of test error from {reference.name}"
-    if all(trained.same_weights(curve) for curve, _ in trained.compared):
+    if all(map(trained.same_weights, trained.compared)):
         of += ", and the same weights bit for bit"
-    return [Tile("Largest distance", points(max(distance.error for _, distance in trained.compared)), of)]
-
-
-def _cells(row: StudyRow, results: Results) -> dict[str, Any]:
-    best = max(results.rows, key=lambda one: one.speedup)
-    number, spread, unit = with_spread(row.seconds, row.spread)
-    before = results.rows[max(0, results.rows.index(row) - 1)]
-    looks = {"best": row is best, "peer": row.kind != CONVOY, "group": before.devices != row.devices}
-    return {
-        "look": " ".join(look for look, holds in looks.items() if holds),
-        "plan": "layer by layer, below" if "\n" in row.found_plan else row.found_plan,
-        "step": f"{number} {unit}",
-        "spread": spread,
-        "parts": [time_of(row.parts[name]) if row.parts[name] > 0 else units.UNKNOWN for name in _SHOWN_PARTS],
-        "error": "" if row.error is None else signed(row.error),
-    }
+    return [Tile("Largest distance", points(max(curve.distance_error or 0.0 for curve in trained.compared)), of)]

@@ -3,20 +3,20 @@
 Those are over time and over updates, where they coincide (Yadan et al., 2013, Figure 1).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from convoy import units
 from convoy.bench.records import COMMUNICATION, COMPUTE, CONVOY, INPUT, OPTIMIZER, TORCH, short
-from convoy.bench.results import Convergence, ErrorCurve, Results, StudyRow
+from convoy.bench.results import Convergence, ErrorCurve, Named, Results, StudyRow
 from convoy.bench.table import signed
 from convoy.report import axes as ax
-from convoy.report.pages import Panel
+from convoy.report.pages import Drawing, Panel, drawn
 from convoy.units import seconds as time_of
 
 COLORS = (ax.TRAIN, ax.TEST, ax.GREEN, ax.PURPLE, ax.OCHRE, ax.INK)
@@ -31,18 +31,16 @@ PARTS = {
 SHORT = {"ddp": "DDP", "fabric": "Fabric", "accelerate": "accelerate", TORCH: "PyTorch"}
 _PLOT, _ROW, _SIDE = 170, 31, 8  # in points: height of a plot and of a row, and the margin left of rows
 _STRIP, _GAP = 52, 40  # in points: height of the strip of distances, and what lies between it and the curves
-
-Subject = TypeVar("Subject")
-Drawing = tuple[str, Figure] | None  # what it shows in words, and the picture; None where there is nothing
+_PALE: dict[str, Any] = {"color": ax.MUTED, "alpha": 0.45}
 
 
 def panels(results: Results) -> list[Panel]:
     """All pictures of a table, in the order of the report."""
     nothing, several = "Nothing has been measured yet.", "Nothing has been measured on several devices yet."
     return [
-        _panel(results, "speed-up", "Speed-up over devices", _speedups, several),
-        _panel(results, "parts", "Where an update's time goes", _parts, nothing),
-        _panel(results, "predictions", "Predicted and measured", _predictions, "Nothing was predicted."),
+        drawn("speed-up", "Speed-up over devices", partial(_speedups, results), several),
+        drawn("parts", "Where an update's time goes", partial(_parts, results), nothing),
+        drawn("predictions", "Predicted and measured", partial(_predictions, results), "Nothing was predicted."),
     ]
 
 
@@ -50,27 +48,21 @@ def convergence_panels(convergence: Convergence) -> list[Panel]:
     """Test error over time and over updates."""
     nothing = "No configuration has been evaluated yet."
     return [
-        _panel(convergence, "error-time", "Test error over time", _over_time, nothing),
-        _panel(convergence, "error-updates", "Test error over updates", _over_updates, nothing),
+        drawn("error-time", "Test error over time", partial(_over_time, convergence), nothing),
+        drawn("error-updates", "Test error over updates", partial(_over_updates, convergence), nothing),
     ]
-
-
-def _panel(subject: Subject, name: str, title: str, draw: Callable[[Subject, str], Drawing], nothing: str) -> Panel:
-    with ax.house_style():
-        return Panel(name, title, *(draw(subject, title) or (nothing, None)))
 
 
 def _series(results: Results) -> dict[str, list[StudyRow]]:
     """Rows that differ by their devices only, by name; each begins at one device, if that was measured."""
-    several = [row for row in results.rows if row.devices > 1]
-    one = results.reference
+    several, reference = [row for row in results.rows if row.devices > 1], results.reference
     lines = {}
     for series in dict.fromkeys(row.series for row in several):
         rows = sorted((row for row in several if row.series == series), key=lambda row: row.devices)
         alone = [row for row in results.rows if row.devices == 1 and (row.kind == CONVOY) == (rows[0].kind == CONVOY)]
-        first = alone[:1] or ([one] if one is not None and one.devices == 1 else [])
-        lines[series] = [*first, *rows]
-    return {SHORT.get(name, short(name) if "\n" not in name else "plan"): rows for name, rows in lines.items()}
+        first = alone[:1] or ([reference] if reference is not None and reference.devices == 1 else [])
+        lines[SHORT.get(series, short(series) if "\n" not in series else "plan")] = [*first, *rows]
+    return lines
 
 
 def _look(place: int, colors: Sequence[str] = COLORS) -> dict[str, Any]:
@@ -83,28 +75,19 @@ def _speedups(results: Results, title: str) -> Drawing:
     lines = _series(results)
     if not lines:
         return None
-    every = [row for rows in lines.values() for row in rows]
-    ideals = {row.devices: row.ideal for row in sorted(every, key=lambda row: row.devices)}
+    everyone = [row for rows in lines.values() for row in rows]
+    ideals = {row.devices: row.ideal for row in sorted(everyone, key=lambda row: row.devices)}
     axes = ax.panel(title, "devices", _PLOT, ["ideal", *lines])
     axes.plot(list(ideals), list(ideals.values()), color=ax.MUTED, linestyle=DASHES[2], label="ideal")
     smallest, largest = min(ideals), max(ideals)
+    bars: dict[str, Any] = {"linewidth": 1.5, "elinewidth": 1, "capsize": 3, "markersize": 5, "clip_on": False}
     for place, (label, rows) in enumerate(lines.items()):
         # spreads stand aside, so that those of several series do not lie on each other
         aside = 0.02 * largest * (place - (len(lines) - 1) / 2) / max(1, len(lines) - 1)
-        spread = [row.speedup_spread or 0.0 for row in rows]
-        axes.errorbar(
-            [row.devices + (aside if row.devices > 1 else 0) for row in rows],
-            [row.speedup for row in rows],
-            yerr=([min(row.speedup, width) for row, width in zip(rows, spread, strict=True)], spread),
-            linewidth=1.5,
-            elinewidth=1,
-            capsize=3,
-            markersize=5,
-            label=label,
-            clip_on=False,
-            **_look(place),
-        )
-    axes.set_ylim(0, 1.05 * max(*ideals.values(), *(row.speedup + (row.speedup_spread or 0) for row in every)))
+        x = [row.devices + (aside if row.devices > 1 else 0) for row in rows]
+        y, spread = np.array([(row.speedup, row.speedup_spread or 0.0) for row in rows]).T
+        axes.errorbar(x, y, yerr=(np.minimum(y, spread), spread), label=label, **bars, **_look(place))
+    axes.set_ylim(0, 1.05 * max(*ideals.values(), *(row.speedup + (row.speedup_spread or 0) for row in everyone)))
     axes.set_xlim(smallest - 0.04 * largest, 1.04 * largest)
     ax.set_ticks(axes.yaxis, 6)
     axes.xaxis.set_major_locator(FixedLocator(list(ideals)))
@@ -124,24 +107,28 @@ def _rows(title: str, rows: Sequence[StudyRow], longest: float, notes: Sequence[
     axes.yaxis.set_major_locator(NullLocator())
     ax.set_ticks(axes.xaxis, 6, factor=factor)
     for level, (row, note) in enumerate(zip(rows, notes, strict=True)):
-        axes.text(0, level - 0.3, name_of(row), va="bottom", ha="left", size=10.5)
+        axes.text(0, level - 0.3, _name(row), va="bottom", ha="left", size=10.5)
         axes.text(1.02 * longest, level - 0.3, note, va="bottom", ha="right", size=10.5, color=ax.MUTED)
     return axes
+
+
+def _name(row: Named) -> str:
+    return units.shorten(row.where, 42)
 
 
 def _parts(results: Results, title: str) -> Drawing:
     rows, words = results.rows, [word for word, _ in PARTS.values()]
     if not rows:
         return None
-    axes = _rows(title, rows, max(row.seconds for row in rows), [time_of(row.seconds) for row in rows], words)
+    axes = _rows(title, rows, max(row.step_s for row in rows), [time_of(row.step_s) for row in rows], words)
     starts = np.zeros(len(rows))
+    look: dict[str, Any] = {"height": 0.36, "edgecolor": ax.PAPER, "linewidth": 0.6}
     for part, (word, color) in PARTS.items():
         seconds = [row.parts[part] for row in rows]
-        look = {"height": 0.36, "edgecolor": ax.PAPER, "linewidth": 0.6}
-        axes.barh(range(len(rows)), seconds, left=starts, color=color, label=word, **look)  # type: ignore[arg-type]
+        axes.barh(range(len(rows)), seconds, left=starts, color=color, label=word, **look)
         starts += seconds
     sentences = (
-        f"{name_of(row)}: {', '.join(f'{word} {time_of(row.parts[part])}' for part, (word, _) in PARTS.items())}."
+        f"{_name(row)}: {', '.join(f'{word} {time_of(row.parts[part])}' for part, (word, _) in PARTS.items())}."
         for row in rows
     )
     return " ".join(sentences), ax.with_legend(axes, 2)
@@ -149,43 +136,36 @@ def _parts(results: Results, title: str) -> Drawing:
 
 def _predictions(results: Results, title: str) -> Drawing:
     """Predicted and measured time of an update, with its spread, for each row that has a prediction."""
-    rows = [row for row in results.rows if row.predicted is not None]
-    if not rows:
+    pairs = [(row, row.predicted_s) for row in results.rows if row.predicted_s is not None]
+    if not pairs:
         return None
-    levels, seconds = range(len(rows)), [row.seconds for row in rows]
-    predicted, spreads = [row.predicted or 0.0 for row in rows], [row.spread or 0.0 for row in rows]
-    longest = max(*predicted, *(row.seconds + (row.spread or 0) for row in rows))
+    rows = [row for row, _ in pairs]
+    levels, seconds, spreads = range(len(rows)), [row.step_s for row in rows], [row.spread_s or 0.0 for row in rows]
+    predicted = [prediction for _, prediction in pairs]
+    longest = max(*predicted, *(row.step_s + (row.spread_s or 0) for row in rows))
     words = ["predicted", "measured, ± spread"]
-    axes = _rows(title, rows, longest, [signed(row.error) for row in rows], words)
+    axes = _rows(title, rows, longest, [signed(row.prediction_error or 0.0) for row in rows], words)
     axes.hlines(levels, seconds, predicted, color=ax.MUTED, linewidth=1)
     look: dict[str, Any] = {"linestyle": "none", "markersize": 6}
     hollow: dict[str, Any] = {"marker": "D", "markerfacecolor": "none", "markeredgewidth": 1.5}
     axes.plot(predicted, levels, color=ax.TEST, label=words[0], **look, **hollow)
     bars: dict[str, Any] = {"marker": "o", "capsize": 3, "elinewidth": 1}
     axes.errorbar(seconds, levels, xerr=spreads, color=ax.TRAIN, label=words[1], **look, **bars)
-    sentences = (
-        f"{name_of(row)}: predicted {time_of(row.predicted or 0)}, measured {time_of(row.seconds)}." for row in rows
-    )
+    sentences = (f"{_name(row)}: predicted {time_of(p)}, measured {time_of(row.step_s)}." for row, p in pairs)
     return " ".join(sentences), ax.with_legend(axes, 2)
-
-
-def name_of(row: StudyRow | ErrorCurve) -> str:
-    """A row or its curve in a picture: short, with its devices."""
-    devices = "" if row.devices == 1 or "=" in row.label else f", {row.devices} devices"
-    return f"{units.shorten(row.name, 38)}{devices}"
 
 
 def _over_time(convergence: Convergence, title: str) -> Drawing:
     if convergence.reference is None:
         return None
-    last = max(curve.seconds[-1] for curve in convergence.curves)
+    last = max(curve.train_s for curve in convergence.curves)
     size, unit = ax.time_unit(last)
-    times = [[second / size for second in curve.seconds] for curve in convergence.curves]
+    times = [curve.seconds / size for curve in convergence.curves]
     axes = _curves(convergence, title, f"{unit} of training", times, {"color": ax.INK, "linewidth": 1.6})
     ax.time_axis(axes, last / size)
     sentences = (
-        f"{name_of(curve)}: {units.significant(100 * curve.errors[-1])}{units.SPACE}% after "
-        f"{units.duration(curve.seconds[-1])}."
+        f"{_name(curve)}: {units.significant(100 * curve.test_error)}{units.SPACE}% after "
+        f"{units.duration(curve.train_s)}."
         for curve in convergence.curves
     )
     return " ".join(sentences), ax.with_legend(axes, 2)
@@ -196,24 +176,25 @@ def _over_updates(convergence: Convergence, title: str) -> Drawing:
 
     The reference is a wide pale line, so that it is seen with those that lie on it.
     """
-    if convergence.reference is None:
+    reference = convergence.reference
+    if reference is None:
         return None
-    steps, look = [curve.steps for curve in convergence.curves], {"color": ax.MUTED, "alpha": 0.45, "linewidth": 6}
-    axes = _curves(convergence, title, "", steps, look, below=_GAP + _STRIP)
+    steps = [curve.steps for curve in convergence.curves]
+    axes = _curves(convergence, title, "", steps, {**_PALE, "linewidth": 6}, below=_GAP + _STRIP)
     figure = ax.with_legend(axes, 2)
     whole, place = figure.get_figheight() * 72, axes.get_position()
     strip = figure.add_axes((place.x0, ax.BOTTOM / whole, place.width, _STRIP / whole))
-    _draw_distances(strip, convergence, convergence.reference)
-    for one in (axes, strip):
-        ax.count_axis(one, max(curve.steps[-1] for curve in convergence.curves))
+    _draw_distances(strip, convergence, reference)
+    for part in (axes, strip):
+        ax.count_axis(part, max(curve.updates for curve in convergence.curves))
     axes.tick_params(labelbottom=False)
     strip.set_xlabel("updates", labelpad=4)
-    base = name_of(convergence.reference)
+    base = _name(reference)
     heading = f"Distance from {base}, percentage points"
     figure.text(2 / ax.WIDTH, (ax.BOTTOM + _STRIP + 11) / whole, heading, size=10.5)
     sentences = (
-        f"{name_of(curve)}: at most {units.significant(100 * distance.error)} points from {base}."
-        for curve, distance in convergence.compared
+        f"{_name(curve)}: at most {units.significant(100 * (curve.distance_error or 0.0))} points from {base}."
+        for curve in convergence.compared
     )
     return " ".join(sentences), figure
 
@@ -222,26 +203,27 @@ def _curves(
     convergence: Convergence,
     title: str,
     xlabel: str,
-    places: Sequence[Sequence[float]],
+    places: Sequence[np.ndarray],
     reference: Mapping[str, Any],
     below: float = 0,
 ) -> Axes:
     """A panel of all curves over `places`, the x values of each one's evaluations; `below` points stay free under
     it."""
-    names = [name_of(curve) for curve in convergence.curves]
+    names = [_name(curve) for curve in convergence.curves]
     axes = ax.panel(f"{title}, %", xlabel, _PLOT, names, 2, below=below)
-    for number, (curve, x) in enumerate(zip(convergence.curves, places, strict=True)):
-        is_reference = curve.distance is None and len(convergence.curves) > 1
-        look = reference if is_reference else _marked(convergence, number, len(x))
-        axes.plot(x, [100 * error for error in curve.errors], label=names[number], clip_on=False, **look)
-    ax.wide_axis(axes, np.array([100 * error for curve in convergence.curves for error in curve.errors]))
+    for name, curve, x in zip(names, convergence.curves, places, strict=True):
+        is_reference = curve is convergence.reference and len(convergence.curves) > 1
+        look = reference if is_reference else _marked(convergence, curve, len(x))
+        axes.plot(x, 100 * curve.errors, label=name, clip_on=False, **look)
+    ax.wide_axis(axes, 100 * np.concatenate([curve.errors for curve in convergence.curves]))
     return axes
 
 
-def _marked(convergence: Convergence, number: int, points: int) -> dict[str, Any]:
+def _marked(convergence: Convergence, curve: ErrorCurve, points: int) -> dict[str, Any]:
     """Color, line and marks of a curve; no two have their marks at the same evaluations, where there are enough."""
-    place = number - sum(curve.distance is None for curve in convergence.curves[:number])
-    interval = min(len(convergence.compared), max(1, points // 3)) or 1
+    exact_curves = [drawn_curve for drawn_curve in convergence.curves if drawn_curve is not convergence.reference]
+    place = exact_curves.index(curve) if curve in exact_curves else 0
+    interval = min(len(exact_curves), max(1, points // 3)) or 1
     colors = [color for color in COLORS if color != ax.INK]  # which the reference has
     return {**_look(place, colors), "markevery": (place % interval, interval), "markersize": 4.5, "linewidth": 1.2}
 
@@ -250,14 +232,11 @@ def _draw_distances(axes: Axes, convergence: Convergence, reference: ErrorCurve)
     ax.quiet(axes)
     axes.grid(visible=True, axis="y")
     axes.spines["bottom"].set_visible(False)
-    axes.axhline(0, color=ax.MUTED, alpha=0.45, linewidth=4)
-    serial = dict(zip(reference.steps, reference.errors, strict=True))
-    for number, curve in enumerate(convergence.curves):
-        if curve.distance is not None:
-            both = zip(curve.steps, curve.errors, strict=True)
-            distances = {step: 100 * (error - serial[step]) for step, error in both if step in serial}
-            look = _marked(convergence, number, len(distances))
-            axes.plot(list(distances), list(distances.values()), clip_on=False, **look)
-    largest = 100 * max((distance.error for _, distance in convergence.compared), default=0.0)
+    axes.axhline(0, **_PALE, linewidth=4)
+    for curve in convergence.compared:
+        steps, mine, base = np.intersect1d(curve.steps, reference.steps, return_indices=True)
+        distances = 100 * (curve.errors[mine] - reference.errors[base])
+        axes.plot(steps, distances, clip_on=False, **_marked(convergence, curve, len(steps)))
+    largest = 100 * max((curve.distance_error or 0.0 for curve in convergence.compared), default=0.0)
     axes.set_ylim(-1.15 * largest or -1, 1.15 * largest or 1)
     ax.set_ticks(axes.yaxis, 3, None, symmetric=True)

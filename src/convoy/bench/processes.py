@@ -1,8 +1,9 @@
 """The processes that measure: fresh ones for each measurement, one a device, each on its own cores.
 
 They are forked from a server that has torch imported, so that starting them takes no time worth mentioning, and nothing
-that one configuration leaves in memory or in caches of the allocator meets the next one. Each runs in a slot: on a
-block of cores, on a GPU, or on a device of an emulated cluster.
+that one configuration leaves in memory or in caches of the allocator meets the next one. (Started as `convoy train`
+starts its ranks, each turn of a study would begin with seconds of imports.) Each runs in a place: on a block of
+cores, on a GPU, or on a device of an emulated cluster.
 """
 
 import contextlib
@@ -14,22 +15,21 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from convoy import interfaces
+from convoy import interfaces, resources
 from convoy.errors import ConvoyError
 from convoy.failure import end_of
 from convoy.launch.rank import end_with_parent, private_folder
-from convoy.resources import PINNED, own_cores
 
 Say = Callable[[str, int, int], None]  # is told of long work: what, done, of how many
 
-_PATIENCE_S = 60.0
+_PATIENCE_S, _AGAIN_S = 60.0, 0.25  # in which ranks that were asked to stop save; and until they are asked again
 PRELOAD = ("torch", "torch.distributed", "convoy.training", "convoy.planner", "convoy.bench.measure")
 
 
@@ -42,123 +42,100 @@ def reason_of(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] if isinstance(error, RankFailed) else str(error)
 
 
-class Location(Protocol):
-    """Where a rank runs, if not simply on this machine: a device of `convoy.bench.emulated`, for one."""
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """Variables for the rank."""
-
-    def enter(self) -> None:
-        """Move the calling process there."""
+Place = Callable[[], None]  # moves the calling process to where a rank runs, before torch starts threads
 
 
 @dataclass(frozen=True)
-class RankSlot:
-    """A rank's place among the others, and on the machine."""
+class Places:
+    """The devices that there are: cores of a CPU, GPUs, or those of an emulated cluster."""
 
-    rank: int
-    num: int  # how many ranks there are
-    cores: tuple[int, ...] = ()  # those it may use; all where empty
-    location: Location | None = None  # where it goes before it begins
+    cores_per_device: int  # 0 on GPUs and in an emulated cluster
+    emulated: Sequence[Place] = ()
 
-    def environment(self, store: Path) -> dict[str, str]:
-        """The variables of `convoy.launch.start` where there are other ranks, which meet in the file `store`; all count
-        as local, since they share the machine."""
-        variables = {PINNED: ",".join(map(str, self.cores))} if self.cores else {}
-        if self.num > 1:
-            variables |= {
-                "RANK": str(self.rank),
-                "LOCAL_RANK": str(self.rank),
-                "GROUP_RANK": "0",
-                "WORLD_SIZE": str(self.num),
-                "LOCAL_WORLD_SIZE": str(self.num),
-                interfaces.STORE: str(store),
-                "TORCHELASTIC_RUN_ID": "convoy-bench",
-            }
-            loopback = interfaces.loopback()
-            if loopback is not None:
-                variables["GLOO_SOCKET_IFNAME"] = loopback
-        return variables | dict(self.location.environment if self.location is not None else {})
+    def of(self, num: int, round_: int = 1, first: int = 0) -> Sequence[Place]:
+        """Those of some ranks, the first one on device `first`; from round to round they move on by one over equal
+        devices."""
+        if self.emulated:
+            return self.emulated[first : first + num]
+        if not self.cores_per_device:
+            return [_stay] * num
+        cores, width = resources.own_cores(), self.cores_per_device
+        blocks = len(cores) // width
+        numbers = ((rank + first + round_ - 1) % blocks for rank in range(num))
+        return [partial(resources.pin, resources.share(cores, blocks, number, width)) for number in numbers]
+
+
+def _stay() -> None:
+    """A GPU is chosen by the rank's number."""
 
 
 def run_ranks(
     function: Callable[..., Any],
-    slots: Sequence[RankSlot],
+    places: Sequence[Place],
     *args: Any,
-    seconds: float = 600.0,
-    lasting: bool = False,
+    seconds: float | None = 600.0,
     say: Say | None = None,
     quiet: bool = False,
     preload: Sequence[str] = PRELOAD,
 ) -> list[Any]:
-    """Run `function(*args, say)`, of a module's top level, on each of the ranks, and give all results.
+    """Run `function(*args, say)`, of a module's top level, as a rank in each of some places, and give all results.
 
-    After so many `seconds` all are ended; where they are `lasting`, the seconds begin again with all that rank 0 says,
-    and on Ctrl-C the ranks have time to save. `quiet` drops what they print, which else goes to the standard error.
-    The server that forks the processes imports the modules of `preload` of the first call.
+    After so many `seconds` all are ended; None leaves that to themselves, and on Ctrl-C they have time to save. `quiet`
+    drops what they print, which else goes to the standard error. The server that forks the processes imports the
+    modules of `preload` of the first call.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []
-    made = ExitStack()
-    try:
-        store = made.enter_context(private_folder()) / "store"
-        for slot in slots:
-            ours, theirs = context.Pipe()
-            process: BaseProcess = context.Process(
-                target=_serve,
-                args=(theirs, slot, store, quiet, function, args),
-                daemon=False,  # a daemon may not start processes that load pictures
-            )
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        return _collect(pipes, processes, seconds, lasting, say or (lambda *_: None))
-    except KeyboardInterrupt:
-        if lasting:
-            _end_softly(pipes, processes)
-        raise
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
-        for pipe in pipes:
-            pipe.close()
-        made.close()
+    with private_folder() as folder:
+        try:
+            for rank, place in enumerate(places):
+                pipe, end = context.Pipe()
+                job = end, place, rank, _variables(rank, len(places), folder / "store"), quiet, function, args
+                # a daemon may not start processes that load pictures
+                processes.append(context.Process(target=_serve, args=job, daemon=False))
+                processes[-1].start()
+                end.close()
+                pipes.append(pipe)
+            return _collect(pipes, processes, seconds, say or (lambda *_: None))
+        except KeyboardInterrupt:
+            if seconds is None:
+                _end_softly(processes)
+            raise
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+            for pipe in pipes:
+                pipe.close()
 
 
-def _end_softly(pipes: list[Connection], processes: list[BaseProcess]) -> None:
-    """Ask the ranks to end until they have, and hear what they still say."""
+def _end_softly(processes: Sequence[BaseProcess]) -> None:
+    """Ask the ranks to end until they have: one that has not begun to train ignores it, and so it does the second."""
     until = time.monotonic() + _PATIENCE_S
     while time.monotonic() < until and any(process.is_alive() for process in processes):
         for process in processes:
             if process.is_alive() and process.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGINT)  # ignored by those that do not save, and after the first
-        for pipe in wait(pipes, timeout=0.2):
-            with contextlib.suppress(EOFError, OSError):
-                assert isinstance(pipe, Connection)
-                pipe.recv()
-        time.sleep(0.05)
+                    os.kill(process.pid, signal.SIGINT)
+        time.sleep(_AGAIN_S)
 
 
 def _collect(
-    pipes: list[Connection], processes: list[BaseProcess], seconds: float, lasting: bool, say: Say
+    pipes: Sequence[Connection], processes: Sequence[BaseProcess], seconds: float | None, say: Say
 ) -> list[Any]:
     results: dict[int, Any] = {}
-    deadline = time.monotonic() + seconds
+    deadline = None if seconds is None else time.monotonic() + seconds
     while len(results) < len(pipes):
-        left = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
-        ready = wait(list(left), timeout=max(0.0, deadline - time.monotonic()))
+        rank_of = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
+        ready = wait(list(rank_of), timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankFailed(f"rank {min(left.values())} did not come back in time (--timeout)")
+            raise RankFailed(f"rank {min(rank_of.values())} did not come back in time (--timeout)")
         for pipe in ready:
             assert isinstance(pipe, Connection)
-            rank = left[pipe]
+            rank = rank_of[pipe]
             try:
                 kind, value = pipe.recv()
             except (EOFError, ConnectionError) as error:
@@ -166,19 +143,60 @@ def _collect(
                 raise RankFailed(f"rank {rank} {end_of(processes[rank].exitcode)}") from error
             if kind == "says":
                 say(*value)
-                deadline = time.monotonic() + seconds if lasting else deadline
-            elif kind == "mistake":
-                raise ConvoyError(value)
             elif kind == "failed":
-                raise RankFailed(f"rank {rank} failed: {value}")
+                raise value
             else:
                 results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
 
 
+_pipe: Connection | None = None  # of a rank to whoever started it
+
+
+def _answer(kind: str, value: Any) -> None:
+    assert _pipe is not None
+    with contextlib.suppress(BrokenPipeError):
+        _pipe.send((kind, value))
+
+
+def give_up(sentence: str) -> None:
+    """End this rank, from any thread, with a sentence for whoever started it."""
+    _answer("failed", RankFailed(sentence))
+    os._exit(1)
+
+
+def _follow_parent() -> None:
+    """End with whoever started this rank: the server that forked it stays as long as it has such children, so its end
+    is none of theirs."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _variables(rank: int, num: int, store: Path) -> dict[str, str]:
+    """Those of `convoy.launch.start` where there are other ranks, which meet in the file `store`; all count as local,
+    since they share the machine."""
+    if num == 1:
+        return {}
+    variables = {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "convoy-bench", interfaces.STORE: str(store)}
+    variables |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num))
+    loopback = interfaces.loopback()
+    return variables if loopback is None else variables | {"GLOO_SOCKET_IFNAME": loopback}
+
+
 def _serve(
-    pipe: Connection, slot: RankSlot, store: Path, quiet: bool, function: Callable[..., Any], args: tuple[Any, ...]
+    pipe: Connection,
+    place: Place,
+    rank: int,
+    variables: Mapping[str, str],
+    quiet: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
+    global _pipe
+    _pipe = pipe
     if quiet:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 2)
@@ -188,57 +206,26 @@ def _serve(
     end_with_parent()
     faulthandler.enable()
 
-    def say(what: str, done: int, total: int) -> None:
-        if slot.rank == 0:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.send(("says", (what, done, total)))
+    def say(*work: Any) -> None:
+        if rank == 0:
+            _answer("says", work)
 
-    def follow_parent() -> None:
-        # the server that forked this process stays as long as it has such children, so its end is none of theirs
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
-    answer: tuple[str, Any]
     try:
-        if slot.cores and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, slot.cores)
-        if slot.location is not None:
-            slot.location.enter()
-        threading.Thread(target=follow_parent, daemon=True, name="convoy-follow").start()
-        os.environ.update(slot.environment(store))
+        os.environ.update(variables)
+        place()
+        threading.Thread(target=_follow_parent, daemon=True, name="convoy-follow").start()
         import torch
         import torch.distributed as dist
 
-        threads = slot.location.environment.get("OMP_NUM_THREADS") if slot.location is not None else None
-        torch.set_num_threads(int(threads) if threads else len(own_cores()))
+        torch.set_num_threads(len(resources.own_cores()))
         torch.manual_seed(0)
-        answer = "done", function(*args, say)
+        result = function(*args, say)
         if dist.is_initialized():
             dist.barrier()  # a rank that leaves early would cut the connections of the others
             dist.destroy_process_group()
+        _answer("done", result)
     except ConvoyError as error:
-        answer = "mistake", str(error)
+        _answer("failed", ConvoyError(str(error)))
     except BaseException as error:
-        answer = "failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-    with contextlib.suppress(BrokenPipeError):
-        pipe.send(answer)
-
-
-@dataclass(frozen=True)
-class RankSlots:
-    """The slots that there are: cores of a CPU, GPUs, or the devices of an emulated cluster."""
-
-    cores_per_device: int  # 0 on GPUs and in an emulated cluster
-    locations: Sequence[Location] = ()  # devices of an emulated cluster
-
-    def of(self, num: int, round_: int = 1, first: int = 0) -> list[RankSlot]:
-        """The slots of some ranks, the first one on device `first`; from round to round they move on by one over equal
-        devices."""
-        if self.locations:
-            return [RankSlot(rank, num, location=self.locations[first + rank]) for rank in range(num)]
-        cores, width = own_cores(), self.cores_per_device
-        blocks = len(cores) // width if width else 1
-        begins = [(rank + first + round_ - 1) % blocks * width for rank in range(num)]
-        return [RankSlot(rank, num, tuple(cores[begin : begin + width])) for rank, begin in enumerate(begins)]
+        reason = f"rank {rank} failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+        _answer("failed", RankFailed(reason))

@@ -1,7 +1,10 @@
-"""bench.json: configurations with their measurements, predictions and trainings; whole after each of them."""
+"""bench.json: configurations with their measurements, predictions and trainings; whole after each of them.
+
+Ranks return these records, and tables, sentences and pages are computed from them; pydantic says what a file lacks.
+"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,8 +49,6 @@ class Measurement(Record):
     """One round of a configuration."""
 
     round: int
-    started: str = ""
-    wall_s: float = 0.0
     loss: float
     ranks: list[RankTimes]
 
@@ -67,7 +68,6 @@ class Training(Record):
 
     run: str = ""
     finished: bool = False
-    wall_s: float = 0.0
     images: int = 0
     sha256: str = ""
     evaluations: list[Evaluation] = []
@@ -101,10 +101,9 @@ def short(plan: str) -> str:
 
 
 class PlanPrediction(Record):
-    """Seconds of an update under a plan, by parts too, and bytes on the rank that needs most."""
+    """Seconds of an update under a plan, and bytes on the rank that needs most."""
 
     seconds: float
-    parts: dict[str, float]
     memory: int
 
 
@@ -118,14 +117,9 @@ class Forecast(Record):
     notes: list[str] = []  # sentences on how they came to be
 
     def __or__(self, new: "Forecast") -> "Forecast":
-        last = new if new.auto else self
-        return Forecast(
-            auto=last.auto,
-            auto_shares=last.auto_shares,
-            bound=self.bound | new.bound,
-            predictions=self.predictions | new.predictions,
-            notes=list(dict.fromkeys([*self.notes, *new.notes])),
-        )
+        notes = list(dict.fromkeys([*self.notes, *new.notes]))
+        both = {"bound": self.bound | new.bound, "predictions": self.predictions | new.predictions, "notes": notes}
+        return (new if new.auto else self).model_copy(update=both)
 
 
 class Session(Record):
@@ -172,16 +166,8 @@ class TableOptions(Record):
     rounds: int = 1
 
 
-class TrainingLength(Record):
-    """Epochs of all trainings."""
-
-    epochs: float
-
-
 FORMAT, SCHEMA = "convoy-bench", 1
 NAME = "bench.json"
-_MACHINE = ("machine", "cores", "torch")
-_RECIPE = ("batch", "microbatch", "microbatches", "reproducible", "data", "parallel")
 _OF_THE_MACHINE = ("machine", "cores", "device", "gpus", "cuda", "torch", "convoy")
 
 
@@ -194,7 +180,7 @@ class Store(Record):
     table: TableOptions = TableOptions(epochs=None, dataset_size=0)
     sessions: list[Session] = Field([])
     forecasts: dict[int, Forecast] = Field({})  # by number of devices
-    training: TrainingLength | None = None  # None where nothing is trained
+    training: dict[str, float] | None = None  # the `epochs` of all trainings; None where nothing is trained
     configurations: list[Configuration] = Field([])
 
     @staticmethod
@@ -207,18 +193,14 @@ class Store(Record):
         if not path.exists():
             return Store(path=path, study=study.model_copy(), machine=machine)
         store = Store.read(folder)
-        there, wanted = store.study.model_dump(mode="json"), study.model_dump(mode="json")
-        if None in (there["updates"], wanted["updates"]):
-            del wanted["updates"]
+        stored_study, study_now = store.study.model_dump(mode="json"), study.model_dump(mode="json")
+        if None in (stored_study["updates"], study_now["updates"]):
+            del study_now["updates"]
         measured_with = {key: machine[key] for key in _OF_THE_MACHINE if key in machine}
-        for what, before, now in (
-            ("is of a study", there, wanted),
-            ("was measured", store.machine, measured_with),
-        ):
-            for key, value in now.items():
-                if before.get(key) != value:
-                    difference = _difference(key, before.get(key), value)
-                    raise ConvoyError(f"{path} {what} with {difference}: give another --out, or remove it")
+        pairs = {"is of a study": (stored_study, study_now), "was measured": (store.machine, measured_with)}
+        for what, facts in pairs.items():
+            if difference := _difference(*facts):
+                raise ConvoyError(f"{path} {what} with {difference}: give another --out, or remove it")
         return store
 
     @staticmethod
@@ -239,15 +221,11 @@ class Store(Record):
                 "the Convoy that wrote it"
             )
         try:
-            store = Store.model_validate({**document, "path": path})
-            absent = [f"machine.{key}" for key in _MACHINE if key not in store.machine]
-            absent += [f"study.recipe.{key}" for key in _RECIPE if key not in store.study.recipe]
+            return Store.model_validate({**document, "path": path})
         except ValidationError as error:
             parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.errors()[0]["loc"])
-            absent = ["".join(parts).lstrip(".")]
-        if absent:
-            raise ConvoyError(f"{path} is corrupt (it has no {absent[0]}): remove it and measure again")
-        return store
+            absent = "".join(parts).lstrip(".")
+            raise ConvoyError(f"{path} is corrupt (it has no {absent}): remove it and measure again") from error
 
     def save(self) -> None:
         """Write the file, as a whole or not at all."""
@@ -259,20 +237,20 @@ class Store(Record):
 
     def add(self, rows: Sequence[Configuration]) -> list[Configuration]:
         """The rows as they are kept: those that are there already stay, and may be tried again."""
-        there = {row.key: row for row in self.configurations}
-        kept = [there.setdefault(row.key, row.model_copy(deep=True)) for row in rows]
+        rows_by_key = {row.key: row for row in self.configurations}
+        kept = [rows_by_key.setdefault(row.key, row.model_copy(deep=True)) for row in rows]
         for row in kept:
             row.failed = None
-        self.configurations = list(there.values())
+        self.configurations = list(rows_by_key.values())
         return kept
 
     def begin_training(self, epochs: float) -> None:
         """Train all configurations for so long; a ConvoyError where they were trained for another time."""
-        self.training = self.training or TrainingLength(epochs=epochs)
-        if self.training.epochs != epochs:
+        self.training = self.training or {"epochs": epochs}
+        if self.training["epochs"] != epochs:
             raise ConvoyError(
-                f"{self.path} has trainings of {self.training.epochs:g} epochs, which --train-epochs {epochs:g} would "
-                "not go on with: give another --out, or remove it"
+                f"{self.path} has trainings of {self.training['epochs']:g} epochs, which --train-epochs {epochs:g} "
+                "would not go on with: give another --out, or remove it"
             )
 
     def plan_of(self, row: Configuration) -> str | None:
@@ -283,6 +261,14 @@ class Store(Record):
         forecast = self.forecasts.get(row.devices, Forecast())
         plan = forecast.auto if row.shares in ("", "auto") else forecast.bound.get(row.shares)
         return plan or f"sample={row.devices}"
+
+    def prediction_of(self, row: Configuration) -> PlanPrediction | None:
+        """What was predicted of a row: of even parts, but for those that the planner found with its plan."""
+        shares = row.shares or self.study.recipe["parallel"].get("shares")
+        if row.kind != CONVOY or row.place or (shares and row.devices > 1):
+            return None
+        plan = self.plan_of(row) if self.found_shares(row) is None else AUTO
+        return self.forecasts.get(row.devices, Forecast()).predictions.get(plan or "")
 
     def found_shares(self, row: Configuration) -> list[int] | None:
         """Microbatches of each rank that the planner found for a row of `auto`; None for even or given ones."""
@@ -295,8 +281,13 @@ class Store(Record):
         return row.shares or ",".join(map(str, self.found_shares(row) or ()))
 
 
-def _difference(key: str, there: Any, wanted: Any) -> str:
-    if isinstance(there, dict) and isinstance(wanted, dict):
-        other = next(name for name in wanted if there.get(name) != wanted[name])
-        return _difference(f"{key}.{other}", there.get(other), wanted[other])
-    return f"{key}={there} and not {wanted}"
+def _difference(there: Mapping[str, Any], wanted: Mapping[str, Any], section: str = "") -> str:
+    """The first key with another value than is wanted, with both; empty where there is none."""
+    for key, value in wanted.items():
+        stored_value = there.get(key)
+        if isinstance(stored_value, dict) and isinstance(value, dict):
+            if difference := _difference(stored_value, value, f"{section}{key}."):
+                return difference
+        elif stored_value != value:
+            return f"{section}{key}={stored_value} and not {value}"
+    return ""

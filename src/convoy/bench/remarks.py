@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from convoy import units
 from convoy.bench.ask import parts_of
 from convoy.bench.records import CONVOY, Store, StudyFacts
-from convoy.bench.results import Convergence, ErrorCurve, Results, StudyRow
+from convoy.bench.results import Convergence, ErrorCurve, Named, Results
 from convoy.bench.study import too_coarse
 from convoy.bench.table import points
 
@@ -28,7 +28,7 @@ def remarks(store: Store, results: Results) -> list[str]:
 
 def doubts(results: Results) -> list[str]:
     """A warning where the same configuration took very different times, because of a busy machine."""
-    spreads = [row.spread / row.seconds for row in results.rows if row.spread is not None]
+    spreads = [row.spread_s / row.step_s for row in results.rows if row.spread_s is not None]
     typical = statistics.median(spreads) if spreads else 0.0
     if typical < _RESTLESS:
         return []
@@ -71,6 +71,10 @@ def _to(numbers: Sequence[int]) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
+def _names(rows: Sequence[Named]) -> str:
+    return ", ".join(row.where for row in rows)
+
+
 def _measuring(study: StudyFacts, results: Results) -> Iterator[str]:
     batch = f"{units.count(study.batch)} images {'on each device' if study.weak else 'on all devices together'}"
     recipe, source = study.recipe, study.recipe["data"].get("path")
@@ -88,7 +92,7 @@ def _measuring(study: StudyFacts, results: Results) -> Iterator[str]:
             "5725-6)."
         )
     if results.wall > 0:
-        overhead = max((row.overhead / row.seconds for row in results.rows), default=0.0)
+        overhead = max((row.overhead_s / row.step_s for row in results.rows), default=0.0)
         yield (
             f"The measuring took {units.duration(results.wall)}: {units.percent(results.timed / results.wall, 0)} were "
             f"updates that count, {units.percent(results.planning / results.wall, 0)} planning, the rest starting, "
@@ -110,21 +114,21 @@ def _unequal(study: StudyFacts, results: Results) -> Iterator[str]:
         f"Alone the devices train {rates} images/s, {units.significant(sum(speeds))} together, which efficiency is "
         f"measured by{f': of that {reached}' if reached else ''}."
     )
-    even = {row.plan: row for row in rows if not row.uneven}
+    even_rows = {row.plan: row for row in rows if not row.uneven}
     for row in rows:
-        beside = even.get(row.plan, row)
-        if row is not beside and beside.series == row.series.partition(", shares")[0]:
+        even_row = even_rows.get(row.plan, row)
+        if row is not even_row and even_row.series == row.series.partition(", shares")[0]:
             parts = f", with {', '.join(map(str, row.microbatches))} microbatches" if any(row.microbatches) else ""
-            yield f"{row.plan_label} is {beside.seconds / row.seconds:.2f} times as fast as even parts{parts}."
-    divided = [row for row in rows if row.plan is not None and parts_of(row.plan, row.devices) == row.devices]
-    num = sum(next((row.microbatches for row in divided), ()))
-    if num and any(row.uneven for row in divided) and (coarse := too_coarse(study.batch, num, speeds)):
+            yield f"{row.plan_label} is {even_row.step_s / row.step_s:.2f} times as fast as even parts{parts}."
+    divided_rows = [row for row in rows if row.plan is not None and parts_of(row.plan, row.devices) == row.devices]
+    num = sum(next((row.microbatches for row in divided_rows), ()))
+    if num and any(row.uneven for row in divided_rows) and (coarse := too_coarse(study.batch, num, speeds)):
         yield coarse
 
 
 def _predictions(results: Results) -> Iterator[str]:
     """How good predictions were, and which rows of Convoy have none where others have."""
-    errors = [abs(row.error) for row in results.rows if row.error is not None]
+    errors = [abs(row.prediction_error) for row in results.rows if row.prediction_error is not None]
     if not errors:
         return
     doubt = ", as far as times so different can tell" if doubts(results) else ""
@@ -133,11 +137,10 @@ def _predictions(results: Results) -> Iterator[str]:
         f"{units.percent(statistics.mean(errors))} in the mean, by {units.percent(max(errors), 0)} at most{doubt}; "
         "they were made before anything was measured, as if nothing else ran here."
     )
-    uneven = [row for row in results.rows if row.kind == CONVOY and row.uneven]
-    without = [row for row in uneven if row.predicted is None]
-    if without:
-        but = ", that of auto of the planner's own" if len(without) < len(uneven) else ""
-        yield f"Predictions are of even parts of the batch{but}; not predicted: {_names(without)}."
+    uneven_rows = [row for row in results.rows if row.kind == CONVOY and row.uneven]
+    if unpredicted_rows := [row for row in uneven_rows if row.predicted_s is None]:
+        but = ", that of auto of the planner's own" if len(unpredicted_rows) < len(uneven_rows) else ""
+        yield f"Predictions are of even parts of the batch{but}; not predicted: {_names(unpredicted_rows)}."
 
 
 def _beside_one(results: Results, weak: bool) -> Iterator[str]:
@@ -154,37 +157,35 @@ def _beside_one(results: Results, weak: bool) -> Iterator[str]:
     if not results.has_one_reference:
         yield f"Speed-up is over the fastest row on one device: {reference.plan_label}."
     several = [row for row in results.rows if row.devices > 1]
-    if slower := [row for row in several if row.speedup < 1 - (row.speedup_spread or 0)]:
-        yield f"Slower than one device: {_names(slower)}."
-    if undecided := [row for row in several if abs(row.speedup - 1) <= (row.speedup_spread or 0)]:
+    if slower_rows := [row for row in several if row.speedup < 1 - (row.speedup_spread or 0)]:
+        yield f"Slower than one device: {_names(slower_rows)}."
+    if rows_alike := [row for row in several if abs(row.speedup - 1) <= (row.speedup_spread or 0)]:
         yield (
-            f"Not told apart from one device, by their ±: {_names(undecided)}; more --rounds tell more, on a machine "
+            f"Not told apart from one device, by their ±: {_names(rows_alike)}; more --rounds tell more, on a machine "
             "that does nothing else."
         )
-    if above := [row for row in several if round(100 * (row.efficiency or 0)) > 100]:
+    if high_rows := [row for row in several if round(100 * (row.efficiency or 0)) > 100]:
         caches = "" if weak else "a device's smaller part of the work may fit its caches better, or "
         yield (
-            f"Efficiency above {units.percent(1, 0)} ({_names(above)}): {caches}one device alone was slow when it was "
-            "measured; where the speed-up is above the ideal one by less than its ±, it may be chance."
+            f"Efficiency above {units.percent(1, 0)} ({_names(high_rows)}): {caches}one device alone was slow when it "
+            "was measured; where the speed-up is above the ideal one by less than its ±, it may be chance."
         )
-
-
-def _names(rows: Sequence[StudyRow]) -> str:
-    return ", ".join(f"{row.plan_label} on {row.devices}" for row in rows)
 
 
 def convergence_remarks(convergence: Convergence) -> Iterator[str]:
     """Sentences on how far the curves are from each other, the most important first."""
-    reference = convergence.reference
+    reference, compared = convergence.reference, convergence.compared
     if reference is None:
         return
-    if convergence.compared:
-        yield _distance(convergence, reference)
-    others = [curve for curve in convergence.curves if curve.finished and curve is not reference]
-    if reference.sha256 and others:
-        yield _bits(convergence, f"SHA-256 {reference.sha256}", others)
-    if convergence.images and any(distance.error for _, distance in convergence.compared):
-        share = reference.errors[-1]
+    everyone = len(compared) + 1 == len(convergence.curves) and not convergence.failed and not convergence.waiting
+    count = f"{'all ' if everyone else ''}{len(compared) + 1} configurations"
+    if compared:
+        yield _distance(convergence, reference, count)
+    finished = [curve for curve in convergence.curves if curve.finished and curve is not reference]
+    if reference.weights_sha256 and finished:
+        yield _bits(convergence, reference, finished, count)
+    if convergence.images and any(curve.distance_error for curve in compared):
+        share = reference.test_error
         deviation = math.sqrt(share * (1 - share) / convergence.images)
         yield (
             f"To compare: {units.percent(share, units.percent_places(convergence.images))} of "
@@ -198,50 +199,41 @@ def convergence_remarks(convergence: Convergence) -> Iterator[str]:
     )
 
 
-def _distance(convergence: Convergence, reference: ErrorCurve) -> str:
+def _distance(convergence: Convergence, reference: ErrorCurve, count: str) -> str:
     compared = convergence.compared
-    curve, error = max(compared, key=lambda one: one[1].error)
-    other, loss = max(compared, key=lambda one: one[1].loss)
-    number = _to([distance.evaluations for _, distance in compared])
-    names = [_where(one) for one in convergence.curves if one.distance is None and one is not reference]
-    uncompared = f" Not compared, as no evaluation was after as many updates: {', '.join(names)}." if names else ""
-    base = "the serial run's" if reference.devices == 1 else f"those of {_where(reference)}"
-    if not error.error and not loss.loss:
+    curve = max(compared, key=lambda curve: curve.distance_error or 0.0)
+    of_loss = max(compared, key=lambda curve: curve.distance_loss or 0.0)
+    number = _to([curve.compared for curve in compared])
+    curves_alone = [curve for curve in convergence.curves if not curve.compared and curve is not reference]
+    uncompared = (
+        f" Not compared, as no evaluation was after as many updates: {_names(curves_alone)}." if curves_alone else ""
+    )
+    base = "the serial run's" if reference.devices == 1 else f"those of {reference.where}"
+    if not curve.distance_error and not of_loss.distance_loss:
         return (
-            f"Over updates the curves are one: in all {number} evaluations of "
-            f"{_configurations(convergence, len(compared))} test error and test loss are {base} "
-            f"to the last bit, distance 0.{uncompared}"
+            f"Over updates the curves are one: in all {number} evaluations of {count} test error and test loss are "
+            f"{base} to the last bit, distance 0.{uncompared}"
         )
     return (
-        f"Over updates the test error is never farther from {base} than {points(error.error)} "
-        f"({_where(curve)}, after {units.count(error.error_at)} updates), the test loss never farther than "
-        f"{units.significant(loss.loss, 2)} ({_where(other)}, after {units.count(loss.loss_at)}), over {number} "
+        f"Over updates the test error is never farther from {base} than {points(curve.distance_error or 0.0)} "
+        f"({curve.where}, after {units.count(curve.distance_error_at or 0)} updates), the test loss never farther than "
+        f"{units.significant(of_loss.distance_loss, 2)} ({of_loss.where}, after "
+        f"{units.count(of_loss.distance_loss_at or 0)}), over {number} "
         f"evaluations of {units.plural(len(compared), 'other configuration')}.{uncompared}"
     )
 
 
-def _configurations(convergence: Convergence, others: int) -> str:
-    everything = others + 1 == len(convergence.curves) and not convergence.failed and not convergence.waiting
-    return f"{'all ' if everything else ''}{others + 1} configurations"
-
-
-def _where(curve: ErrorCurve) -> str:
-    devices = "" if curve.devices == 1 or "=" in curve.label else f" on {curve.devices}"
-    return f"{curve.name}{devices}"
-
-
-def _bits(convergence: Convergence, checksum: str, finished: Sequence[ErrorCurve]) -> str:
+def _bits(convergence: Convergence, reference: ErrorCurve, finished: Sequence[ErrorCurve], count: str) -> str:
     same = [curve for curve in finished if convergence.same_weights(curve)]
-    other = [_where(curve) for curve in finished if curve not in same]
+    checksum = f"SHA-256 {reference.weights_sha256}"
     if not same:
         return (
             "No final weights are the reference's bit for bit; reproducible=true makes them so under plans by sample."
         )
-    if not other:
-        count = _configurations(convergence, len(finished))
+    if len(same) == len(finished):
         return f"The final weights of {count} are the same bit for bit: {checksum}."
     exact = ", the reproducible mode's promise being for plans by sample" if convergence.reproducible else ""
     return (
-        f"The final weights of {', '.join(map(_where, same))} are the reference's bit for bit, "
-        f"{checksum}; those of {', '.join(other)} are not{exact}."
+        f"The final weights of {_names(same)} are the reference's bit for bit, "
+        f"{checksum}; those of {_names([curve for curve in finished if curve not in same])} are not{exact}."
     )

@@ -1,10 +1,16 @@
-"""From the file of a study to the rows of its table, and how far a median of a few rounds can be trusted."""
+"""From the file of a study to the rows of its tables, and how far a median of a few rounds can be trusted.
+
+What a row is called here it is called in JSON and CSV too.
+"""
 
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+from convoy import units
 from convoy.bench.records import (
     AUTO,
     COMMUNICATION,
@@ -14,18 +20,17 @@ from convoy.bench.records import (
     OPTIMIZER,
     PEERS,
     Configuration,
-    Forecast,
     Measurement,
     Store,
     Training,
     short,
 )
-from convoy.units import plural
 
 # Student's t at 97.5 % for 1, 2, … degrees of freedom.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 # Standard error of a median over that of a mean, where values are normal and not too few.
 _EFFICIENCY = math.sqrt(math.pi / 2)
+DAY_S = 86_400
 
 
 def repeatability(values: Sequence[float]) -> float | None:
@@ -40,24 +45,49 @@ def repeatability(values: Sequence[float]) -> float | None:
     return t * math.sqrt(2) * _EFFICIENCY * statistics.stdev(values) / math.sqrt(len(values))
 
 
-DAY_S = 86_400
+class Named:
+    """A configuration by its names."""
+
+    RECORD: tuple[str, ...] = ()  # what programs are told of it
+
+    def __init__(self, row: Configuration) -> None:
+        self.configuration, self.name, self.devices = row.label, short(row.label), row.devices
+
+    @property
+    def where(self) -> str:
+        """Its name with its devices, where the name does not say them."""
+        alone = self.devices == 1 or "=" in self.configuration
+        return self.name if alone else f"{self.name} on {self.devices}"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Seconds, bytes, and parts of one."""
+        return {name: getattr(self, name) for name in self.RECORD}
 
 
-class StudyRow:
+class StudyRow(Named):
     """A configuration that was measured.
 
-    `seconds` of an update are the median over the rounds of each round's median; by `spread` two such medians differ at
+    `step_s` of an update is the median over the rounds of each round's median; by `spread_s` two such medians differ at
     most (None of one round). `speedup` is in images per second over the reference. `ideal` is the number of devices by
     that of the reference; of unequal ones, the sum of their speeds by the first one's, as they were measured one by one
-    or else as the emulated cluster's file says. `predicted` seconds and bytes are None where nothing is.
+    or else as the emulated cluster's file says. What was predicted is None where nothing was.
     """
 
+    RECORD = (
+        *("configuration", "kind", "devices", "plan", "batch", "step_s", "spread_s", "images_per_s", "speedup"),
+        *("speedup_spread", "efficiency", "days", "compute_s", "exposed_communication_s", "data_wait_s", "optimizer_s"),
+        *("memory_bytes", "predicted_s", "prediction_error", "predicted_memory_bytes", "rounds", "overhead_s"),
+    )
+
     def __init__(self, store: Store, row: Configuration, reference: Configuration, alone: Sequence[float]) -> None:
-        self.key, self.label, self.kind, self.series = row.key, row.label, row.kind, row.series
-        self.devices, self.place, self.rounds = row.devices, row.place, len(row.visits)
+        super().__init__(row)
+        self.key, self.kind, self.series, self.place = row.key, row.kind, row.series, row.place
+        self.rounds = len(row.visits)
         self.plan, self.batch = store.plan_of(row), store.study.batch_on(row.devices)
         times = [_seconds(measurement) for measurement in row.visits]
-        self.seconds, self.spread = statistics.median(times), repeatability(times)
+        self.step_s, self.spread_s = statistics.median(times), repeatability(times)
+        self.images_per_s = self.batch / self.step_s
         base, rates = _rates(store, reference), _rates(store, row)
         ratios = [rates[number] / base[number] for number in rates if number in base]
         self.speedup = statistics.median(rates.values()) / statistics.median(base.values())
@@ -66,39 +96,24 @@ class StudyRow:
         self.ideal = _together(store, row.devices, alone) / _together(store, reference.devices, alone)
         self.efficiency = self.speedup / self.ideal if reference.devices == 1 else None
         epochs, images = store.table.epochs, store.table.dataset_size
-        self.days = epochs * images / self.batch * self.seconds / DAY_S if epochs is not None else None
-        self.parts = _parts(row, self.seconds)  # seconds, on the rank that waits least for others
+        self.days = epochs * images / self.batch * self.step_s / DAY_S if epochs is not None else None
+        self.parts = _parts(row, self.step_s)  # seconds, on the rank that waits least for others
+        self.compute_s, self.exposed_communication_s = self.parts[COMPUTE], self.parts[COMMUNICATION]
+        self.data_wait_s, self.optimizer_s = self.parts[INPUT], self.parts[OPTIMIZER]
         ranks = [rank for measurement in row.visits for rank in measurement.ranks]
-        self.memory = max(rank.memory for rank in ranks)  # bytes
-        self.overhead = statistics.median(rank.overhead for rank in ranks)  # seconds that timing adds
+        self.memory_bytes = max(rank.memory for rank in ranks)
+        self.overhead_s = statistics.median(rank.overhead for rank in ranks)  # that timing adds
         self.microbatches = [rank.microbatches for rank in row.visits[-1].ranks]  # 0 where that is not known
-        by_speed = store.found_shares(row) is not None
-        self.uneven = ", shares" in row.series or by_speed
-        prediction = None
-        shares = row.shares or store.study.recipe["parallel"].get("shares")
-        if row.kind == CONVOY and not row.place and (row.devices == 1 or not shares):
-            predictions = store.forecasts.get(row.devices, Forecast()).predictions
-            prediction = predictions.get(AUTO if by_speed else self.plan or "")
-        self.predicted = prediction.seconds if prediction else None
-        self.predicted_memory = prediction.memory if prediction else None
-
-    @property
-    def images_per_s(self) -> float:
-        return self.batch / self.seconds
-
-    @property
-    def error(self) -> float | None:
-        """The error of the prediction, as a part of what was measured."""
-        return None if self.predicted is None else self.predicted / self.seconds - 1
+        self.uneven = ", shares" in row.series or store.found_shares(row) is not None
+        prediction = store.prediction_of(row)
+        self.predicted_s = prediction.seconds if prediction else None
+        self.predicted_memory_bytes = prediction.memory if prediction else None
+        self.prediction_error = prediction.seconds / self.step_s - 1 if prediction else None  # a part of the measured
 
     @property
     def found_plan(self) -> str:
         """The plan that the planner took; empty where it was not asked."""
-        return self.plan if self.plan and self.label.startswith(AUTO) else ""
-
-    @property
-    def name(self) -> str:
-        return short(self.label)
+        return self.plan if self.plan and self.configuration.startswith(AUTO) else ""
 
     @property
     def plan_label(self) -> str:
@@ -110,15 +125,17 @@ class Results:
     """All rows of a study, and what holds of it as a whole."""
 
     def __init__(self, store: Store) -> None:
-        measured = [row for row in store.configurations if row.visits]
-        reference = _reference(measured)
-        self.alone = _alone(store, measured)  # images per second of each device by itself
-        self.rows = [StudyRow(store, row, reference, self.alone) for row in measured if reference is not None]
+        measured_rows = [row for row in store.configurations if row.visits]
+        reference = _reference(measured_rows)
+        self.alone = _alone(store, measured_rows)  # images per second of each device by itself
+        self.rows = [StudyRow(store, row, reference, self.alone) for row in measured_rows if reference is not None]
         self.reference = next((row for row in self.rows if reference is not None and row.key == reference.key), None)
+        # whether one row alone was measured on one device, which needs no explanation as the reference
+        self.has_one_reference = sum(row.devices == 1 and not row.place for row in self.rows) == 1
         self.failed = [(row.where, row.failed) for row in store.configurations if row.failed]
-        waiting = [row.where for row in store.configurations if not row.visits and not row.failed]
-        self.waiting = waiting if store.table.rounds else []
-        losses = [one.loss for row in measured if row.kind == CONVOY for one in row.visits]
+        rows_left = [row.where for row in store.configurations if not row.visits and not row.failed]
+        self.waiting = rows_left if store.table.rounds else []
+        losses = [visit.loss for row in measured_rows if row.kind == CONVOY for visit in row.visits]
         largest = max(map(abs, losses), default=0.0)
         is_compared = len(losses) > 1 and largest and not store.study.weak
         # of the first update, relative
@@ -126,16 +143,13 @@ class Results:
         # seconds of all calls without trainings, of their predictions, and of the updates that count
         self.wall = sum(session.wall_s - session.training_s for session in store.sessions)
         self.planning = sum(session.planning_s for session in store.sessions)
-        visits = [one for row in measured for one in row.visits]
-        self.timed = sum(max(sum(rank.seconds) + sum(rank.without) for rank in one.ranks) for one in visits)
+        visits = [visit for row in measured_rows for visit in row.visits]
+        self.timed = sum(max(sum(rank.seconds) + sum(rank.without) for rank in visit.ranks) for visit in visits)
         self.notes = [
-            f"{plural(devices, 'device')}: {note}" for devices, one in store.forecasts.items() for note in one.notes
+            f"{units.plural(devices, 'device')}: {note}"
+            for devices, forecast in store.forecasts.items()
+            for note in forecast.notes
         ]
-
-    @property
-    def has_one_reference(self) -> bool:
-        """Whether one row alone was measured on one device, which needs no explanation as the reference."""
-        return sum(row.devices == 1 and not row.place for row in self.rows) == 1
 
 
 def _reference(rows: Sequence[Configuration]) -> Configuration | None:
@@ -154,7 +168,7 @@ def _seconds(measurement: Measurement) -> float:
 
 def _rates(store: Store, row: Configuration) -> dict[int, float]:
     """Images per second by round."""
-    return {one.round: store.study.batch_on(row.devices) / _seconds(one) for one in row.visits}
+    return {visit.round: store.study.batch_on(row.devices) / _seconds(visit) for visit in row.visits}
 
 
 def _together(store: Store, devices: int, alone: Sequence[float]) -> float:
@@ -181,48 +195,54 @@ def _parts(row: Configuration, seconds: float) -> dict[str, float]:
             alone = max(statistics.median(rank.without) for rank in measurement.ranks)
             busiest[COMMUNICATION] = max(0.0, _seconds(measurement) - alone)
         rounds.append(busiest)
-    parts = {part: statistics.median(one[part] for one in rounds) for part in names}
+    parts = {part: statistics.median(medians[part] for medians in rounds) for part in names}
     scale = min(1.0, seconds / max(sum(parts.values()), 1e-12))  # medians need not add up
     parts = {part: scale * value for part, value in parts.items()}
     return {COMPUTE: max(0.0, seconds - sum(parts.values())), **parts}
 
 
-@dataclass(frozen=True)
-class Distance:
-    """The largest distances between two curves, over all evaluations that both have."""
+class ErrorCurve(Named):
+    """A configuration's training, as far as it has come, with a value for each evaluation. The largest distances from
+    the reference are over all evaluations that both have, with the updates before them; None of itself."""
 
-    error: float  # test error, 0 to 1
-    error_at: int  # updates before it
-    loss: float  # test loss
-    loss_at: int  # updates before it
-    evaluations: int  # how many were compared
+    RECORD = (
+        *("configuration", "devices", "finished", "updates", "test_error", "test_loss", "train_s", "distance_error"),
+        *("distance_error_at", "distance_loss", "distance_loss_at", "evaluations", "weights_sha256"),
+    )
 
-
-class ErrorCurve:
-    """A configuration's training, as far as it has come, with a value for each evaluation."""
+    distance_error: float | None = None
+    distance_error_at: int | None = None
+    distance_loss: float | None = None
+    distance_loss_at: int | None = None
 
     def __init__(self, row: Configuration, training: Training) -> None:
-        self.label, self.name, self.devices = row.label, short(row.label), row.devices
-        self.finished, self.sha256 = training.finished, training.sha256
-        evaluations = [one for one in training.evaluations if one.error is not None and one.loss is not None]
-        self.steps = [one.step for one in evaluations]  # weight updates
-        self.errors = [one.error or 0.0 for one in evaluations]  # test error, 0 to 1
-        self.losses = [one.loss or 0.0 for one in evaluations]  # test loss
-        self.seconds = [one.train_s for one in evaluations]  # without evaluations and checkpoints
-        self.distance: Distance | None = None  # from the reference, which itself has none
-
-    def away_from(self, other: "ErrorCurve") -> Distance | None:
-        values = dict(zip(other.steps, zip(other.errors, other.losses, strict=True), strict=True))
-        distances = [
-            (step, abs(error - values[step][0]), abs(loss - values[step][1]))
-            for step, error, loss in zip(self.steps, self.errors, self.losses, strict=True)
-            if step in values
+        super().__init__(row)
+        self.finished, self.weights_sha256 = training.finished, training.sha256
+        self.tests = [
+            (test.step, test.train_s, test.error, test.loss)
+            for test in training.evaluations
+            if test.error is not None and test.loss is not None
         ]
-        if not distances:
-            return None
-        error_at, error, _ = max(distances, key=lambda one: one[1])
-        loss_at, _, loss = max(distances, key=lambda one: one[2])
-        return Distance(error, error_at, loss, loss_at, len(distances))
+        # Weight updates, seconds without evaluations and checkpoints, test error from 0 to 1, test loss
+        self.steps, self.seconds, self.errors, self.losses = np.array(self.tests, np.float64).reshape(-1, 4).T
+        last = self.tests[-1] if self.tests else (0, 0.0, 0.0, 0.0)
+        self.updates, self.train_s, self.test_error, self.test_loss = last
+        self.evaluations, self.compared = len(self.tests), 0
+
+    def compare(self, other: "ErrorCurve") -> None:
+        steps, places, other_places = np.intersect1d(self.steps, other.steps, return_indices=True)
+        self.compared = len(steps)
+        for name, values, other_values in (("error", self.errors, other.errors), ("loss", self.losses, other.losses)):
+            if self.compared:
+                distances = np.abs(values[places] - other_values[other_places])
+                setattr(self, f"distance_{name}", float(distances.max()))
+                setattr(self, f"distance_{name}_at", int(steps[distances.argmax()]))
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Of each evaluation, as in the pictures."""
+        names = ("configuration", "devices", "updates", "train_s", "test_error", "test_loss")
+        return [dict(zip(names, (self.configuration, self.devices, *test), strict=True)) for test in self.tests]
 
 
 class Convergence:
@@ -232,24 +252,22 @@ class Convergence:
         rows = [(row, row.training) for row in store.configurations if row.kind == CONVOY and row.training is not None]
         curves = [ErrorCurve(row, training) for row, training in rows]
         self.epochs, self.reproducible = epochs, bool(store.study.recipe["reproducible"])
-        self.curves = [curve for curve in curves if curve.steps]
+        self.curves = [curve for curve in curves if curve.tests]
         # the serial run, or that on the fewest devices
         self.reference = min(self.curves, key=lambda curve: curve.devices, default=None)
         for curve in self.curves:
             if self.reference is not None and curve is not self.reference:
-                curve.distance = curve.away_from(self.reference)
+                curve.compare(self.reference)
+        self.compared = [curve for curve in self.curves if curve.compared]
         self.images = max((training.images for _, training in rows), default=0)
         self.failed = [(row.where, training.failed) for row, training in rows if training.failed]
         self.waiting = [row.where for row, training in rows if not training.failed and not training.finished]
 
-    @property
-    def compared(self) -> list[tuple[ErrorCurve, Distance]]:
-        return [(curve, curve.distance) for curve in self.curves if curve.distance is not None]
-
     def same_weights(self, curve: ErrorCurve) -> bool:
-        return self.reference is not None and bool(curve.sha256) and curve.sha256 == self.reference.sha256
+        reference = self.reference
+        return reference is not None and bool(curve.weights_sha256) and curve.weights_sha256 == reference.weights_sha256
 
 
 def convergence(store: Store) -> Convergence | None:
     """The curves of a study; None where nothing was to be trained."""
-    return Convergence(store, store.training.epochs) if store.training is not None else None
+    return Convergence(store, store.training["epochs"]) if store.training is not None else None

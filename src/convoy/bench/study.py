@@ -11,16 +11,17 @@ import torch
 from torch import nn
 
 from convoy import models, units
-from convoy.bench.ask import Ask, check_recipe, configurations
+from convoy.bench.ask import Ask, configurations, parts_of
 from convoy.bench.emulated import Cluster
 from convoy.bench.records import Configuration, Made, StudyFacts
 from convoy.data import DataSet
 from convoy.data.sources import PixelSource
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
-from convoy.resources import own_cores
+from convoy.resources import own_cores, share
 from convoy.training import choose_device
 from convoy.training.defaults import settle
+from convoy.training.derived import num_microbatches
 from convoy.training.division import soonest
 from convoy.training.environment import describe
 from convoy.training.recipe import Recipe
@@ -152,9 +153,9 @@ def _machine(device: torch.device) -> dict[str, Any]:
 def _cores_each(ask: Ask, largest: int, on_cpu: bool) -> int:
     """CPU cores of each device, the same in every configuration: all divided by the largest number of devices; 0 on
     GPUs. A ConvoyError says where there are too few cores or GPUs."""
-    asked = ask.cores_per_device
+    per_device = ask.cores_per_device
     if not on_cpu:
-        if asked is not None:
+        if per_device is not None:
             raise ConvoyError("--cores-per-device has no effect on GPUs: leave it out")
         num = torch.cuda.device_count()
         if largest > num:
@@ -163,18 +164,13 @@ def _cores_each(ask: Ask, largest: int, on_cpu: bool) -> int:
                 f"at most {num}, or --device cpu"
             )
         return 0
-    num = len(own_cores())
-    if largest > num:
+    cores = own_cores()
+    if largest > len(cores):
         raise ConvoyError(
-            f"--devices {largest} needs {largest} cores, but here are {num}: devices that take turns on a core say "
-            "nothing of real ones; use at most as many, or --emulate a cluster"
+            f"--devices {largest} needs {largest} cores, but here are {len(cores)}: devices that take turns on a core "
+            "say nothing of real ones; use at most as many, or --emulate a cluster"
         )
-    if asked is not None and asked * largest > num:
-        raise ConvoyError(
-            f"--cores-per-device {asked} on {largest} devices needs {asked * largest} cores, but here are {num}: use "
-            f"at most {num // largest}, or fewer devices"
-        )
-    return asked or num // largest
+    return len(share(cores, largest, 0, per_device))
 
 
 @dataclass(frozen=True)
@@ -192,28 +188,27 @@ def prepare(ask: Ask) -> Prepared:
     """The study of a command that was checked."""
     recipe, peers = ask.recipe_of(), ask.peers_of()
     if peers:
-        check_recipe(recipe)
+        _check_peers(recipe)
     device = choose_device(ask.device)
     recipe = settle(recipe, device).recipe  # one for all rows
     cluster, text = ask.cluster()
-    speeds = [one.speed for one in cluster.devices] if cluster is not None else []
+    speeds = [emulated.speed for emulated in cluster.devices] if cluster is not None else []
     on_cpu = device.type == "cpu"
     numbers = ask.numbers(len(speeds) or (len(own_cores()) if on_cpu else torch.cuda.device_count()))
-    largest = max(numbers)
+    largest, weak = max(numbers), ask.batch_per_device is not None
     cores_per_device = 0 if speeds else _cores_each(ask, largest, on_cpu)
     unequal = bool(ask.shares) and (not on_cpu or len(set(speeds)) > 1)
     alone = min(len(speeds) or torch.cuda.device_count(), largest) if unequal else 1
     rows = configurations(numbers, ask.plans_of(), peers, ask.shares_of(), alone)
-    weak = ask.batch_per_device is not None
     local_batch = recipe.batch if weak else recipe.batch // largest
     if recipe.microbatch is not None and local_batch and not ask.says("microbatch"):
         # as `divisible_sizes` does for one run; but all rows have the same, also of networks with batch norm
         recipe = recipe.model_copy(update={"microbatch": min(recipe.microbatch, local_batch)})
-    made = made_for(recipe, ask.image_size, ask.classes) if ask.data is None else None
+    pictures = made_for(recipe, ask.image_size, ask.classes) if ask.data is None else None
     study = StudyFacts(
         model=recipe.model.name,
-        recipe=plain_recipe(recipe, made),
-        images=made,
+        recipe=plain_recipe(recipe, pictures),
+        images=pictures,
         weak=weak,
         batch=recipe.batch,
         device_type=device.type,
@@ -223,9 +218,24 @@ def prepare(ask: Ask) -> Prepared:
         updates=ask.updates,
         warm_up=ask.warm_up,
     )
-    for row in rows:
-        if study.batch_on(row.devices) < row.devices:
-            raise ConvoyError(
-                f"a batch of {study.batch_on(row.devices)} is too small for {row.devices} devices: raise --batch"
-            )
     return Prepared(recipe, study, rows, _machine(device), cluster)
+
+
+def _check_peers(recipe: Recipe) -> None:
+    """Refuse (ConvoyError) a recipe by which only Convoy trains."""
+    for asked, what in (
+        (recipe.precision == "fp16", "precision=fp16 (bf16 can be)"),
+        (recipe.ema is not None, "ema"),
+        (recipe.reproducible, "reproducible"),
+    ):
+        if asked:
+            raise ConvoyError(f"--peers do not train with {what}: leave that or --peers out")
+
+
+def coarse(prepared: Prepared) -> list[str]:
+    """Sentences on batches that cannot be divided by the speeds of an emulated cluster's devices."""
+    study, microbatches = prepared.study, num_microbatches(prepared.recipe)
+    by_speed = [row for row in prepared.rows if row.shares and study.speeds]
+    numbers = [row.devices for row in by_speed if parts_of(row.plan or "serial", row.devices) == row.devices]
+    sentences = [too_coarse(study.batch_on(number), microbatches, study.speeds[:number]) for number in numbers]
+    return list(dict.fromkeys(filter(None, sentences)))

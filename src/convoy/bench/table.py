@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from convoy import units
-from convoy.bench.records import COMMUNICATION, COMPUTE, INPUT, OPTIMIZER, Store
+from convoy.bench.records import COMMUNICATION, INPUT, OPTIMIZER, Store
 from convoy.bench.results import Convergence, ErrorCurve, Results, StudyRow
 from convoy.terminal import printable
 from convoy.units import seconds as time_of
 from convoy.units import size, table
 
-# Columns that are aligned to the right.
-NUMBERS = {"devices", "step", "images/s", "speed-up", "efficiency", "days", "exposed", "data wait", "memory"}
-NUMBERS |= {"predicted", "updates", "test error", "test loss", "trained in", "distance: error", "loss"}
-# What LaTeX leaves out, as a page is not so wide.
-_WIDE = ("exposed", "data wait", "memory")
+TEXTS = ("configuration", "trained", "final weights")  # columns that are not of numbers, which are aligned to the right
+# What a terminal leaves out, and LaTeX too, as a page is not so wide.
+_ON_PAGES = ("optimizer",)
+_WIDE = ("exposed", "data wait", "memory", *_ON_PAGES)
 _LATEX: dict[str, str | int | None] = {
     "\\": r"\textbackslash{}",
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
@@ -40,19 +39,24 @@ class Table:
     records: list[dict[str, Any]]
     note: str  # what it is of
 
+    def _columns(self, without: Sequence[str]) -> list[str]:
+        return [name for name in (self.rows[0] if self.rows else {"configuration": ""}) if name not in without]
+
     def lines(self) -> list[str]:
-        return table(list(self.rows[0]), [list(row.values()) for row in self.rows], list(NUMBERS)) if self.rows else []
+        columns = self._columns(_ON_PAGES)
+        right = [name for name in columns if name not in TEXTS]
+        return table(columns, [[row[name] for name in columns] for row in self.rows], right) if self.rows else []
 
     def csv(self) -> str:
         return csv_of(self.records)
 
     def latex(self) -> str:
         """For the package booktabs."""
-        columns = [name for name in (self.rows[0] if self.rows else {"configuration": ""}) if name not in _WIDE]
+        columns = self._columns(_WIDE)
         return "\n".join(
             [
                 f"% {self.note}; made by convoy bench; needs \\usepackage{{booktabs}}",
-                rf"\begin{{tabular}}{{{''.join('r' if name in NUMBERS else 'l' for name in columns)}}}",
+                rf"\begin{{tabular}}{{{''.join('l' if name in TEXTS else 'r' for name in columns)}}}",
                 r"\toprule",
                 " & ".join(columns) + r" \\",
                 r"\midrule",
@@ -87,67 +91,39 @@ def escaped(text: str) -> str:
 
 def of_updates(results: Results, store: Store) -> Table:
     """A row for each configuration that was measured."""
-    batch = f"{store.study.batch} {'a device' if store.study.weak else 'in all'}"
-    note = f"{printable(store.study.model)}, batch {batch}"
-    return Table([_cells(row) for row in results.rows], [_record(row) for row in results.rows], note)
+    note = f"{printable(store.study.model)}, batch {store.study.batch} {'a device' if store.study.weak else 'in all'}"
+    return Table([_cells(row) for row in results.rows], [row.record for row in results.rows], note)
 
 
 def _cells(row: StudyRow) -> dict[str, str]:
-    spread = "" if row.speedup_spread is None else f" ± {row.speedup_spread:.2f}"
+    predicted = "" if row.predicted_s is None else f"{time_of(row.predicted_s)} ({signed(row.prediction_error or 0.0)})"
     return {
         "configuration": row.plan_label,
         "devices": str(row.devices),
-        "step": plus_minus(row.seconds, row.spread),
+        "step": plus_minus(row.step_s, row.spread_s),
         "images/s": units.significant(row.images_per_s),
-        "speed-up": f"{row.speedup:.2f}{spread}",
+        "speed-up": f"{row.speedup:.2f}" + ("" if row.speedup_spread is None else f" ± {row.speedup_spread:.2f}"),
         "efficiency": units.percent(row.efficiency, 0),
         **({} if row.days is None else {"days": units.significant(row.days)}),
         "exposed": time_of(row.parts[COMMUNICATION]),
         "data wait": time_of(row.parts[INPUT]),
-        "memory": size(row.memory),
-        "predicted": "–" if row.predicted is None else f"{time_of(row.predicted)} ({signed(row.error)})",
+        "optimizer": time_of(row.parts[OPTIMIZER]),
+        "memory": size(row.memory_bytes),
+        "predicted": predicted or units.UNKNOWN,
     }
-
-
-def _record(row: StudyRow) -> dict[str, Any]:
-    return {
-        "configuration": row.label,
-        **{key: getattr(row, key) for key in ("kind", "devices", "plan", "batch")},
-        "step_s": row.seconds,
-        "spread_s": row.spread,
-        **{key: getattr(row, key) for key in ("images_per_s", "speedup", "speedup_spread", "efficiency", "days")},
-        "compute_s": row.parts[COMPUTE],
-        "exposed_communication_s": row.parts[COMMUNICATION],
-        "data_wait_s": row.parts[INPUT],
-        "optimizer_s": row.parts[OPTIMIZER],
-        "memory_bytes": row.memory,
-        "predicted_s": row.predicted,
-        "prediction_error": row.error,
-        "predicted_memory_bytes": row.predicted_memory,
-        "rounds": row.rounds,
-        "overhead_s": row.overhead,
-    }
-
-
-def with_spread(seconds: float, spread: float | None) -> tuple[str, str, str]:
-    """A time, its spread in the same unit (empty for none), and the unit."""
-    number, _, unit = time_of(seconds).partition(" ")
-    if spread is None:
-        return number, "", unit
-    places = len(number.partition(".")[2])
-    return number, f"{spread * {'ms': 1e3, 'µs': 1e6}.get(unit, 1.0):.{places}f}", unit
 
 
 def plus_minus(seconds: float, spread: float | None) -> str:
-    """A time with its spread: `12.3 ± 0.4 ms`."""
-    number, difference, unit = with_spread(seconds, spread)
-    return f"{number} ± {difference} {unit}" if difference else f"{number} {unit}"
+    """A time with its spread in the same unit: `12.3 ± 0.4 ms`."""
+    number, _, unit = time_of(seconds).partition(" ")
+    if spread is None:
+        return f"{number} {unit}"
+    places = len(number.partition(".")[2])
+    return f"{number} ± {spread * {'ms': 1e3, 'µs': 1e6}.get(unit, 1.0):.{places}f} {unit}"
 
 
-def signed(share: float | None) -> str:
+def signed(share: float) -> str:
     """A relative error: `+3.1 %`."""
-    if share is None:
-        return "–"
     return f"{'+' if share >= 0 else units.MINUS}{100 * abs(share):.1f}{units.SPACE}%"
 
 
@@ -160,60 +136,24 @@ def of_trainings(convergence: Convergence, store: Store) -> Table:
     """A row for each configuration that was trained."""
     note = f"{printable(store.study.model)}, {convergence.epochs:g} epochs"
     rows = [_curve_cells(convergence, curve) for curve in convergence.curves]
-    return Table(rows, [_curve_record(curve) for curve in convergence.curves], note)
+    return Table(rows, [curve.record for curve in convergence.curves], note)
 
 
 def _curve_cells(convergence: Convergence, curve: ErrorCurve) -> dict[str, str]:
-    distance = curve.distance
     weights = "not finished"
     if curve is convergence.reference:
         weights = "the reference"
     elif curve.finished:
         weights = "the same bits" if convergence.same_weights(curve) else "other bits"
-    error = units.decimal(100 * curve.errors[-1], units.percent_places(convergence.images))
+    error, loss, places = curve.distance_error, curve.distance_loss, units.percent_places(convergence.images)
     return {
         "trained": curve.name,
         "devices": str(curve.devices),
-        "updates": units.count(curve.steps[-1]),
-        "test error": f"{error}{units.SPACE}%",
-        "test loss": units.significant(curve.losses[-1]),
-        "trained in": units.duration(curve.seconds[-1]),
-        "distance: error": units.UNKNOWN if distance is None else points(distance.error),
-        "loss": units.UNKNOWN if distance is None else units.significant(distance.loss, 2),
+        "updates": units.count(curve.updates),
+        "test error": f"{units.decimal(100 * curve.test_error, places)}{units.SPACE}%",
+        "test loss": units.significant(curve.test_loss),
+        "trained in": units.duration(curve.train_s),
+        "distance: error": units.UNKNOWN if error is None else points(error),
+        "loss": units.UNKNOWN if loss is None else units.significant(loss, 2),
         "final weights": weights,
     }
-
-
-def _curve_record(curve: ErrorCurve) -> dict[str, Any]:
-    distance = curve.distance
-    return {
-        "configuration": curve.label,
-        "devices": curve.devices,
-        "finished": curve.finished,
-        "updates": curve.steps[-1],
-        "test_error": curve.errors[-1],
-        "test_loss": curve.losses[-1],
-        "train_s": curve.seconds[-1],
-        "distance_error": distance and distance.error,
-        "distance_error_at": distance and distance.error_at,
-        "distance_loss": distance and distance.loss,
-        "distance_loss_at": distance and distance.loss_at,
-        "evaluations": len(curve.steps),
-        "weights_sha256": curve.sha256,
-    }
-
-
-def curve_records(convergence: Convergence) -> list[dict[str, Any]]:
-    """A record for each evaluation of each training, as in the pictures."""
-    return [
-        {
-            "configuration": curve.label,
-            "devices": curve.devices,
-            "updates": step,
-            "train_s": second,
-            "test_error": error,
-            "test_loss": loss,
-        }
-        for curve in convergence.curves
-        for step, second, error, loss in zip(curve.steps, curve.seconds, curve.errors, curve.losses, strict=True)
-    ]

@@ -69,7 +69,7 @@ def command(arguments: Sequence[str], /, as_json: bool, **values: Any) -> int:
     ask = Ask(command=command_of(arguments), **values)
     ask.check()
     with waiting_for("loading PyTorch"):  # and matplotlib, for which no mistake is to wait
-        from convoy.bench.command import measure
+        from convoy.bench.course import measure
         from convoy.bench.page import write_files
         from convoy.progress import ConsoleReporter
 

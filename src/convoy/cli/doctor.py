@@ -11,9 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -94,8 +92,13 @@ def command(
         if verify:
             return _verify(what, seconds, no_trials, as_json)
         with waiting_for("loading PyTorch"):
-            from convoy.cli.doctor_run import Look, run  # with torch, for which no mistake is to wait
-        return run(request, partial(with_command, what), Look(began, seconds, not no_trials, as_json))
+            from convoy.cli.doctor_run import run  # with torch, for which no mistake is to wait
+
+        def show(diagnosis: Diagnosis) -> str:
+            diagnosis = with_command(what, diagnosis)
+            return json.dumps(diagnosis.to_document(), indent=2) if as_json else diagnosis.text()
+
+        return run(request, show, began, seconds, not no_trials)
 
 
 def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
@@ -138,7 +141,8 @@ def _line(what: Sequence[str]) -> list[str]:
 def _verify(what: Sequence[str], seconds: float, no_trials: bool, as_json: bool) -> int:
     """Examine, and compare the first change with the training as it is.
 
-    Each runs in a process of its own, so that nothing is left over, and in turns, as a machine's speed may change.
+    Each runs in a process of its own, so that no threads, allocators or groups of ranks are left over, and in turns, as
+    a machine's speed may change: measured once each, minutes apart, a change once showed 0.22 ×.
     """
     diagnosis = _examination(what, seconds, no_trials)
     place = diagnosis.possible
@@ -148,16 +152,16 @@ def _verify(what: Sequence[str], seconds: float, no_trials: bool, as_json: bool)
             click.echo("No option of convoy train makes any of these changes, so none was tried.")
     try:
         if place is not None:
-            changed = replaced(what, diagnosis.advice[place].arguments)
+            changed_line = replaced(what, diagnosis.advice[place].arguments)
             rates = []
-            for number, line in enumerate((changed, changed, what), 1):
+            for number, line in enumerate((changed_line, changed_line, what), 1):
                 how = "as it is" if line is what else f"with {shlex.join(diagnosis.advice[place].arguments)}"
                 click.echo(f"training {number} of 3, {how}", err=True)
                 rates.append(_examination(line, seconds, no_trials=True).images_per_s)
-            tried = diagnosis.advice[place].tried([diagnosis.images_per_s, *rates])
-            diagnosis = replace(diagnosis, advice=(*diagnosis.advice[:place], tried, *diagnosis.advice[place + 1 :]))
+            advice = diagnosis.advice[place].tried([diagnosis.images_per_s, *rates])
+            diagnosis = replace(diagnosis, advice=(*diagnosis.advice[:place], advice, *diagnosis.advice[place + 1 :]))
             if not as_json:
-                click.echo("\n".join(filter(None, (f"Tried: {tried.text}", tried.verdict))))
+                click.echo("\n".join(filter(None, (f"Tried: {advice.text}", advice.verdict))))
     finally:  # what was found is not lost where the change cannot be tried
         if as_json:
             click.echo(json.dumps(diagnosis.to_document(), indent=2))
@@ -166,9 +170,9 @@ def _verify(what: Sequence[str], seconds: float, no_trials: bool, as_json: bool)
 
 def replaced(what: Sequence[str], arguments: Sequence[str]) -> list[str]:
     """A command line with other arguments, without those that they take the place of."""
-    changed = {key for key, _ in _settings(arguments) if key is not None}
-    changed |= {key for one in changed for key in _WITH.get(one, ())}
-    unchanged = [word for key, words in _settings(what) if key not in changed for word in words]
+    keys = {key for key, _ in _settings(arguments) if key is not None}
+    keys |= {other for key in keys for other in _WITH.get(key, ())}
+    unchanged = [word for key, words in _settings(what) if key not in keys for word in words]
     return [*unchanged, *arguments]
 
 
@@ -190,16 +194,14 @@ def _examination(what: Sequence[str], seconds: float, no_trials: bool) -> Diagno
     MachineError where it was killed."""
     command = [sys.executable, "-m", "convoy", "doctor", *what, "--seconds", f"{seconds:g}", "--json"]
     command += ["--no-trials"] if no_trials else []
-    # In a session of its own a terminal's Ctrl-C reaches it once.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-
-    def hand_on(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
-
-    with process, options.sigterm_as_interrupt(hand_on):
-        output, _ = process.communicate()
-    if process.returncode in (-signal.SIGINT, -signal.SIGTERM):
-        raise KeyboardInterrupt
+    # In a session of its own a terminal's Ctrl-C reaches it once, and it removes what it has made.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            output, _ = process.communicate()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
     if process.returncode < 0:
         raise MachineError(f"the training that was examined {end_of(process.returncode)}")
     if process.returncode:

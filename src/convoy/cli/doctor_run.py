@@ -1,8 +1,6 @@
 """Runs `convoy doctor`: examines a training on its devices, and prints what follows."""
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import click
@@ -22,24 +20,15 @@ from convoy.training import choose_device
 from convoy.training.parallel_config import num_devices
 from convoy.training.set_up import check_devices, set_up
 
-Complete = Callable[[Diagnosis], Diagnosis]
+Show = Callable[[Diagnosis], str]  # what is printed of a diagnosis
 
 
-@dataclass(frozen=True)
-class Look:
-    """How a training is looked at."""
-
-    began: float  # by `time.perf_counter`
-    seconds: float  # from then on, for all of it
-    trials: bool  # whether changes are tried
-    as_json: bool  # print JSON in place of text
-
-
-def run(request: TrainRequest, complete: Complete, look: Look) -> int:
-    """Examine, and print the diagnosis, into which `complete` puts what the command line knows; the exit status."""
+def run(request: TrainRequest, show: Show, began: float, seconds: float, trials: bool) -> int:
+    """Examine within some seconds of when it `began` (by `time.perf_counter`), with or without trials of changes, and
+    print what `show` makes of it; the exit status."""
     if request.interface is not None:
         interfaces.use(request.interface)
-    work, place = partial(_examined, request, complete, look), launch.find_place()
+    work, place = partial(_examined, request, show, began, seconds, trials), launch.find_place()
     if place is not None:
         per_device = request.recipe_of().parallel.cores_per_device
         return run_as_rank(place, request.devices, request.device, work, per_device)
@@ -55,17 +44,24 @@ def run(request: TrainRequest, complete: Complete, look: Look) -> int:
     return run_alone(request.device, work, per_device)
 
 
-def _examined(request: TrainRequest, complete: Complete, look: Look, ranks: Ranks, device: torch.device) -> int:
+def _examined(
+    request: TrainRequest,
+    show: Show,
+    began: float,
+    seconds: float,
+    trials: bool,
+    ranks: Ranks,
+    device: torch.device,
+) -> int:
     recipe, out = request.resolve(ranks)
     data = recipe.data.model_copy(update={"bad_images": "skip"})  # they are counted, as the others tell the speed
     recipe = recipe.model_copy(update={"data": data})
     console = Console(highlight=False, quiet=ranks.rank > 0, stderr=True)
     with ConsoleReporter(console) as reporter:
-        budget = Budget(ranks, look.seconds, look.began, reporter.prepare)
+        budget = Budget(ranks, seconds, began, reporter.prepare)
         session = set_up(recipe, device, reporter.prepare, ranks)
-        facts = examine(session, budget, trials=look.trials, folder=out)
+        facts = examine(session, budget, trials=trials, folder=out)
     if ranks.rank == 0:
-        diagnosis = complete(Diagnosis.of(facts))
-        click.echo(json.dumps(diagnosis.to_document(), indent=2) if look.as_json else diagnosis.text())
+        click.echo(show(Diagnosis.of(facts)))
     ranks.barrier()
     return 0

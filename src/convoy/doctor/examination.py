@@ -106,8 +106,8 @@ def _counted(windows: Sequence[Window]) -> Sequence[Window]:
     if not _is_steady(windows, 0.0, late=True):
         return settled_windows[len(settled_windows) // 2 :]
     pace_s = _update_s(settled_windows[-_WINDOWS_ALIKE:])
-    before = reversed(settled_windows[:-_WINDOWS_ALIKE])
-    as_fast = takewhile(lambda window: abs(window.update_s - pace_s) <= _NEAR * pace_s, before)
+    earlier_windows = reversed(settled_windows[:-_WINDOWS_ALIKE])
+    as_fast = takewhile(lambda window: abs(window.update_s - pace_s) <= _NEAR * pace_s, earlier_windows)
     return settled_windows[-_WINDOWS_ALIKE - len(list(as_fast)) :]
 
 
@@ -129,9 +129,9 @@ def examine(session: Session, budget: Budget, *, trials: bool = True, folder: Pa
     if budget.allows(0.0, "how pictures are made"):
         most_s = budget.part(_PICTURES_PART).left
         everyone = ranks.gather(measure_pictures(session.data, recipe.data, _fresh(session), recipe.seed, most_s))
-        measured = [pictures for pictures in everyone if pictures is not None]
-        if measured:
-            facts = replace(facts, pictures=max(measured, key=lambda pictures: pictures.read_s + pictures.cpu_s))
+        of_ranks = [pictures for pictures in everyone if pictures is not None]
+        if of_ranks:
+            facts = replace(facts, pictures=max(of_ranks, key=lambda pictures: pictures.read_s + pictures.cpu_s))
     if ranks.num > 1 and budget.allows(0.0, "the link"):
         facts = replace(facts, link_bits_per_s=_bits_per_s(session))
     budget.tell("timing an evaluation")
@@ -146,16 +146,16 @@ def examine(session: Session, budget: Budget, *, trials: bool = True, folder: Pa
         facts = _with_checkpoints(session, facts, folder, budget)
     busy_cores = max((rank.load.others_cores or 0.0 for rank in facts.ranks if rank.load is not None), default=0.0)
     ready_s = facts.update_s - facts.wait_s
-    compute_s, tried = try_changes(session, budget, update_s=ready_s, taken=busy_cores, wanted=trials)
+    compute_s, results = try_changes(session, budget, update_s=ready_s, taken=busy_cores, wanted=trials)
     if compute_s is not None:
-        if any(trial.threads is not None and trial.threads < facts.threads <= facts.cores for trial in tried):
+        if any(trial.threads is not None and trial.threads < facts.threads <= facts.cores for trial in results):
             # Others have cores of its threads, and an update takes now twice, now five times as long: the mean of many.
             compute_s = max(compute_s, facts.update_s - facts.wait_s)
-            tried = tuple(replace(trial, before_s=compute_s) for trial in tried)
-        facts = replace(facts, compute_s=min(compute_s, facts.update_s), trials=tried)
+            results = tuple(replace(trial, before_s=compute_s) for trial in results)
+        facts = replace(facts, compute_s=min(compute_s, facts.update_s), trials=results)
     if budget.missed:
-        *others, last = budget.missed
-        what = f"{', '.join(others)} or {last}" if others else last
+        *parts, last_part = budget.missed
+        what = f"{', '.join(parts)} or {last_part}" if parts else last_part
         note = f"There was no time for {what}: --seconds {2 * budget.seconds:g} leaves more."
         facts = replace(facts, notes=(*facts.notes, note))
     return ranks.broadcast(facts)
@@ -176,30 +176,30 @@ def _measure_updates(session: Session, budget: Budget) -> Facts:
     recorder = Recorder(session, _WATCHED, remembered=None)
     watch = Watch(recorder, gpu=True)
     samples = max(1, len(session.division.positions(ranks.sample_rank)))
-    ready = max(ranks.gather(samples_ahead(samples) / samples if session.workers else 0.0))
+    ahead = max(ranks.gather(samples_ahead(samples) / samples if session.workers else 0.0))
     part, windows = budget.part(_UPDATES_PART), list[Window]()
-    window_s, number, done, bad = part.seconds / _WINDOWS, 1, 0, set[int]()
+    window_s, number, num_updates, bad = part.seconds / _WINDOWS, 1, 0, set[int]()
     budget.tell("timing updates")
     with closing(session.batches(0, _MOST)) as batches:
         while True:
             began, waited, workers = time.perf_counter(), 0.0, session.workers
             for place in range(number):
-                recorder.ask(done)
+                recorder.ask(num_updates)
                 # The host of a GPU may be ahead of it by many updates.
-                update = recorder.update(step, next(batches), done, waits=place == number - 1)
+                update = recorder.update(step, next(batches), num_updates, waits=place == number - 1)
                 waited += update.wait_s
                 bad.update(sample for _, sample, _ in update.unreadable)
-                done += 1
+                num_updates += 1
             seconds_here = time.perf_counter() - began, waited, session.workers > workers
             spans, waits, grew = zip(*ranks.gather(seconds_here), strict=True)  # all know the same
             window = Window(number, max(spans), max(waits), any(grew))
             windows.append(window)
             budget.tell(f"timing updates, {per_second(recipe.batch / window.update_s)} images a second so far")
-            if done == 1:
+            if num_updates == 1:
                 if not budget.allows(window.update_s):
                     break
                 watch.begin()
-            elif _is_steady(windows, ready, not part.allows(part.seconds / 2)) or not part.allows(window.update_s):
+            elif _is_steady(windows, ahead, not part.allows(part.seconds / 2)) or not part.allows(window.update_s):
                 break
             # No more than four times as many as in the window before, which may have been faster than usual.
             fitting = math.ceil(min(window_s, part.left) / max(window.update_s, 1e-9))
@@ -208,8 +208,10 @@ def _measure_updates(session: Session, budget: Budget) -> Facts:
     counted = sum(window.updates for window in _counted(windows)) or 1
     facts = watch.facts(compare(recorder, session.scored, None), counted)
     unread = len(set().union(*ranks.gather(bad)))
-    told = f"{plural(unread, 'picture')} cannot be read: convoy data {recipe.data.path} --check names them, and others."
-    return replace(facts, notes=(*_of_few(facts, counted, windows), *([told] if unread else [])))
+    sentence = (
+        f"{plural(unread, 'picture')} cannot be read: convoy data {recipe.data.path} --check names them, and others."
+    )
+    return replace(facts, notes=(*_of_few(facts, counted, windows), *([sentence] if unread else [])))
 
 
 def _of_few(facts: Facts, counted: int, windows: Sequence[Window]) -> tuple[str, ...]:
@@ -243,20 +245,20 @@ def _evaluation_s(session: Session, part: Budget) -> float:
     """Seconds of an evaluation, as its first batches tell."""
     size = max(1, session.evaluation_batch() * session.ranks.num_sample_ranks)
     number = -(-len(session.data.test) // size)
-    asked = list[float]()
+    moments = list[float]()
 
     def stop() -> bool:
-        asked.append(time.perf_counter())
-        return len(asked) > 1 and (len(asked) > _TEST_BATCHES or not part.allows(0.0))
+        moments.append(time.perf_counter())
+        return len(moments) > 1 and (len(moments) > _TEST_BATCHES or not part.allows(0.0))
 
     began = time.perf_counter()
     try:
         session.evaluate(stop)
         evaluation_s = time.perf_counter() - began
     except StoppedError:
-        later = asked[1:] if len(asked) > 2 else asked
-        batch_s = (later[-1] - later[0]) / (len(later) - 1)
-        evaluation_s = asked[1] - began + batch_s * (number - 1)
+        counted_moments = moments[1:] if len(moments) > 2 else moments
+        batch_s = (counted_moments[-1] - counted_moments[0]) / (len(counted_moments) - 1)
+        evaluation_s = moments[1] - began + batch_s * (number - 1)
     session.model.train()
     return max(session.ranks.gather(evaluation_s))
 
@@ -321,7 +323,7 @@ def _temporary(folder: Path, stack: ExitStack) -> Path:
     """A folder of its own on the disk of the run, which need not be there yet."""
     while not folder.is_dir():
         folder = folder.absolute().parent
-    made = tempfile.TemporaryDirectory(prefix=".convoy-doctor-", dir=folder, ignore_cleanup_errors=True)
-    place = Path(stack.enter_context(made))
+    temporary = tempfile.TemporaryDirectory(prefix=".convoy-doctor-", dir=folder, ignore_cleanup_errors=True)
+    place = Path(stack.enter_context(temporary))
     (place / "seen").touch()
     return place

@@ -123,9 +123,9 @@ class Facts:
     def evaluation_cost_s(self) -> float:
         """Seconds by which an evaluation delays training: the batches that workers make meanwhile are not waited for
         later."""
-        taken = self.evaluation_s or 0.0
-        made = min(self.ahead, taken / self.update_s) if self.workers else 0.0
-        return max(0.0, taken - made * self.wait_s)
+        pause_s = self.evaluation_s or 0.0
+        batches = min(self.ahead, pause_s / self.update_s) if self.workers else 0.0
+        return max(0.0, pause_s - batches * self.wait_s)
 
     @property
     def pauses_s(self) -> float:
@@ -158,6 +158,7 @@ class InputModel:
 
     Workers make pictures while the rank computes: an update takes as long as the slower of both. Where they share the
     cores of threads that compute, these are late, and the others wait for them. Without workers one follows the other.
+    (To try workers or a pack would take a worker's start, or the packing of a data set.)
     """
 
     compute_s: float  # of an update whose input is ready
@@ -171,17 +172,16 @@ class InputModel:
 
     def __call__(self, **changes: Any) -> float:
         """Seconds of an update, with some attributes changed."""
-        one = replace(self, **changes)
-        made = one.samples * (one.read_s + one.cpu_s)
-        if not one.workers:
-            return one.compute_s + made
-        shared, work = min(one.threads, one.cores), one.samples * one.cpu_s
-        if shared:  # a thread that shares its core is late, and all others wait for it
-            slowed = min(one.workers, shared)
-            shared_s = (one.compute_s + work / slowed) / (1 + (one.cores - shared) / slowed)
-        else:
-            shared_s = work / one.cores
-        return max(one.compute_s, made / one.workers, one.samples * one.least_read_s, shared_s)
+        if changes:
+            return replace(self, **changes)()
+        making_s, work_s = self.samples * (self.read_s + self.cpu_s), self.samples * self.cpu_s
+        if not self.workers:
+            return self.compute_s + making_s
+        shared_s, threads = work_s / self.cores, min(self.threads, self.cores)
+        if threads:  # one that shares its core is late, and all others wait for it
+            slowed = min(self.workers, threads)
+            shared_s = (self.compute_s + work_s / slowed) / (1 + (self.cores - threads) / slowed)
+        return max(self.compute_s, making_s / self.workers, self.samples * self.least_read_s, shared_s)
 
     @property
     def picture_s(self) -> float:

@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from convoy.data.decode import BadImage
 from convoy.data.loader import batch_maker
 from convoy.data.pack import packed_picture
 from convoy.data.packed import PackOptions
+from convoy.data.parquet import MemorySource
 from convoy.data.sources import EncodedSource
 from convoy.data.turbo import missing
 from convoy.doctor.facts import Pictures
@@ -31,20 +33,6 @@ def _idle_s() -> float:
     except (OSError, ValueError, IndexError):
         preempted = 0.0
     return time.perf_counter() - time.thread_time() - preempted
-
-
-class _Stored(EncodedSource):
-    """Pictures as a pack would keep them, in memory."""
-
-    def __init__(self, files: list[bytes]) -> None:
-        self.labels = np.zeros(len(files), np.int64)
-        self._files = files
-
-    def read(self, sample: int) -> bytes:
-        return self._files[sample]
-
-    def name(self, sample: int) -> str:
-        return f"picture {sample}"
 
 
 def measure_pictures(
@@ -100,10 +88,10 @@ def _at_once(source: EncodedSource, samples: NDArray[np.int64], most_s: float) -
     began = time.perf_counter()
 
     def read(sample: int) -> tuple[bool, float]:
-        before = time.thread_time()
+        start_s = time.thread_time()
         if in_time := time.perf_counter() < began + most_s:
             source.read(sample)
-        return in_time, time.thread_time() - before
+        return in_time, time.thread_time() - start_s
 
     with ThreadPoolExecutor(_READERS) as readers:
         of_samples = list(readers.map(read, samples.tolist()))
@@ -115,16 +103,16 @@ def _cpu(maker: BatchMaker, samples: NDArray[np.int64], most_s: float) -> float:
     """Seconds of the processor that a picture takes, but for the first ones, for which all that is needed is loaded."""
     if maker.vectorised:
         maker.make(samples, 0)
-        before = time.thread_time()
+        start_s = time.thread_time()
         maker.make(samples, 0)
-        return (time.thread_time() - before) / len(samples)
+        return (time.thread_time() - start_s) / len(samples)
     times = list[float]()
     images = np.empty((1, *maker.shape), np.uint8)
     began = time.perf_counter()
     for place in range(len(samples)):
-        before = time.thread_time()
+        start_s = time.thread_time()
         maker.fill(images, samples[place : place + 1], 0)
-        times.append(time.thread_time() - before)
+        times.append(time.thread_time() - start_s)
         if time.perf_counter() - began > most_s:
             break
     return float(np.mean(times[1:] or times))
@@ -141,12 +129,6 @@ def _packed(
             break
     if all(source.read(sample) == file for sample, file in zip(samples.tolist(), files, strict=False)):
         return None
-    other = BatchMaker(
-        _Stored(files),
-        maker.geometry,
-        maker.channels,
-        seed=maker.seed,
-        skip_bad=False,
-        decoder=maker.decoder,
-    )
-    return _cpu(other, np.arange(len(files)), most_s)
+    settings: dict[str, Any] = {"seed": maker.seed, "skip_bad": False, "decoder": maker.decoder}
+    of_pack = BatchMaker(MemorySource(source, files), maker.geometry, maker.channels, **settings)
+    return _cpu(of_pack, np.arange(len(files)), most_s)

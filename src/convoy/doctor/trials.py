@@ -127,29 +127,30 @@ def try_changes(
     """Seconds of an update whose input is ready, and, where `wanted`, a trial of each change that goes; the session's
     weights change. All ranks call it.
 
+    What a memory format, bf16, threads or a larger batch do to kernels here nothing predicts, and a few updates tell.
     Each gets an equal share of the time that is left, and what it needs less is left to the others. Where not even two
     updates fit into it, it is not tried. An update takes about `update_s`, and other processes keep `taken` of a rank's
     cores busy.
     """
-    step, tried = session.step(), list[Trial]()
-    possible = list(changes(session, taken)) if wanted else []
-    possible = session.ranks.broadcast(possible)  # others may have other cores
+    step, results = session.step(), list[Trial]()
+    candidates = list(changes(session, taken)) if wanted else []
+    candidates = session.ranks.broadcast(candidates)  # others may have other cores
     budget.tell("timing updates whose input is ready")
     if not budget.allows(_UPDATES * update_s):
-        budget.missed.extend(" ".join(change.arguments) for change in possible)
+        budget.missed.extend(" ".join(change.arguments) for change in candidates)
         return None, ()
-    before_s = as_it_is = _seconds(step, session.ranks, patience_s=budget.part(1 / (1 + len(possible))).left)
+    before_s = as_it_is = _seconds(step, session.ranks, patience_s=budget.part(1 / (1 + len(candidates))).left)
     setting_up_s = 0.0
-    for number, change in enumerate(possible):
+    for number, change in enumerate(candidates):
         name = " ".join(change.arguments)
-        smaller = [trial for trial in tried if trial.cause == change.cause == "batch"]
+        smaller = [trial for trial in results if trial.cause == change.cause == "batch"]
         if any(trial.samples * trial.before_s < LEAST * trial.seconds for trial in smaller):  # which brings nothing
             continue
         needed_s = setting_up_s + _PREPARING_S.get(change.cause, 0.0) + _UPDATES * (1 + change.samples) * as_it_is
         if not budget.allows(needed_s, name):
             continue
         budget.tell(f"trying {name}")
-        share = budget.part(1 / (len(possible) - number))
+        share = budget.part(1 / (len(candidates) - number))
         watch = HostWatch()
         try:
             what = partial(_by_one if change.alone else _by_all, session, change, share)
@@ -173,8 +174,8 @@ def try_changes(
         before_s = after_s
         waits = session.ranks.gather((load.waited_s or 0.0) / load.wall_s / change.settings.get("threads", math.inf))
         waited = min(max(waits), 1.0)
-        tried.append(Trial(**vars(change), seconds=seconds, before_s=as_it_was, waited=waited))
-    return as_it_is, tuple(tried)
+        results.append(Trial(**vars(change), seconds=seconds, before_s=as_it_was, waited=waited))
+    return as_it_is, tuple(results)
 
 
 def _by_all(session: Session, change: Change, share: Budget, ranks: Ranks) -> tuple[float, float] | None:

@@ -62,9 +62,9 @@ class Watch:
         facts_here = RankFacts(samples, wait_s, own_s, self._load), update_s, session.workers, network_place()
         of_ranks, of_updates, workers, places = zip(*ranks.gather(facts_here), strict=True)
         lengths = ("evaluate_every", "checkpoint_every", "updates_per_epoch", "total_updates")
-        waiting = 0.0
+        bubble_share = 0.0
         if session.plan.num_stages > 1:
-            waiting = bubble(session.schedule, len(session.passes), session.plan.num_stages)
+            bubble_share = bubble(session.schedule, len(session.passes), session.plan.num_stages)
         return Facts(
             model=recipe.model.name,
             data=str(recipe.data.path),
@@ -85,7 +85,7 @@ class Watch:
             **{name: getattr(quantities, name) for name in lengths},
             mtbf_s=recipe.checkpoint.mtbf_s,
             hosts=tuple(name for name, _ in dict.fromkeys(places)) if ranks.num > 1 else (),
-            bubble=waiting,
+            bubble=bubble_share,
         )
 
 
@@ -105,11 +105,11 @@ class RunDoctor:
         self._diagnose(at_end=True)
 
     def _diagnose(self, at_end: bool) -> None:
-        loop, seen = self._loop, len(self._loop.recorder.recent)
-        if loop.comparison is None or seen < LEAST:
+        loop, num_updates = self._loop, len(self._loop.recorder.recent)
+        if loop.comparison is None or num_updates < LEAST:
             return
-        counted = seen - LEAST // 2  # the batches of a training's first ones were made before it
-        facts = self._watch.facts(loop.comparison, counted)
+        num_counted = num_updates - LEAST // 2  # the batches of a training's first ones were made before it
+        facts = self._watch.facts(loop.comparison, num_counted)
         if loop.session.ranks.rank > 0:
             return
         tally, evaluation = loop.saver.tally, loop.evaluation
@@ -118,7 +118,7 @@ class RunDoctor:
         if tally.written:
             facts = replace(facts, checkpoint_s=tally.waited_s / tally.written)
         try:
-            diagnosis = Diagnosis.of(facts, (loop.done - counted + 1, loop.done))
+            diagnosis = Diagnosis.of(facts, (loop.done - num_counted + 1, loop.done))
         except Exception as error:  # no reason to stop a training
             loop.tell(f"what holds the run back is not known ({type(error).__name__}: {error})")
             return

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.textpath import TextPath
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from convoy import units
 
@@ -201,7 +201,8 @@ def wide_axis(axes: Axes, values: np.ndarray) -> None:
             axes.set_ylim(low - margin, high + margin)
         return
     low, high = float(positive.min()), float(positive.max())
-    ticks = _ticks(low, high)
+    locator = LogLocator(subs=(1, 2, 5) if high < 500 * low else (1,), numticks=8)
+    ticks = [tick for tick in locator.tick_values(low / 1.15, 1.15 * high) if low / 1.15 <= tick <= 1.15 * high]
     if (values == 0).any():
         axes.set_yscale("symlog", linthresh=low, linscale=0.4)
         axes.set_ylim(0, 1.15 * high)
@@ -209,17 +210,6 @@ def wide_axis(axes: Axes, values: np.ndarray) -> None:
     else:
         axes.set_yscale("log")
         axes.set_ylim(low / 1.15, 1.15 * high)
-        ticks = [tick for tick in ticks if low / 1.15 <= tick <= 1.15 * high]
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    first, last = int(np.floor(np.log10(low))), int(np.ceil(np.log10(high)))
-    dense = [mantissa * 10.0**power for power in range(first, last + 1) for mantissa in (1, 2, 5)]
-    inside = [tick for tick in dense if low / 3 <= tick <= high * 1.15]
-    if len(inside) <= 8:
-        return inside
-    step = 1 + (last - first) // 7
-    return [10.0**power for power in range(first, last + 1, step) if 10.0**power <= high * 1.15]

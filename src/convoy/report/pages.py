@@ -5,7 +5,7 @@ import gzip
 import hashlib
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,6 +110,15 @@ class Panel:
         return Markup(inline_svg(self.figure, self.name, self.title, self.description))  # markup of our own making
 
 
+Drawing = tuple[str, Figure] | None  # what it shows in words, and the picture; None where there is nothing
+
+
+def drawn(name: str, title: str, draw: Callable[[str], Drawing], nothing: str) -> Panel:
+    """A plot under a title, or a sentence where there is nothing to draw."""
+    with axes.house_style():
+        return Panel(name, title, *(draw(title) or (nothing, None)))
+
+
 @dataclass(frozen=True)
 class Tile:
     """A label, a value, and a line of small print."""
@@ -155,12 +164,7 @@ def render(template: str, styles: Sequence[str], scripts: Sequence[str], **conte
 
 def running(text: str) -> Markup:
     """A sentence whose options, as `--resume`, stay in one line."""
-    markup, end = Markup(""), 0
-    shown = printable(text, keep="\n\t")
-    for option in _OPTION.finditer(shown):
-        markup += shown[end : option.start()] + Markup('<span class="nowrap">{}</span>').format(option[0])
-        end = option.end()
-    return markup + shown[end:]
+    return Markup(_OPTION.sub(r'<span class="nowrap">\g<0></span>', str(escape(printable(text, keep="\n\t")))))
 
 
 def _shown(value: object) -> object:

@@ -38,7 +38,7 @@ def about(run: Run) -> list[str]:
     summary, devices = run.summary, num_devices(run)
     top1, images = last_result(run, "top1"), num_test_images(run)
     model, epochs = summary.model or "The network", summary.epochs
-    length = "" if not epochs else f" after {units.value(round(epochs, 2))} {'epoch' if epochs == 1 else 'epochs'}"
+    length = f" after {_epochs(epochs)}" if epochs else ""
     time = "" if summary.time_s is None else f" in {units.duration(summary.time_s)}"
     plan = f", plan {units.shorten(_plan(run), 90)}" if devices > 1 and _plan(run) else ""
     where = f" on {units.plural(devices, 'device')}{plan}"
@@ -46,13 +46,17 @@ def about(run: Run) -> list[str]:
         return [f"{model} has not been tested yet{length}{time}{where}."]
     right = units.percent(top1, units.percent_places(images))
     of = f" of {units.plural(images, 'test image')}" if images else " of the test images"
-    said = [f"{model} recognizes {right}{of}{length}{time}{where}."]
+    sentences = [f"{model} recognizes {right}{of}{length}{time}{where}."]
     if run.diagnosis is not None:
-        said.append(run.diagnosis.brief)
+        sentences.append(run.diagnosis.brief)
     if devices > 1:  # last, as the command that measures it stands below
         how = " This measures it:" if bench_command(run) else " It takes convoy bench to measure it."
-        said.append(f"{_speed_up(run.prediction, devices)}{'' if _is_settled(run) else how}")
-    return said
+        sentences.append(f"{_speed_up(run.prediction, devices)}{'' if _is_settled(run) else how}")
+    return sentences
+
+
+def _epochs(number: float) -> str:
+    return f"{units.value(round(number, 2))} {'epoch' if number == 1 else 'epochs'}"
 
 
 def bench_command(run: Run) -> str:
@@ -95,17 +99,19 @@ def _speed_up(comparison: Comparison | None, devices: int) -> str:
     pace = _pace(comparison) if comparison is not None else None
     if comparison is None or pace is None:
         return f"Whether {devices} devices were faster than one was not measured."
-    took = f"An update took {shown(comparison.update.measured_s)}, and {shown(comparison.one_device_s)} were "
-    took += "predicted of one device"
+    how = f"{pace:.2f} times as fast as one"
     if abs(pace - 1) < _ALIKE:
-        said = f"{took}: {devices} devices were as fast as one"
+        how = "as fast as one"
     elif pace < 1:
-        said = f"{took}: {devices} devices were slower than one, which would need {units.percent(pace, 0)} of the time"
-    else:
-        said = f"{took}: {devices} devices were {pace:.2f} times as fast as one"
+        how = f"slower than one, which would need {units.percent(pace, 0)} of the time"
+    sentence = (
+        f"An update took {shown(comparison.update.measured_s)}, and {shown(comparison.one_device_s)} were predicted of "
+        f"one device: {devices} devices were {how}."
+    )
     if comparison.error is not None and _is_doubtful(comparison):
-        return f"{said}. That is in doubt: the prediction of the plan itself was off by {difference(comparison.error)}."
-    return f"{said}."
+        off = difference(comparison.error)
+        return f"{sentence} That is in doubt: the prediction of the plan itself was off by {off}."
+    return sentence
 
 
 _STATUS = {
@@ -124,7 +130,7 @@ def status(run: Run) -> tuple[str, str]:
 
 
 def _status(run: Run) -> str:
-    summary = run.summary
+    summary, goes_on = run.summary, "--resume goes on from its last checkpoint"
     if summary.status is None:
         return (
             "There is no summary: the run is still going on, or it ended without being able to write one. "
@@ -132,22 +138,18 @@ def _status(run: Run) -> str:
         )
     if summary.status == "finished":
         return ""
-    goes_on = "--resume goes on from its last checkpoint"
+    if summary.status == "running" and run.training is False:
+        return f"The run has ended without a word, as one does that is killed; {goes_on}."
     if summary.status == "running":
-        if run.training is False:
-            return f"The run has ended without a word, as one does that is killed; {goes_on}."
-        known = "" if run.training else f", or had been killed: then {goes_on}"
-        return f"The run was still going on when this page was written{known}."
-    ended = "failed" if summary.status == "failed" else "was stopped"
+        doubt = "" if run.training else f", or had been killed: then {goes_on}"
+        return f"The run was still going on when this page was written{doubt}."
     steps, total, why = summary.steps, summary.total_steps, f": {summary.error}" if summary.error else ""
     if "--resume" not in why:  # many reasons say how to go on
         why += f"; {goes_on}"
-    if steps is None or not total:
-        return f"The run {ended} before its end{why}."
-    return (
-        f"The run {ended} after {units.count(steps)} of {units.plural(total, 'update')} "
-        f"({units.percent(steps / total, 0)}){why}."
-    )
+    when = "before its end"
+    if steps is not None and total:
+        when = f"after {units.count(steps)} of {units.plural(total, 'update')} ({units.percent(steps / total, 0)})"
+    return f"The run {'failed' if summary.status == 'failed' else 'was stopped'} {when}{why}."
 
 
 def _not_finite(split: str, lines: list[MetricsLine]) -> list[str]:
@@ -201,7 +203,7 @@ def _positive(value: object) -> bool:
 
 def result_tiles(run: Run) -> list[Tile]:
     """The tiles of a run; numbers that the run has not got are left out, except the accuracy."""
-    return [*_results(run, run.summary), *_course(run, run.summary), *_inputs(run.summary)]
+    return [*_results(run), *_course(run), *_inputs(run.summary)]
 
 
 def num_test_images(run: Run) -> int | None:
@@ -218,39 +220,38 @@ def last_result(run: Run, name: str) -> float | None:
     return None
 
 
-def _results(run: Run, summary: RunSummary) -> Iterator[Tile]:
+def _results(run: Run) -> Iterator[Tile]:
+    summary, images = run.summary, num_test_images(run)
     top1, top5, loss = (last_result(run, name) for name in ("top1", "top5", "loss"))
-    images = num_test_images(run)
     places = units.percent_places(images)
     note = "not tested yet" if top1 is None else ""
     if top1 is not None and images:
         low, high = units.wilson(top1, images)
         note = f"95 % interval {units.decimal(100 * low, places)} to {units.percent(high, places)}"
     yield Tile("Test accuracy", units.percent(top1, places), note, main=True)
-    tests = [line for line in run.metrics.test if line.top1 is not None]
-    best, step = summary.best_top1, summary.best_step
-    if best is not None and len(tests) > 1:
-        at = f"update {units.count(step)}, " if step is not None else ""
-        yield Tile("Best test accuracy", units.percent(best, places), f"{at}the highest of {len(tests)} evaluations")
+    number = sum(line.top1 is not None for line in run.metrics.test)
+    if summary.best_top1 is not None and number > 1:
+        at = f"update {units.count(summary.best_step)}, " if summary.best_step is not None else ""
+        best = units.percent(summary.best_top1, places)
+        yield Tile("Best test accuracy", best, f"{at}the highest of {number} evaluations")
     if top5 is not None and len(run.evaluation.classes) not in range(1, 20):
         yield Tile("Top-5 accuracy", units.percent(top5, places), "test split")
     if loss is not None:
         yield Tile("Test loss", units.significant(loss), "mean cross-entropy, nats")
 
 
-def _course(run: Run, summary: RunSummary) -> Iterator[Tile]:
+def _course(run: Run) -> Iterator[Tile]:
     """How long it was trained, and how fast."""
+    summary, device, wait = run.summary, run.environment.get("device"), run.summary.data_wait_share
     if summary.steps is not None:
-        updates = units.plural(summary.steps, "update")
-        if summary.total_steps:
-            updates = f"{units.count(summary.steps)} of {units.plural(summary.total_steps, 'update')}"
-        epochs = summary.epochs
-        length = "" if epochs is None else f"{units.value(round(epochs, 2))} {'epoch' if epochs == 1 else 'epochs'}"
+        updates, total = units.plural(summary.steps, "update"), summary.total_steps
+        if total:
+            updates = f"{units.count(summary.steps)} of {units.plural(total, 'update')}"
+        length = _epochs(summary.epochs) if summary.epochs is not None else ""
         yield Tile("Trained for", length or updates, updates if length else "")
-    device = run.environment.get("device")
     if summary.time_s is not None:
         yield Tile("Time", units.duration(summary.time_s), f"on {device}" if device else "")
-    speeds, wait = column(run.metrics.train, "images_per_s"), summary.data_wait_share
+    speeds = column(run.metrics.train, "images_per_s")
     speed = float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else summary.images_per_s
     if speed is not None:
         note = "median" if wait is None else f"median; {units.percent(wait)} of the time waiting for data"

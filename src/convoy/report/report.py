@@ -1,7 +1,7 @@
 """Writes the report of a run: one HTML file that holds everything, opens from disk and asks nothing of a network."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from itertools import count
 from pathlib import Path, PurePath
@@ -29,14 +29,10 @@ LARGEST_MATRIX = 20  # more classes than this are not readable as a table on a p
 
 
 def write_report(run: Path) -> Path:
-    """Writes `report.html` into the run directory `run` and gives its path.
+    """Write `report.html` into the run directory `run`, as a whole or not at all, and give its path.
 
-    The page needs no other file and no network. It is written beside its place and moved there, so that a reader never
-    sees half of it, and the same run gives the same bytes. Everything but `config.yaml` may be missing or incomplete:
-    the page says so.
-
-    Raises ConvoyError if `run` is no run directory, a file in it is corrupt (naming file and line), or the page cannot
-    be written.
+    The same run gives the same bytes. Everything but `config.yaml` may be missing or incomplete: the page says so. A
+    ConvoyError where `run` is no run directory, a file in it is corrupt, or the page cannot be written.
     """
     content = render(read_run(run)).encode("utf-8", errors="replace")
     report = Path(run) / "report.html"
@@ -103,11 +99,10 @@ def _content(run: Run) -> dict[str, Any]:
 
 
 def _facts(run: Run) -> list[str]:
-    started = _moment(run.environment.get("started"))
-    seed = run.setting("seed")
+    environment, seed = run.environment, run.setting("seed")
+    started, torch = _moment(environment.get("started")), environment.get("torch")
     facts = [f"started {started}" if started else "", f"seed {seed}" if seed is not None else ""]
-    facts += [_text(run.environment.get("machine")), f"PyTorch {run.environment.get('torch', '')}"]
-    return [fact for fact in facts if fact and fact != "PyTorch "]
+    return [fact for fact in (*facts, _text(environment.get("machine")), f"PyTorch {torch}" if torch else "") if fact]
 
 
 def _moment(value: object) -> str:
@@ -122,9 +117,9 @@ def _moment(value: object) -> str:
 def _restarts(run: Run) -> list[dict[str, Any]]:
     """When the run was started again, after how many updates, on how many devices, under which plan, on other data."""
     restarts = run.environment.get("restarts")
-    noted = [one for one in restarts if isinstance(one, dict)] if isinstance(restarts, list) else []
-    facts = ("after", "devices", "plan", "data")
-    return [{"started": _moment(one.get("started")), **{key: one.get(key) for key in facts}} for one in noted]
+    records = [restart for restart in restarts if isinstance(restart, dict)] if isinstance(restarts, list) else []
+    blank = dict.fromkeys(("after", "devices", "plan", "data"))
+    return [{**blank, **record, "started": _moment(record.get("started"))} for record in records]
 
 
 def _text(value: object) -> str:
@@ -133,20 +128,20 @@ def _text(value: object) -> str:
 
 def _tests(run: Run) -> list[dict[str, Any]]:
     """The rows of the table of evaluations: each test line, and the training loss of the last line before it."""
-    train_steps = column(run.metrics.train, "step")
+    train, train_steps = run.metrics.train, column(run.metrics.train, "step")
     best = max((line.top1 for line in run.metrics.test if line.top1 is not None), default=None)
     rows = []
     for line in run.metrics.test:
-        before = int(train_steps.searchsorted(line.step, side="right")) - 1
-        train_loss = run.metrics.train[before].loss if before >= 0 else None
+        number = int(train_steps.searchsorted(line.step, side="right"))
+        train_loss = train[number - 1].loss if number else None
         rows.append({"line": line, "train_loss": train_loss, "best": line.top1 is not None and line.top1 == best})
     return rows
 
 
 def _stages(run: Run) -> list[tuple[int, StageRecord, Group | None]]:
     """The stages, numbered; what each computes and waits for is measured, and missing in short runs."""
-    stages, seen = run.summary.stages, run.prediction.stages if run.prediction is not None else ()
-    return list(zip(count(1), stages, seen if len(seen) == len(stages) else [None] * len(stages)))
+    stages, times = run.summary.stages, run.prediction.stages if run.prediction is not None else ()
+    return list(zip(count(1), stages, times if len(times) == len(stages) else [None] * len(stages)))
 
 
 def _mistakes(run: Path, evaluation: EvaluationFile) -> list[dict[str, Any]]:
@@ -182,12 +177,11 @@ def compared(comparison: Comparison | None) -> dict[str, Any] | None:
         return None
     update = comparison.update
     parts = {name: both for name, both in comparison.parts.items() if name in WORDS and both.longest > 0}
-    predicted = sum(both.predicted_s or 0.0 for both in parts.values()) or None
-    whole = Both(predicted, sum(both.measured_s or 0.0 for both in parts.values()))
+    whole = _sum(parts.values())
     sentence = f"An update took {shown(update.measured_s)}, the median of {comparison.timed}"
     if off := _difference(update):
         sentence += f"; {shown(update.predicted_s)} were predicted ({off})"
-    groups = [(one, _sum([one.computes, one.waits])) for one in comparison.groups]
+    groups = [(group, _sum([group.computes, group.waits])) for group in comparison.groups]
     longest = max((total.longest for _, total in groups), default=0.0) or 1.0
     return {
         "comparison": comparison,
@@ -196,11 +190,11 @@ def compared(comparison: Comparison | None) -> dict[str, Any] | None:
         "whole": _row("All parts", whole, tracks=_tracks(parts, max(whole.longest, 1e-12))),
         "parts": [_row(WORDS[name], both, _COLORS.get(name, name)) for name, both in parts.items()],
         "groups": [
-            _row(one.title, total, tracks=_tracks({"forward": one.computes, "waiting": one.waits}, longest))
-            for one, total in groups
+            _row(group.title, total, tracks=_tracks({"forward": group.computes, "waiting": group.waits}, longest))
+            for group, total in groups
         ],
         # what the measured parts add up to, and why that is not what an update takes
-        "sum": f"{shown(whole.measured_s)}{apart(whole.measured_s or 0.0, update.measured_s or 0.0)}",
+        "sum": f"{shown(whole.measured_s)}{apart(whole.measured_s or 0.0, update.measured_s)}",
     }
 
 
@@ -231,10 +225,10 @@ def _tracks(parts: Mapping[str, Both], longest: float) -> list[dict[str, Any]]:
     return tracks
 
 
-def _sum(several: Sequence[Both]) -> Both:
-    predicted = [one.predicted_s for one in several if one.predicted_s is not None]
-    measured = [one.measured_s for one in several if one.measured_s is not None]
-    return Both(sum(predicted) if predicted else None, sum(measured) if measured else None)
+def _sum(times: Iterable[Both]) -> Both:
+    sides = zip(*((both.predicted_s, both.measured_s) for both in times), strict=True)
+    sums = [[seconds for seconds in side if seconds is not None] for side in sides]
+    return Both(*(sum(seconds) if seconds else None for seconds in sums))
 
 
 class Confusion:
@@ -259,13 +253,15 @@ class Confusion:
         shades = right + (np.sqrt(mistakes / mistakes.max()) if mistakes.max() > 0 else mistakes)
 
         def cell(true: int, predicted: int) -> dict[str, Any]:
-            count, name, other = int(self._counts[true, predicted]), self._names[true], self._names[predicted]
-            text = f"{name}: {count} right" if true == predicted else f"{name} taken for {other}: {count}"
+            count, name = int(self._counts[true, predicted]), self._names[true]
+            text = f"{name}: {count} right"
+            if true != predicted:
+                text = f"{name} taken for {self._names[predicted]}: {count}"
             shade = round(float(shades[true, predicted]), 3)
             return {"count": count, "right": true == predicted, "shade": shade, "text": text}
 
         places = range(len(self._names))
-        return [{**one, "cells": [cell(true, place) for place in places]} for true, one in enumerate(self.classes())]
+        return [{**row, "cells": [cell(true, place) for place in places]} for true, row in enumerate(self.classes())]
 
     def pairs(self, most: int) -> list[dict[str, Any]]:
         """The `most` pairs of different classes that were confused most often, the most frequent first."""
@@ -273,25 +269,25 @@ class Confusion:
         return [
             {
                 "true": self._names[true],
-                "predicted": self._names[other],
-                "count": int(self._wrong[true, other]),
-                "share": self._shares[true, other],  # of the images of the true class
+                "predicted": self._names[predicted],
+                "count": int(self._wrong[true, predicted]),
+                "share": self._shares[true, predicted],  # of the images of the true class
             }
-            for true, other in (divmod(int(place), len(self._names)) for place in order)
-            if self._wrong[true, other] > 0
+            for true, predicted in zip(*np.unravel_index(order, self._wrong.shape), strict=True)
+            if self._wrong[true, predicted] > 0
         ]
 
     def classes(self) -> list[dict[str, Any]]:
         """Every class in numbers, in the order of the data; a share is None where there is nothing that it is of."""
-        right, images, taken = np.diag(self._counts), self._counts.sum(1), self._counts.sum(0)
+        right, images, predicted = np.diag(self._counts), self._counts.sum(1), self._counts.sum(0)
+        both = np.where((images > 0) & (predicted > 0), images + predicted, 0)
         return [
             {
                 "name": name,
                 "images": int(images[place]),
-                "recall": _share(right[place], images[place]),  # of its images
-                "precision": _share(right[place], taken[place]),  # of the images taken for it
-                # harmonic mean of both
-                "f1": _share(2 * right[place], images[place] + taken[place] if images[place] and taken[place] else 0),
+                "recall": _share(right[place], images[place]),
+                "precision": _share(right[place], predicted[place]),  # of the images taken for it
+                "f1": _share(2 * right[place], both[place]),  # harmonic mean of both
                 "mostly": self._names[int(wrong.argmax())] if wrong.any() else "",  # what it is taken for most often
             }
             for place, (name, wrong) in enumerate(zip(self._names, self._wrong, strict=True))
@@ -299,8 +295,8 @@ class Confusion:
 
     def hardest(self, most: int) -> list[dict[str, Any]]:
         """The `most` classes of lowest recall, the hardest first; classes without images or mistakes are left out."""
-        mistaken = [one for one in self.classes() if one["recall"] is not None and one["recall"] < 1]
-        return sorted(mistaken, key=lambda one: float(one["recall"]))[:most]
+        mistaken = [row for row in self.classes() if row["recall"] is not None and row["recall"] < 1]
+        return sorted(mistaken, key=lambda row: float(row["recall"]))[:most]
 
 
 def _share(part: int, whole: int) -> float | None:

@@ -4,12 +4,10 @@ import math
 import os
 import re
 import shutil
-import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -17,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from convoy.bench.ask import Ask, parts_of
+from convoy.bench.ask import Ask
 from convoy.bench.emulated import Cluster, emulate
-from convoy.bench.measure import forecast, measure_rank
-from convoy.bench.measurement import MeasurementTask, join
-from convoy.bench.processes import Location, RankFailed, RankSlots, Say, reason_of, run_ranks
+from convoy.bench.forecast import forecast
+from convoy.bench.measure import MeasurementTask, measure_rank
+from convoy.bench.processes import Place, Places, RankFailed, Say, give_up, reason_of, run_ranks
 from convoy.bench.records import (
     AUTO,
     CONVOY,
@@ -35,8 +33,8 @@ from convoy.bench.records import (
     TableOptions,
     Training,
 )
-from convoy.bench.study import Prepared, assumed, prepare, recipe_for, too_coarse
-from convoy.comm.position import current
+from convoy.bench.study import assumed, coarse, prepare, recipe_for
+from convoy.comm.joining import meeting_store
 from convoy.data import open_data
 from convoy.doctor.updates import RunDoctor
 from convoy.errors import ConvoyError
@@ -44,12 +42,14 @@ from convoy.progress import Reporter
 from convoy.report.run_directory import column, read_metrics
 from convoy.training import Recipe, RunDirectory, Trainer
 from convoy.training.config import Duration
-from convoy.training.derived import num_microbatches, resolve
+from convoy.training.derived import resolve
+from convoy.training.watchdog import Watchdog, collective_limit_s
 from convoy.units import plural
 
 IMAGENET = 1_281_167
-# Where nobody says how many updates are timed in a round: so many seconds of the first row, within bounds.
-TIMED_S, LEAST, MOST = 2.0, 3, 100
+# Where nobody says how many updates are timed in a round: those of so many seconds by the first prediction, within
+# bounds, or so many where nothing is predicted.
+TIMED_S, LEAST, MOST, UNPREDICTED = 2.0, 3, 100, 10
 
 
 @dataclass
@@ -59,10 +59,27 @@ class Course:
     recipe: Recipe
     rows: Sequence[Configuration]  # also those of earlier calls
     store: Store
-    slots: RankSlots
-    timeout: float = 600.0  # seconds for all ranks; in a training, seconds without a word from them
+    places: Places
+    timeout: float = 600.0  # seconds for all ranks; in a training, those in which nothing moves
     progress: Say = lambda what, done, total: None  # hears of the work as a whole
     tell: Callable[[str], None] = lambda sentence: None  # gets sentences for the user
+    done: int = 0  # parts of the work, of `total`
+    total: int = 0
+
+    def _say(self, what: str) -> None:
+        self.progress(what, self.done, self.total)
+
+    @contextmanager
+    def _spending(self, *times: str) -> Iterator[None]:
+        """Adds the seconds spent within to these times of the command, and saves the study."""
+        session, began = self.store.sessions[-1], time.perf_counter()
+        try:
+            yield
+        finally:
+            spent_s = time.perf_counter() - began
+            for name in ("wall_s", *times):
+                setattr(session, name, round(getattr(session, name) + spent_s, 3))
+            self.store.save()
 
     def measure(self, rounds: int = 1, predict: bool = True) -> None:
         """Predict and measure; a ConvoyError where no configuration at all can be measured.
@@ -70,55 +87,30 @@ class Course:
         Every second round goes through the configurations backwards, and from round to round the devices move on by
         one over the cores, so that neither a machine that becomes slower nor a core that is slower favors anyone.
         """
-        began, planning = time.perf_counter(), 0.0
         numbers = list(dict.fromkeys(row.devices for row in self.rows if row.kind == CONVOY))
-        done, total = 0, len(numbers) + rounds * len(self.rows)
-
-        def save() -> None:
-            session = self.store.sessions[-1]
-            session.wall_s, session.planning_s = round(time.perf_counter() - began, 3), round(planning, 3)
-            self.store.save()
-
-        if rounds and self.store.study.updates is None:
-            self.store.study.updates = self._usual_updates(total)
-        save()
+        self.total = len(numbers) + rounds * len(self.rows)
         for number in numbers:
-            start = time.perf_counter()
-            self._forecast(number, predict, done, total)
-            planning += time.perf_counter() - start
-            done += 1
-            save()
+            with self._spending("planning_s"):
+                self._forecast(number, predict)
+            self.done += 1
+        study = self.store.study
+        if rounds and study.updates is None:
+            predicted = filter(None, map(self.store.prediction_of, self.rows))
+            update_s = next((prediction.seconds for prediction in predicted), TIMED_S / UNPREDICTED)
+            study.updates = max(LEAST, min(MOST, round(TIMED_S / update_s)))
         for round_ in range(1, rounds + 1):
             for row in self.rows if round_ % 2 else reversed(self.rows):
-                if not row.failed and all(one.round != round_ for one in row.visits):
-                    self.progress(
-                        f"round {round_} of {rounds}: {row.label}, {plural(row.devices, 'device')}", done, total
-                    )
-                    self._measure(row, round_)
-                    save()
-                done += 1
-        if total:
-            self.progress("measured", total, total)
+                if not row.failed and all(visit.round != round_ for visit in row.visits):
+                    self._say(f"round {round_} of {rounds}: {row.label}, {plural(row.devices, 'device')}")
+                    with self._spending():
+                        self._measure(row, round_)
+                self.done += 1
+        if self.total:
+            self._say("measured")
         if all(row.failed for row in self.rows):
             raise ConvoyError(str(self.rows[0].failed))
 
-    def _usual_updates(self, total: int) -> int | None:
-        """The number of updates that takes the usual time in the first row that runs; None where none does.
-
-        Rows that do not run are not measured, but for one whose plan the planner is still to find.
-        """
-        for row in self.rows:
-            self.progress(f"trying {row.label}", 0, total)
-            plan, shares = (row.plan, row.shares) if row.plan != AUTO else (None, "")
-            ranks = self._ranks(row, self._task(row, plan, shares, updates=2, warm_up=2), 1)
-            if not isinstance(ranks, str):
-                update_s = max(statistics.median(rank.seconds) for rank in ranks)
-                return max(LEAST, min(MOST, round(TIMED_S / update_s)))
-            if row.plan != AUTO:
-                self._fail(row, ranks)
-        return LEAST if any(row.plan == AUTO for row in self.rows) else None
-
-    def _forecast(self, devices: int, predict: bool, done: int, total: int) -> None:
+    def _forecast(self, devices: int, predict: bool) -> None:
         """Predict the rows on some devices that have no prediction yet, and let the planner choose."""
         rows = [row for row in self.rows if row.kind == CONVOY and row.devices == devices and not row.failed]
         earlier = self.store.forecasts.get(devices, Forecast())
@@ -132,19 +124,18 @@ class Course:
         if not plans and not bound:
             return
         what = f"planning for {plural(devices, 'device')}"
-        self.progress(what, done, total)
-        keep = not self.store.study.cluster  # times on a share of a core are not those of this machine
+        self._say(what)
         try:
             (new, *_) = run_ranks(
                 forecast,
-                self.slots.of(devices),
-                self._task(rows[0], None, ""),
+                self.places.of(devices),
+                replace(self._task(rows[0]), recipe=recipe_for(self.recipe, self.store.study, rows[0], None)),
                 plans,
                 bound,
                 predict,
-                keep,
+                self._keeps_times,
                 seconds=self.timeout,
-                say=lambda part, number, of: self.progress(f"{what}: {part}, {number} of {of}", done, total),
+                say=lambda part, number, of: self._say(f"{what}: {part}, {number} of {of}"),
             )
         except (RankFailed, ConvoyError) as error:
             new = Forecast(notes=[f"nothing is predicted for {devices}: {reason_of(error)}"])
@@ -152,100 +143,80 @@ class Course:
             self.tell(f"{plural(devices, 'device')}: {note}")
         self.store.forecasts[devices] = earlier | new
 
-    def _measure(self, row: Configuration, round_: int) -> None:
-        began, started = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
-        ranks = self._ranks(row, self._task(row, self.store.plan_of(row), self.store.shares_of(row)), round_)
-        if isinstance(ranks, str):
-            self._fail(row, ranks)
-        elif not math.isfinite(loss := sum(rank.loss for rank in ranks)):
-            self._fail(row, f"the loss of the first update is {loss}")
-        else:
-            wall = round(time.perf_counter() - began, 3)
-            row.visits.append(Measurement(round=round_, started=started, wall_s=wall, loss=loss, ranks=ranks))
+    @property
+    def _keeps_times(self) -> bool:
+        """Times on a share of a core are not those of this machine."""
+        return not self.store.study.cluster
 
-    def _ranks(self, row: Configuration, task: MeasurementTask, round_: int) -> list[RankTimes] | str:
-        """The times of all ranks, or why there are none."""
-        slots = self.slots.of(row.devices, round_, row.place)
+    def _measure(self, row: Configuration, round_: int) -> None:
+        task, places = self._task(row), self.places.of(row.devices, round_, row.place)
         quiet = row.kind != CONVOY  # some greet at every start
         try:
-            return run_ranks(measure_rank, slots, task, seconds=self.timeout, quiet=quiet)
+            ranks: list[RankTimes] = run_ranks(measure_rank, places, task, seconds=self.timeout, quiet=quiet)
+            loss = sum(rank.loss for rank in ranks)
+            if not math.isfinite(loss):
+                raise RankFailed(f"the loss of the first update is {loss}")
         except (RankFailed, ConvoyError) as error:
-            return reason_of(error)
+            row.failed = reason_of(error)
+            self.tell(f"{row.where}: {row.failed}")
+            return
+        row.visits.append(Measurement(round=round_, loss=loss, ranks=ranks))
 
-    def _fail(self, row: Configuration, reason: str) -> None:
-        row.failed = reason
-        self.tell(f"{row.where}: {reason}")
-
-    def _task(
-        self, row: Configuration, plan: str | None, shares: str, updates: int = 0, warm_up: int | None = None
-    ) -> MeasurementTask:
-        study = self.store.study
-        return MeasurementTask(
-            kind=row.kind,
-            recipe=recipe_for(self.recipe, study, row, plan, shares),
-            made=study.images,
-            device_type=f"cuda:{row.place}" if row.place and study.device_type == "cuda" else study.device_type,
-            updates=updates or study.updates or LEAST,
-            warm_up=study.warm_up if warm_up is None else warm_up,
-        )
+    def _task(self, row: Configuration) -> MeasurementTask:
+        """What a row runs, as far as its plan is known."""
+        study, store = self.store.study, self.store
+        plan, shares = store.plan_of(row), store.shares_of(row)
+        device_type = f"cuda:{row.place}" if row.place and study.device_type == "cuda" else study.device_type
+        recipe = recipe_for(self.recipe, study, row, plan, shares)
+        return MeasurementTask(row.kind, recipe, study.images, device_type, study.updates or LEAST, study.warm_up)
 
     def train(self, command: str = "") -> None:
         """Train what is not finished yet, stopped and gone on with as any run; a ConvoyError where no configuration at
         all can be trained. `command` repeats the study."""
         rows = [row for row in self.rows if row.kind == CONVOY and not row.place]
-        trainings: list[Training] = []
+        updates = resolve(self.recipe, len(open_data(self.recipe.data).train)).total_updates
+        self.done, self.total = 0, len(rows) * updates
         for row in rows:  # one that has failed is tried again
             row.training = row.training or Training()
             row.training.failed = None
-            trainings.append(row.training)
-        began, session = time.perf_counter(), self.store.sessions[-1]
-        measuring = session.wall_s
-        updates = resolve(self.recipe, len(open_data(self.recipe.data).train)).total_updates
-        total = len(rows) * updates
-        for number, (row, training) in enumerate(zip(rows, trainings, strict=True)):
-            if training.finished:
-                continue
-            try:
-                self._train(row, training, command, number * updates, total)
-            finally:
-                session.training_s = round(time.perf_counter() - began, 3)
-                session.wall_s = round(measuring + session.training_s, 3)
-                self.store.save()
-        self.progress("trained", total, total)
-        if rows and all(training.failed for training in trainings):
-            raise ConvoyError(str(trainings[0].failed))
+        for row in rows:
+            if row.training is not None and not row.training.finished:
+                with self._spending("training_s"):
+                    self._train(row, row.training, command)
+            self.done += updates
+        self._say("trained")
+        failures = [row.training.failed for row in rows if row.training is not None]
+        if rows and all(failures):
+            raise ConvoyError(str(failures[0]))
 
-    def _train(self, row: Configuration, training: Training, command: str, before: int, total: int) -> None:
-        store, study = self.store, self.store.study
+    def _train(self, row: Configuration, training: Training, command: str) -> None:
         name = re.sub(r"[^A-Za-z0-9=.,#-]+", "-", row.key)
         if len(name) > 80 or "\n" in row.key:
             name = f"{name[:30]}-{sha256(row.key.encode()).hexdigest()[:10]}"
-        out = store.path.parent / "training" / name
+        out = self.store.path.parent / "training" / name
         if out.is_dir() and not (out / "config.yaml").is_file():
             shutil.rmtree(out)  # ended before it had begun
-        recipe = recipe_for(self.recipe, study, row, store.plan_of(row), store.shares_of(row))
-        task = MeasurementTask(CONVOY, recipe, None, study.device_type, updates=0, warm_up=0)
-        began = time.perf_counter()
+        task = replace(self._task(row), made=None)
+        before = self.done
         signals: list[str | None] = []
         try:
             signals = run_ranks(
                 train_rank,
-                self.slots.of(row.devices),
+                self.places.of(row.devices),
                 task,
                 out,
                 command,
-                not study.cluster,  # times on emulated devices are not those of this machine
-                seconds=self.timeout,
-                lasting=True,
-                say=lambda text, done, _: self.progress(f"training {row.where}: {text}", before + done, total),
+                self._keeps_times,
+                self.timeout,
+                seconds=None,
+                say=lambda text, done, _: self.progress(f"training {row.where}: {text}", before + done, self.total),
             )
             training.finished = not any(signals)
         except (RankFailed, ConvoyError) as error:
             training.failed = reason_of(error)
         finally:
-            training.wall_s = round(training.wall_s + time.perf_counter() - began, 3)
             if (out / "metrics.jsonl").is_file():
-                add_evaluations(training, out, study.batch_on(row.devices))
+                add_evaluations(training, out, self.store.study.batch_on(row.devices))
         if (out / "config.yaml").is_file():
             from convoy.report.report import write_report  # with matplotlib, for which no rank is to wait at its start
 
@@ -260,56 +231,32 @@ class Course:
             self.tell(f"the training of {row.where} was stopped by {stopped}; the same command goes on")
 
 
-_BEAT_S = 1.0
+class _Told(Reporter):
+    """Tells the study of a training, at most once in a second."""
 
-
-class Latest(Reporter):
-    """The newest figures of a training, for the study's own line."""
-
-    figures = ("beginning", 0, 0)
+    def __init__(self, say: Say) -> None:
+        self._tell, self._text, self._total, self._at = say, "training", 0, 0.0
 
     def prepare(self, what: str, done: int, total: int) -> None:
-        self.figures = what, 0, 0
+        self._tell(what, 0, 0)
 
     def begin(self, done: int, total: int) -> None:
-        self.figures = self.figures[0], done, total
+        self._total = total
 
     def advance(self, done: int, text: str | None = None) -> None:
-        self.figures = text or self.figures[0], done, self.figures[2]
+        self._text = text or self._text
+        if time.monotonic() - self._at >= 1:
+            self._at = time.monotonic()
+            self._tell(self._text, done, self._total)
 
 
-@contextmanager
-def heard(latest: Latest, say: Say) -> Iterator[None]:
-    """Tell the newest figures every second in which the training has moved, also where it reports nothing new."""
-    ended = threading.Event()
-
-    def beat() -> None:
-        before = None
-        while not ended.wait(_BEAT_S):
-            if before != (before := (latest.figures, current.moved)):
-                say(*latest.figures)
-
-    thread = threading.Thread(target=beat, daemon=True, name="convoy-beat")
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def train_rank(task: MeasurementTask, out: Path, command: str, keep: bool, say: Say) -> str | None:
+def train_rank(task: MeasurementTask, out: Path, command: str, keep: bool, timeout_s: float, say: Say) -> str | None:
     """A rank's part of a training, in the folder `out`; the name of the signal that stopped it, None at its end. All
     ranks call it. `command` repeats the study; `keep` uses times that were measured before, and stores new ones."""
-    ranks, device = join(task)
-    options: dict[str, Any] = {
-        "command": command,
-        "reporter": Latest(),
-        "handed_on": True,
-        "keep": keep,
-        "subscribe": RunDoctor,
-    }
-    with heard(options["reporter"], say):
+    ranks, device = task.join(collective_limit_s(timeout_s))
+    options: dict[str, Any] = {"command": command, "handed_on": True, "keep": keep, "subscribe": RunDoctor}
+    with Watchdog(ranks, meeting_store(), give_up, timeout_s, patient=True) as watchdog:
+        options |= {"watchdog": watchdog, "reporter": _Told(say)}
         return Trainer(task.recipe, out, resume=True, device=device, ranks=ranks, **options).run().signal
 
 
@@ -351,12 +298,12 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
     """Measure all rows that are not measured yet, and train them with --train-epochs. `tell` gets sentences that
     stay."""
     prepared = prepare(ask)
-    study, recipe, rows = prepared.study, prepared.recipe, prepared.rows
+    study, recipe = prepared.study, prepared.recipe
     Store.open(ask.folder, study, prepared.machine)
     if study.images is not None and (sentence := assumed(recipe, study.images, ask.image_size)):
         tell(sentence)
     size = ask.dataset_size or (IMAGENET if study.images is not None else len(open_data(recipe.data, progress).train))
-    with _places(prepared.cluster) as places:
+    with _emulated(prepared.cluster) as emulated:
         try:
             ask.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -369,27 +316,18 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
                 store.begin_training(ask.train_epochs)
             started = datetime.now(UTC).isoformat(timespec="seconds")
             store.sessions.append(Session(command=ask.command, started=started))
-            for sentence in _coarse(prepared):
+            for sentence in coarse(prepared):
                 tell(sentence)
-            slots = RankSlots(study.cores_per_device, places)
-            course = Course(recipe, store.add(rows), store, slots, ask.timeout, progress, tell)
+            places = Places(study.cores_per_device, emulated)
+            course = Course(recipe, store.add(prepared.rows), store, places, ask.timeout, progress, tell)
             course.measure(ask.rounds, ask.predict and ask.rounds > 0)
             if ask.train_epochs is not None:
                 course.recipe = recipe_for_training(recipe, ask.train_epochs, ask.says("evaluate_every"))
                 course.train(ask.command)
 
 
-def _coarse(prepared: Prepared) -> list[str]:
-    """Sentences on batches that cannot be divided by the speeds of an emulated cluster's devices."""
-    study, microbatches = prepared.study, num_microbatches(prepared.recipe)
-    by_speed = [row for row in prepared.rows if row.shares and study.speeds]
-    wanted = [row.devices for row in by_speed if parts_of(row.plan or "serial", row.devices) == row.devices]
-    sentences = [too_coarse(study.batch_on(number), microbatches, study.speeds[:number]) for number in wanted]
-    return list(dict.fromkeys(filter(None, sentences)))
-
-
 @contextmanager
-def _places(cluster: Cluster | None) -> Iterator[Sequence[Location]]:
+def _emulated(cluster: Cluster | None) -> Iterator[Sequence[Place]]:
     if cluster is None:
         yield []
         return
