@@ -65,29 +65,16 @@ class Window:
     updates: int
     seconds: float
     waited: float
-    grew: bool  # other worker processes have started in it
 
     @property
     def update_s(self) -> float:
         return self.seconds / self.updates
 
 
-def _settled(windows: Sequence[Window]) -> Sequence[Window]:
-    """The windows since all workers make batches. The first holds what happens once (kernels are tried out, memory
-    grows), and the first batch, for which worker processes start. Others may start while batches are waited for, and
-    take as long until they have made one."""
-    since, starting_s = 1, 0.0
-    for number, window in enumerate(windows[1:], 1):
-        starting_s = windows[0].waited if window.grew else starting_s - window.seconds
-        if window.grew or starting_s > 0:
-            since = number + 1
-    return windows[since:]
-
-
 def _is_steady(windows: Sequence[Window], ready: float, late: bool = False) -> bool:
     """Whether the last windows have the pace that the training keeps, where so many batches may lie `ready` before they
     are asked for. It is `late` where there is no time to see whether these hide a loader that is a little too slow."""
-    settled_windows = _settled(windows)
+    settled_windows = windows[1:]  # kernels are tried out in the first, memory grows, and workers start
     last_windows = settled_windows[-_WINDOWS_ALIKE:]
     if len(last_windows) < _WINDOWS_ALIKE:
         return False
@@ -102,7 +89,7 @@ def _is_steady(windows: Sequence[Window], ready: float, late: bool = False) -> b
 def _counted(windows: Sequence[Window]) -> Sequence[Window]:
     """The windows that tell the pace: the last ones and all before them that are as fast, or, as long as there is none,
     the later half of those since workers started."""
-    settled_windows = _settled(windows) or windows[1:][-1:]
+    settled_windows = windows[1:]
     if not _is_steady(windows, 0.0, late=True):
         return settled_windows[len(settled_windows) // 2 :]
     pace_s = _update_s(settled_windows[-_WINDOWS_ALIKE:])
@@ -182,7 +169,7 @@ def _measure_updates(session: Session, budget: Budget) -> Facts:
     budget.tell("timing updates")
     with closing(session.batches(0, _MOST)) as batches:
         while True:
-            began, waited, workers = time.perf_counter(), 0.0, session.workers
+            began, waited = time.perf_counter(), 0.0
             for place in range(number):
                 recorder.ask(num_updates)
                 # The host of a GPU may be ahead of it by many updates.
@@ -190,9 +177,8 @@ def _measure_updates(session: Session, budget: Budget) -> Facts:
                 waited += update.wait_s
                 bad.update(sample for _, sample, _ in update.unreadable)
                 num_updates += 1
-            seconds_here = time.perf_counter() - began, waited, session.workers > workers
-            spans, waits, grew = zip(*ranks.gather(seconds_here), strict=True)  # all know the same
-            window = Window(number, max(spans), max(waits), any(grew))
+            spans, waits = zip(*ranks.gather((time.perf_counter() - began, waited)), strict=True)  # all know the same
+            window = Window(number, max(spans), max(waits))
             windows.append(window)
             budget.tell(f"timing updates, {per_second(recipe.batch / window.update_s)} images a second so far")
             if num_updates == 1:
