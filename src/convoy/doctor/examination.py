@@ -151,7 +151,7 @@ def examine(session: Session, budget: Budget, *, trials: bool = True, folder: Pa
 def _fresh(session: Session) -> NDArray[np.int64]:
     """Training samples for this rank alone, which come last in an epoch, so that the updates here read few of them."""
     ranks, recipe = session.ranks, session.recipe
-    last = Order(len(session.data.train), recipe.batch, recipe.seed).samples(0)[::-1]
+    last = Order(len(session.data.train), recipe.batch, recipe.seed).samples(0)[::-1].copy()
     share = max(1, min(_PICTURES, len(last) // ranks.num))
     return last[ranks.rank * share % len(last) :][:share]
 
