@@ -12,19 +12,19 @@ import torch
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError, TooLargeError
+from convoy.hardware.catalog import Hop
 from convoy.launch.host import HostWatch, beside_others
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, HostCost
-from convoy.planner.cost.link import Links, Rate, links_named
+from convoy.planner.cost.link import Links, links_named, ring
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.prediction import Scored, most, rank_memory, scored
 from convoy.planner.cost.store import ProfileStore, device_memory
 from convoy.planner.link_probe import measured_links
 from convoy.planner.measured import LONGEST, Measurements, Progress, check_optimizer, device_of, jobs_for, plan_job
 from convoy.planner.remembered import remember, unlike_runs
-from convoy.planner.search.layers import Layers
+from convoy.planner.search.layers import Constraints, Layers
 from convoy.planner.search.memory import nothing_fits
-from convoy.planner.search.prices import AXIS_STRATEGIES
 from convoy.planner.search.prices import meshes as meshes_of
 from convoy.planner.search.search import SearchResult, search
 from convoy.planner.search.stages import in_best_passes, search_stages
@@ -46,7 +46,7 @@ _RACE_ROOM = {"cpu": 1.0, "cuda": 0.6}
 _RACERS = 2  # of the plans that are predicted to be fastest, beside plain `sample`
 _SETTLED = 0.02  # the part of a plan's computing time that need not be measured
 
-_ASSUMED_LINKS = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
+_ASSUMED_LINKS = Links(otherwise=lambda group: ring(Hop(2e-5, 5e9), len(group), overlap=False, cpu_share=1.0))
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def make_plan(
         if plan.mesh.num_devices != devices:
             raise ConvoyError(f"the plan {plan} is for {plan.mesh.num_devices} devices, but {devices} are asked for")
     check_optimizer(workload.optimizer)
-    Layers(workload.graph, fixes, ())  # a fix that cannot be is told before anything is measured
+    Layers(workload.graph, Constraints(tuple(fixes)))  # a fix that cannot be is told before anything is measured
     release_freed_memory(workload.device)  # of what was planned or trained before, whose blocks are of other sizes
     room = min(ranks.gather(device_memory(workload.device, ranks.on_host)[0]))
     room = room if memory_limit is None else min(room, memory_limit)
@@ -208,7 +208,9 @@ def make_plan(
         if plans:
             candidates = ranks.first(partial(_given, workload, plans))
         else:
-            candidates = ranks.first(partial(propose, workload, devices, costs, fixes, memory_limit, results))
+            candidates = ranks.first(
+                partial(propose, workload, devices, costs, Constraints(tuple(fixes), memory_limit), results)
+            )
             proposals = [plan for plan, _ in candidates]
             candidates += _given(workload, [plan for plan in rivals if plan not in proposals and _goes(workload, plan)])
         as_run = replace(workload, schedules=(workload.default_schedule,)) if plans else workload
@@ -371,7 +373,7 @@ def _check_memory(workload: Workload, devices: int, fixes: Sequence[str], limit:
     with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
         if score(workload, Plan.by_samples(devices), costs).memory.total <= limit:
             return
-    proposed = propose(workload, devices, costs, fixes, limit, [])
+    proposed = propose(workload, devices, costs, Constraints(tuple(fixes), limit), [])
     predictions = [score(workload, plan, costs, passes, limit) for plan, passes in proposed]
     _fitting(predictions, costs, limit)
 
@@ -380,29 +382,27 @@ def propose(
     workload: Workload,
     devices: int,
     costs: Costs,
-    fixes: Sequence[str],
-    memory_limit: float | None,
+    constraints: Constraints,
     results: list[SearchResult],
-    on: Sequence[Mesh] | None = None,
-    among: Sequence[str] = AXIS_STRATEGIES,
 ) -> list[Proposal]:
     """The plans that the searches find, and in `results` all that is said of those without stages; a ConvoyError where
-    there is none, or none fits into memory. Stages are cut on all meshes, whatever `on` and `among` say."""
+    there is none, or none fits into memory. Stages are cut on all meshes and among all strategies."""
+    memory_limit = constraints.memory_limit
     plans: list[Plan] = []
     refused: ConvoyError | None = None
     try:
-        result = search(workload, devices, costs, fixes=fixes, memory_limit=memory_limit, on=on, among=among)
+        result = search(workload, devices, costs, constraints)
         results[:] = [result]
         plans += [candidate.plan for candidate in result.candidates]
     except ConvoyError as error:
         refused = error
     known = result.best.seconds if plans else math.inf
-    staged = search_stages(workload, devices, costs, fixes=fixes, memory_limit=memory_limit, known=known)
+    staged = search_stages(workload, devices, costs, constraints, known=known)
     cut = [(one.plan, one.passes) for one in staged]
     if refused is not None and not cut:
         raise _smallest(workload, devices, costs, memory_limit, refused) if memory_limit is not None else refused
     plain = Plan.by_samples(devices)
-    if plain not in plans and not fixes:
+    if plain not in plans and not constraints.fixes:
         with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
             placement = workload.place(plain)
             if memory_limit is None or most(rank_memory(placement, costs)).total <= memory_limit:

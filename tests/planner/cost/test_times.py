@@ -8,12 +8,13 @@ import pytest
 from torch import nn
 
 from convoy.errors import ConvoyError
+from convoy.hardware.catalog import Hop
 from convoy.hardware.catalog import links as catalog
 from convoy.models import create
 from convoy.models.counting import count
 from convoy.planner.cost.calibrated import Calibrated, fitted
 from convoy.planner.cost.costs import Roofline, Times
-from convoy.planner.cost.link import Curve, Link, Links, Rate, links_named
+from convoy.planner.cost.link import Curve, Link, Links, links_named, ring
 from convoy.planner.cost.local_op import LocalOp, Operand, local_op
 from convoy.plans.mesh import Mesh
 from plans.made_graph import Does, chain, graph_of, placed, small_net
@@ -113,11 +114,11 @@ def test_curves_are_exact_at_their_points_and_links_are_known_by_the_ranks_that_
 
 
 def test_rates_by_name_are_as_published_and_the_slowest_part_of_the_way_decides() -> None:
-    ring = Rate(1e-5, 1e9).link(4, overlap=True, cpu_share=0.0)  # twice as many hops as there are others
-    assert ring.all_reduce(4 << 20) == pytest.approx(6 * (1e-5 + (1 << 20) / 1e9))
-    assert ring.exchange(1 << 20) == pytest.approx(3 * 1e-5 + (1 << 20) / 1e9)
+    four = ring(Hop(1e-5, 1e9), 4, overlap=True, cpu_share=0.0)  # twice as many hops as there are others
+    assert four.all_reduce(4 << 20) == pytest.approx(6 * (1e-5 + (1 << 20) / 1e9))
+    assert four.exchange(1 << 20) == pytest.approx(3 * 1e-5 + (1 << 20) / 1e9)
     # Baidu's all-reduce of 67 MB on 8 Titan X behind two PCIe roots took 22.2 ms, on 8 GTX 1080 Ti behind one 13.4.
-    pcie, switch = (Rate.of(catalog()[name]).link(8, True, 0) for name in ("pcie3", "pcie3-switch"))
+    pcie, switch = (ring(catalog()[name], 8, True, 0) for name in ("pcie3", "pcie3-switch"))
     assert pcie.all_reduce(67_108_864) == pytest.approx(22.2e-3, rel=0.15)
     assert switch.all_reduce(67_108_864) < 15e-3
     mesh = Mesh(("host", "gpu"), (2, 4))

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Ref
 from convoy.graph.tree import leaves
+from convoy.hardware.catalog import Hop
 from convoy.ops import capture
 from convoy.planner.cost.additive import Additive, additive_seconds
 from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.gradients import Update
-from convoy.planner.cost.link import Assumed, Rate
+from convoy.planner.cost.link import Assumed
 from convoy.planner.search.prices import CHOOSING, Strategy
 from convoy.planner.workload import Workload
 from convoy.plans.buckets import Sizes
@@ -30,7 +31,7 @@ FEW = ("sample", "filter", "channel", "height")
 def costs(flops: float = 1e9, memory: float = 1e11, latency: float = 1e-5, rate: float = 3e8) -> Costs:
     """Of a slow device, with links between those where computing and those where sending decides, three times as fast
     between neighbours. Each gradient travels alone."""
-    links = Assumed(Rate(latency, rate / 3), Rate(latency, rate), per_host=2, overlap=False).links()
+    links = Assumed(Hop(latency, rate / 3), Hop(latency, rate), per_host=2, overlap=False).links()
     return Costs(Roofline(flops, memory, 2e-6), links, Update(5 / memory), sizes=Sizes(1, 1, 1))
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ from convoy.errors import ConvoyError
 from convoy.planner.cost.prediction import most, rank_memory
 from convoy.planner.search import solve as solving
 from convoy.planner.search.elimination import Elimination, Table
-from convoy.planner.search.layers import compact
-from convoy.planner.search.prices import meshes
+from convoy.planner.search.layers import Constraints, compact
+from convoy.planner.search.prices import AXIS_STRATEGIES, meshes
 from convoy.planner.search.problem import relabelled
 from convoy.planner.search.search import search
 from convoy.plans.mesh import Mesh
@@ -37,6 +38,11 @@ from planner.search.nets import (
     workload,
 )
 from small_nets import Dense, SqueezeExcite
+
+
+def within(mesh: Mesh, among: Sequence[str] = AXIS_STRATEGIES, **options: Any) -> Constraints:
+    return Constraints(meshes=[mesh], strategies=among, **options)
+
 
 CASES = [
     (Residual, ONE, FEW, {}),
@@ -63,7 +69,7 @@ def test_no_plan_costs_less_and_none_that_is_about_as_fast_redistributes_less(
         least = min(seconds for seconds, _ in every)
         # a way to divide the samples that the fastest plan for it does not use is left out, with what is simpler in it
         for tolerance in (0.0, 0.03 if mesh is ONE else 0.01):
-            result = search(job, mesh.num_devices, costs, on=[mesh], among=among, tolerance=tolerance)
+            result = search(job, mesh.num_devices, costs, within(mesh, among), tolerance=tolerance)
             best = result.best
             assert result.exact and result.least == pytest.approx(least, rel=1e-12)
             fewest_count, seconds = min((count, s) for s, count in every if s <= least * (1 + tolerance) * (1 + 1e-9))
@@ -120,7 +126,7 @@ def test_the_best_of_all_meshes_comes_first_and_plain_samples_with_it() -> None:
     result = search(job, 4, COSTS, top=4, tolerance=0.0)
     plans = [str(candidate.plan) for candidate in result.candidates]
     assert len(set(plans)) == len(plans) >= 3
-    assert result.best.seconds == min(search(job, 4, COSTS, on=[m], tolerance=0.0).best.seconds for m in meshes(4))
+    assert result.best.seconds == min(search(job, 4, COSTS, within(m), tolerance=0.0).best.seconds for m in meshes(4))
     assert str(search(job, 1, COSTS).best.plan) == "serial"
     near = search(workload(Chain(), 16), 4, COSTS, tolerance=0.3)  # of plans that are about as fast, the simplest
     assert near.best.redistributions == 0 < near.candidates[1].redistributions
@@ -138,7 +144,7 @@ def test_the_best_of_all_meshes_comes_first_and_plain_samples_with_it() -> None:
 
 def test_the_next_best_strategy_of_a_layer_is_what_the_best_plan_with_it_costs() -> None:
     job = workload(Residual())
-    result = search(job, 2, COSTS, on=[ONE], among=FEW, tolerance=0.0)
+    result = search(job, 2, COSTS, within(ONE, FEW), tolerance=0.0)
     every = [(by_layer, seconds_of(job, one, COSTS)) for by_layer, one in every_placement(job, ONE, FEW)]
     uses = any(one.strategy == ("sample",) for one in result.next_best)
     for one in result.next_best:
@@ -157,24 +163,24 @@ def test_the_next_best_strategy_of_a_layer_is_what_the_best_plan_with_it_costs()
 
 def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:
     job = workload(Chain(), 64)
-    free = search(job, 2, COSTS, on=[ONE], among=FEW, tolerance=0.0)
+    free = search(job, 2, COSTS, within(ONE, FEW), tolerance=0.0)
     every = [
         (most(rank_memory(one, COSTS)).total, seconds_of(job, one, COSTS)) for _, one in every_placement(job, ONE, FEW)
     ]
     needed = sorted({memory for memory, _ in every})
     for limit in (needed[0], needed[len(needed) // 3], free.best.memory):
-        result = search(job, 2, COSTS, on=[ONE], among=FEW, memory_limit=limit)
+        result = search(job, 2, COSTS, within(ONE, FEW, memory_limit=limit))
         best = min(seconds for memory, seconds in every if memory <= limit)
         assert all(candidate.memory <= limit for candidate in result.candidates)
         assert best * (1 - 1e-12) <= result.best.seconds <= best * (1 + 1e-9 if result.exact else 1.5)
     assert result.exact
     with pytest.raises(ConvoyError, match=r"no plan fits: the smallest needs .* on a device .*; layer .* takes most"):
-        search(workload(Chain(), 1, 8), 2, COSTS, memory_limit=1000)
+        search(workload(Chain(), 1, 8), 2, COSTS, Constraints(memory_limit=1000))
 
 
 def test_layers_that_are_fixed_keep_their_strategy_and_the_others_are_chosen_for_it() -> None:
     job = workload(Residual())
-    result = search(job, 2, COSTS, on=[ONE], among=FEW, fixes=["block*=height"], tolerance=0.0)
+    result = search(job, 2, COSTS, within(ONE, FEW, fixes=("block*=height",)), tolerance=0.0)
     blocks = {"block1.0": [("height",)], "block2.0": [("height",)]}
     least = min(seconds_of(job, one, COSTS) for _, one in every_placement(job, ONE, FEW, blocks))
     assert result.best.seconds == pytest.approx(least, rel=1e-12)
@@ -183,7 +189,7 @@ def test_layers_that_are_fixed_keep_their_strategy_and_the_others_are_chosen_for
         (Chain, 4, ["fc=sample,filter"], {"fc": ("sample", "filter")}),  # one for each axis
         (Chain, 2, ["*=owt"], {"fc": ("filter",), "features.0": ("sample",)}),
     ):
-        plan = search(workload(net()), devices, COSTS, fixes=fixes).best.plan
+        plan = search(workload(net()), devices, COSTS, Constraints(tuple(fixes))).best.plan
         for layer, strategy in strategies.items():
             assert plan.strategy(layer, "linear" if layer == "fc" else "conv") == strategy
     for fix, words in (
@@ -191,12 +197,12 @@ def test_layers_that_are_fixed_keep_their_strategy_and_the_others_are_chosen_for
         ("features.0=channel", r"features\.0.* has only 3 input channels for the 4 ranks"),
     ):
         with pytest.raises(ConvoyError, match=words):
-            search(workload(Chain()), 4, COSTS, fixes=[fix], on=[Mesh(("gpu",), (4,))])
+            search(workload(Chain()), 4, COSTS, within(Mesh(("gpu",), (4,)), fixes=(fix,)))
 
 
 def test_where_much_meets_layers_of_one_role_are_tied_and_the_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     job = workload(Dense())  # whose last features are concatenated of four
-    result = search(job, 2, COSTS, on=[ONE], among=FEW, tolerance=0.0)
+    result = search(job, 2, COSTS, within(ONE, FEW), tolerance=0.0)
     assert not result.exact and "3 layers were given one strategy between them" in result.notes[0]
     seconds = [
         seconds_of(job, placement, COSTS)
@@ -204,9 +210,9 @@ def test_where_much_meets_layers_of_one_role_are_tied_and_the_result_says_so(mon
         for _, placement in every_placement(job, ONE, FEW, {f"convs.{number}": [(one,)] for number in range(3)})
     ]
     assert result.best.seconds == pytest.approx(min(seconds), rel=1e-12)
-    exact = search(workload(Nested()), 2, COSTS, on=[ONE], tolerance=0.0)
+    exact = search(workload(Nested()), 2, COSTS, within(ONE), tolerance=0.0)
     monkeypatch.setattr(solving, "LIMIT", 40)  # what is too wide otherwise is tied as well
-    small = search(workload(Nested()), 2, COSTS, on=[ONE], tolerance=0.0)
+    small = search(workload(Nested()), 2, COSTS, within(ONE), tolerance=0.0)
     assert (exact.exact, small.exact) == (True, False) and small.best.seconds >= exact.best.seconds
 
 

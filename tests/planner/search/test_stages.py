@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from convoy.hardware.catalog import Hop
 from convoy.planner.cost.additive import Additive, sums_of_calls
 from convoy.planner.cost.costs import Costs
-from convoy.planner.cost.link import Links, Rate
+from convoy.planner.cost.link import Links, ring
 from convoy.planner.cost.local_op import local_bytes
 from convoy.planner.cost.pipeline import StageTimes, Staging, pipeline_seconds
 from convoy.planner.cost.prediction import rank_memory
 from convoy.planner.search.cuts import Bounds, Chain, best_cuts, cuts_of
+from convoy.planner.search.layers import Constraints
 from convoy.planner.search.stages import search_stages
 from convoy.planner.workload import Workload, workload_of
 from convoy.plans.mesh import Mesh
@@ -26,8 +28,8 @@ from convoy.plans.stages import StagedGraph, Stages
 from planner.search import nets
 from planner.search.nets import COSTS, Branches, Nested, Residual, Twice, seconds_of
 
-SLOW = Links(otherwise=lambda ranks: Rate(1e-5, 1e6).link(len(ranks), overlap=True, cpu_share=0.0))
-FAST = Links(otherwise=lambda ranks: Rate(0.0, 1e12).link(len(ranks), overlap=True, cpu_share=0.0))
+SLOW = Links(otherwise=lambda ranks: ring(Hop(1e-5, 1e6), len(ranks), overlap=True, cpu_share=0.0))
+FAST = Links(otherwise=lambda ranks: ring(Hop(0.0, 1e12), len(ranks), overlap=True, cpu_share=0.0))
 PASSES = (1, 2, 4, 8)
 
 
@@ -76,7 +78,7 @@ def test_a_chain_is_the_sum_of_its_parts_and_sends_what_the_engine_sends(make: A
     for a, b, c in itertools.combinations(range(len(chain.cuts)), 3):
         assert chain.seconds[a, b] + chain.seconds[b, c] == pytest.approx(chain.seconds[a, c])
     chain = chain_of(job, COSTS)
-    (sends, returns), points, graph = chain.messages(Rate(0.0, 1.0).link(2, True, 0.0)), chain.cuts, job.graph
+    (sends, returns), points, graph = chain.messages(ring(Hop(0.0, 1.0), 2, True, 0.0)), chain.cuts, job.graph
     size = {name: 4.0 * math.prod(value.shape) for name, value in graph.values.items()}
     for stages in (2, 3):
         for cuts in itertools.combinations(range(1, len(points) - 1), stages - 1):
@@ -164,7 +166,7 @@ def test_memory_decides_about_cuts_and_schedules() -> None:
     def result(limit: float | None, recompute: bool = False, schedules: Any = ("gpipe", "1f1b")) -> Any:
         layers = nn.Sequential(*[nn.Conv2d(3, 3, 3, padding=1) for _ in range(12)])
         job = replace(staged(layers, recompute=recompute), counts=(16,), schedules=schedules)
-        return search_stages(job, 4, costs, memory_limit=limit)
+        return search_stages(job, 4, costs, Constraints(memory_limit=limit))
 
     whole = result(None)[0]
     assert result(16 * 4 * one + 10_000)[0].seconds == pytest.approx(whole.seconds)

@@ -6,12 +6,11 @@ the search asks once for all calls, tensors and steps that are alike.
 """
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from convoy.graph.graph import Call, Graph, Value
 from convoy.planner.cost.costs import Costs, Times
-from convoy.planner.cost.link import Link
 from convoy.planner.cost.local_op import LocalOp, dtype_name, graph_facts, local_op
 from convoy.planner.cost.program import copied, internal_messages, joined, moved, parameter_bytes
 from convoy.plans.layout import Layout, common
@@ -40,9 +39,7 @@ class Additive:
     def __init__(self, costs: Costs, graph: Graph, passes: int = 1) -> None:
         self.costs, self.graph, self.passes = costs, graph, passes
         self._sizes = costs.message_sizes
-        self._known: dict[LocalOp, Times] = {}
         self._copies: dict[tuple[object, ...], float] = {}
-        self._links: dict[tuple[Mesh, Axes], Link] = {}
 
     def context(self, call: Call) -> Hashable:
         """What the seconds of a call depend on that is not in it: how its inputs are used elsewhere."""
@@ -96,7 +93,7 @@ class Additive:
         axes = tuple(sorted(axis for axis in layout.copied if mesh.sizes[axis] > 1))
         if not axes:
             return 0.0
-        link = self._link(mesh, axes)
+        link = self.costs.link(mesh, axes)
         if size < self._sizes.alone:  # it travels with others, of whose message it pays its part
             seconds = link.all_reduce(self._sizes.bucket) * size / self._sizes.bucket
             copies = 2 * self._times(copied(size)).forward
@@ -107,15 +104,8 @@ class Additive:
         return seconds + copies + self.costs.per_parameter
 
     def _times(self, one: LocalOp) -> Times:
-        if one not in self._known:
-            times = self.costs.times(one)
-            self._known[one] = replace(times, host_forward=0.0, host_backward=0.0) if self.costs.recorded else times
-        return self._known[one]
-
-    def _link(self, mesh: Mesh, axes: Axes) -> Link:
-        if (mesh, axes) not in self._links:
-            self._links[mesh, axes] = self.costs.links.of(mesh, axes)
-        return self._links[mesh, axes]
+        times = self.costs.time(one)
+        return Times(times.forward, times.backward) if self.costs.recorded else times
 
     def _call(self, placed: PlacedCall, placement: Placement, rank: int) -> float:
         costs, graph, mesh = self.costs, placement.graph, placement.mesh
@@ -128,7 +118,7 @@ class Additive:
             seconds += forward
         within = internal_messages(placed, graph, mesh, op, costs.batch_norm)
         if within.axes:
-            link = self._link(mesh, within.axes)
+            link = self.costs.link(mesh, within.axes)
             messages = (*within.forward, *within.backward) if graph.training else within.forward
             seconds += sum(link.seconds(kind, num_bytes) for kind, num_bytes in messages)
         return seconds
@@ -136,7 +126,7 @@ class Additive:
     def _messages(
         self, step: Step, mesh: Mesh, axes: Axes, shape: tuple[int, ...], itemsize: int, differentiable: bool
     ) -> float:
-        link = self._link(mesh, axes)
+        link = self.costs.link(mesh, axes)
         if step.kind in ("reduce", "copy"):
             shows = step.kind == "reduce" or differentiable
             return link.all_reduce(elements(step.source, shape, mesh, mesh.coordinates(0)) * itemsize) if shows else 0.0

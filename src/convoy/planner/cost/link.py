@@ -2,7 +2,7 @@
 
 A measured link is a curve through the points that were measured: there are regimes (a latency, a protocol for small
 messages, caches that large ones fall out of), so that one latency and one rate do not describe it. Where nothing can
-be measured, a `Rate` gives the α-β cost of the usual algorithms (Thakur, Rabenseifner and Gropp, 2005).
+be measured, `ring` gives the α-β cost of the usual algorithms (Thakur, Rabenseifner and Gropp, 2005).
 """
 
 import re
@@ -46,6 +46,11 @@ class Curve:
             raise ConvoyError(f"a curve needs points of ascending bytes and seconds from 0, but has {self.points}")
 
     @staticmethod
+    def line(latency: float, per_byte: float) -> "Curve":
+        """Seconds of no bytes, and of each."""
+        return Curve(((0, latency), (1 << 30, latency + (1 << 30) * per_byte)))
+
+    @staticmethod
     def through(measured: Iterable[tuple[int, float]]) -> "Curve":
         """The curve through measured points in any order; the median of those of one size."""
         by_size: dict[int, list[float]] = {}
@@ -62,16 +67,9 @@ class Curve:
         if at < len(self.points):
             next_size, next_seconds = self.points[at]
             return seconds + (next_seconds - seconds) * (num_bytes - size) / (next_size - size)
-        return seconds + self._last_slope() * (num_bytes - size)
-
-    def _last_slope(self) -> float:
-        size, seconds = self.points[-1]
-        if len(self.points) > 1:
-            before_size, before = self.points[-2]
-            slope = (seconds - before) / (size - before_size)
-            if slope > 0:
-                return slope
-        return seconds / size if size else 0.0
+        before_size, before = self.points[-2] if len(self.points) > 1 else (0, seconds)
+        slope = (seconds - before) / (size - before_size) if seconds > before else seconds / max(size, 1)
+        return seconds + (slope if size else 0.0) * (num_bytes - size)
 
 
 @dataclass(frozen=True)
@@ -154,44 +152,28 @@ def first_group(mesh: Mesh, axes: Axes) -> Ranks:
     return tuple(mesh.rank(place) for place in mesh.group(origin, tuple(sorted(axes))))
 
 
-_SIZES = tuple(1 << power for power in range(10, 31, 2))
-
-
-@dataclass(frozen=True)
-class Rate:
-    """One hop between two devices."""
-
-    latency: float  # seconds of a message without content
-    bytes_per_s: float  # in one direction
-
-    @staticmethod
-    def of(hop: Hop) -> "Rate":
-        return Rate(hop.latency, hop.rate)
-
-    def link(self, ranks: int, overlap: bool, cpu_share: float) -> Link:
-        """Between so many ranks: a ring adds a tensor in 2(k-1) hops of an n/k-th (Patarasuk and Yuan, 2009); in an
-        exchange a rank sends to the k-1 others one after another."""
-        hops = ranks - 1
-        all_reduce = [2 * hops * (self.latency + size / max(1, ranks) / self.bytes_per_s) for size in (0, *_SIZES)]
-        exchange = [hops * self.latency + size / self.bytes_per_s for size in (0, *_SIZES)]
-        curves = [Curve(tuple(zip((0, *_SIZES), seconds, strict=True))) for seconds in (all_reduce, exchange)]
-        return Link(curves[0], curves[1], overlap, cpu_share)
+def ring(hop: Hop, ranks: int, overlap: bool, cpu_share: float) -> Link:
+    """The link between so many ranks: a ring adds a tensor in 2(k-1) hops of an n/k-th (Patarasuk and Yuan, 2009); in
+    an exchange a rank sends to the k-1 others one after another."""
+    hops = ranks - 1
+    all_reduce = Curve.line(2 * hops * hop.latency, 2 * hops / max(1, ranks) / hop.rate)
+    return Link(all_reduce, Curve.line(hops * hop.latency, 1 / hop.rate), overlap, cpu_share)
 
 
 @dataclass(frozen=True)
 class Assumed:
     """Links of hosts with the same number of devices each, numbered host by host."""
 
-    between: Rate  # devices of different hosts
-    inside: Rate | None = None  # devices of one host; None: as `between`
+    between: Hop  # devices of different hosts
+    inside: Hop | None = None  # devices of one host; None: as `between`
     per_host: int = 1  # devices of a host
     overlap: bool = True
     cpu_share: float = 0.0
 
     def __call__(self, ranks: Ranks, /) -> Link:
         one_host = len({rank // self.per_host for rank in ranks}) == 1
-        rate = self.inside if one_host and self.inside is not None else self.between
-        return rate.link(len(ranks), self.overlap, self.cpu_share)
+        hop = self.inside if one_host and self.inside is not None else self.between
+        return ring(hop, len(ranks), self.overlap, self.cpu_share)
 
     def links(self) -> Links:
         return Links(otherwise=self)
@@ -205,20 +187,18 @@ def links_named(text: str, on_cpu: bool) -> tuple[Links, str]:
     the catalog), less in proportion.
     """
     across, comma, within = text.partition(",")
-    named = link_named(across)
-    rate = Rate.of(named)
-    share = min(1.0, named.rate / links()["loopback"].rate) if on_cpu else 0.0
-    note = (
-        f"the links are assumed: {text}, {named.rate / 1e9:.3g} GB/s after {named.latency * 1e6:.3g} µs "
-        f"({named.source})"
-    )
-    if not comma:
-        return Assumed(rate, overlap=True, cpu_share=share).links(), note
     match = re.fullmatch(r"\s*([1-9][0-9]*)\s*x\s*(.+)", within)
-    if match is None:
+    between = link_named(across)
+    if comma and match is None:
         raise ConvoyError(
             f"{text!r} is no link: write e.g. 10gbit,8xnvlink4 for hosts of 8 devices with nvlink4 inside"
         )
-    inside = link_named(match[2])
-    note += f"; inside hosts of {match[1]} devices {inside.rate / 1e9:.3g} GB/s ({inside.source})"
-    return Assumed(rate, Rate.of(inside), int(match[1]), overlap=True, cpu_share=share).links(), note
+    note = (
+        f"the links are assumed: {text}, {between.rate / 1e9:.3g} GB/s after {between.latency * 1e6:.3g} µs "
+        f"({between.source})"
+    )
+    inside, per_host = (link_named(match[2]), int(match[1])) if match is not None else (None, 1)
+    if inside is not None:
+        note += f"; inside hosts of {per_host} devices {inside.rate / 1e9:.3g} GB/s ({inside.source})"
+    share = min(1.0, between.rate / links()["loopback"].rate) if on_cpu else 0.0
+    return Assumed(between, inside, per_host, overlap=True, cpu_share=share).links(), note

@@ -3,17 +3,17 @@
 Of ranks that do the same, the tasks of one stand for all. A network that is not divided into stages is one stage.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable
 from itertools import accumulate, chain, count
 
 from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import GradientMessage, exchange
 from convoy.planner.cost.link import Message
-from convoy.planner.cost.local_op import LocalOp, graph_facts, local_bytes
+from convoy.planner.cost.local_op import graph_facts, local_bytes
 from convoy.planner.cost.pipeline import Staging, in_order
 from convoy.planner.cost.program import Item, copied, joined, parameter_bytes, program, running_statistics
 from convoy.planner.cost.simulation import rank_classes
-from convoy.plans.mesh import Axes
+from convoy.plans.mesh import Axes, ranks_of
 from convoy.plans.place import Placement
 from convoy.plans.stages import Crossing
 from convoy.plans.timeline import ENGINE, Kind, Stream, Task
@@ -41,17 +41,20 @@ def samples_of(placement: Placement) -> list[int]:
 class _Stage:
     """What the ranks of a stage do; a network in one piece is one stage."""
 
-    def __init__(self, placement: Placement, costs: Costs, ranks: Sequence[int], postpones: bool) -> None:
-        self.placement, self.ranks = placement, ranks
-        self.simulated: list[int] = []
+    def __init__(self, placement: Placement, costs: Costs, staging: Staging | None, number: int) -> None:
+        self.number, self.ranks = number, ranks_of(placement.mesh, number)
+        self.received = staging.staged.received(number) if staging is not None else ()
+        self.sent = staging.staged.sent(number) if staging is not None else ()
+        self.placement = placement if staging is None else staging.staged.part(placement, number)
         self.first_without_weights = 0  # the pass whose weight gradients are computed next
-        self.items = program(placement, costs.batch_norm, costs.microbatch)
+        self.items = program(self.placement, costs.batch_norm, costs.microbatch)
         backward = self.items[::-1]
         names = dict.fromkeys(name for item in backward for name in item.parameters)
-        unused = (v.name for v in placement.graph.parameters() if v.name in placement.layouts or not placement.is_part)
+        unused = (v.name for v in placement.graph.parameters() if v.name in self.placement.layouts or staging is None)
         order = [*names, *(name for name in unused if name not in names)]
-        self.exchange = exchange(placement, order, costs.message_sizes)
+        self.exchange = exchange(self.placement, order, costs.message_sizes)
         # in the order in which the gradients of their parameters are complete
+        postpones = staging is not None and staging.schedule == "zero-bubble"
         self.ready = sorted(backward, key=lambda item: item.postponed > 0) if postpones else backward
         # By place in there, the messages that are sent then: in their order, each with all that is in it. Those of
         # parameters that nothing uses come at the end.
@@ -61,7 +64,8 @@ class _Stage:
         self.starts: dict[int, list[GradientMessage]] = {}
         for place, message in zip(accumulate(ends, max), self.exchange.messages, strict=True):
             self.starts.setdefault(place, []).append(message)
-        self.sent: list[dict[int, int]] = []  # for each message that travels, its task on each rank
+        # the tasks of each message that has begun on each rank; None where it waits for the end
+        self.begun: list[tuple[GradientMessage, dict[int, int] | None]] = []
 
     @property
     def axes(self) -> set[Axes]:
@@ -70,11 +74,11 @@ class _Stage:
 
     def work_of(self, rank: int) -> Hashable:
         """What a rank does by itself, for comparison with others."""
-        messages = self.exchange.messages
         return (
+            self.number,
             tuple(id(item.local_ops[rank]) for item in self.items),
             tuple(m.bytes[rank] for item in self.items for m in (*item.forward, *item.backward)),
-            tuple((m.bytes[rank], m.copied[rank]) for m in messages),
+            tuple((m.bytes[rank], m.copied[rank]) for m in self.exchange.messages),
             self.exchange.held[rank],
         )
 
@@ -90,78 +94,67 @@ class _Builder:
         self.part = 1.0  # of the samples of a whole pass
         self.meetings = count()
         self.sent: dict[tuple[Crossing, bool, int, int], int] = {}
-        self._known: dict[LocalOp, Times] = {}
+        self.stages = [_Stage(placement, costs, staging, n) for n in range(staging.number if staging else 1)]
+        work = {rank: stage.work_of(rank) for stage in self.stages for rank in stage.ranks}
+        axes = set(chain.from_iterable(stage.axes for stage in self.stages))
+        axes |= {(staging.axis,)} if staging is not None else set()
+        everyone = range(self.mesh.num_devices)
+        kinds = [(work[rank], self.samples[rank], self._slowdown(rank)) for rank in everyone]
+        self.first = rank_classes(self.mesh, kinds, axes)
+        # the tasks that a simulated rank has to have done before it goes on
+        self.chain: dict[int, tuple[int, ...]] = dict.fromkeys(sorted(set(self.first)), ())
+        self._enter(self.stages[0])
+
+    def _enter(self, stage: _Stage) -> None:
+        self.stage = stage
+        self.ranks = [rank for rank in stage.ranks if rank in self.chain]  # those that are simulated
 
     def tasks(self, passes: int) -> list[Task]:
-        mesh, staging, everyone = self.mesh, self.staging, range(self.mesh.num_devices)
-        if staging is None:
-            stages = [_Stage(self.placement, self.costs, everyone, self.postpones)]
-        else:
-            stages = [
-                _Stage(
-                    staging.staged.part(self.placement, number),
-                    self.costs,
-                    [rank for rank in everyone if mesh.stage_of(rank) == number],
-                    self.postpones,
-                )
-                for number in range(staging.number)
-            ]
-        work: list[Hashable] = [None] * mesh.num_devices
-        for number, stage in enumerate(stages):
-            for rank in stage.ranks:
-                work[rank] = (number, self.samples[rank], stage.work_of(rank), self._slowdown(rank))
-        axes = set(chain.from_iterable(stage.axes for stage in stages))
-        self.first = rank_classes(mesh, work, axes | ({(staging.axis,)} if staging is not None else set()))
-        self.chain: dict[int, tuple[int, ...]] = dict.fromkeys(sorted(set(self.first)), ())
-        for stage in stages:
-            stage.simulated = [rank for rank in stage.ranks if rank in self.chain]
         end = ("weights" if self.postpones else "backward", passes - 1)
-        schedule = staging.schedule if staging is not None else "1f1b"
-        for self.place, (kind, number) in in_order(schedule, passes, len(stages)):
-            self.stage = stages[self.place]
-            self.part = self._share(number)
+        schedule = self.staging.schedule if self.staging is not None else "1f1b"
+        for number, (kind, index) in in_order(schedule, passes, len(self.stages)):
+            self._enter(self.stages[number])
+            self.part = self._share(index)
             if kind == "forward":
-                self._forward(number)
+                self._forward(index)
             elif self.is_training and kind == "backward":
-                self._backward(number, number == passes - 1, self.place == len(stages) - 1)
+                self._backward(index, index == passes - 1)
             elif self.is_training:
-                self._weights(number, number == passes - 1)
-            if (kind, number) == end and self.is_training:
+                self._weights(index, index == passes - 1)
+            if (kind, index) == end and self.is_training:
                 self._update()
         return self.listed
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The simulated ranks of this stage."""
-        return self.stage.simulated
 
     def _share(self, number: int) -> float:
         return self.staging.samples[number] / max(self.staging.samples) if self.staging is not None else 1.0
 
-    def _crossings(self, forward: bool, sends: bool) -> Iterator[tuple[Crossing, int]]:
-        """The values, or those whose gradients, this stage sends or is sent, each with the other stage."""
-        if self.staging is None:
-            return
-        staged, differentiable = self.staging.staged, graph_facts(self.placement.graph).differentiable
-        is_later = forward == sends  # the other stage
-        for crossing in staged.sent(self.place) if is_later else staged.received(self.place):
-            if forward or crossing.value in differentiable:
-                yield crossing, crossing.target if is_later else crossing.source
+    def _slowdown(self, rank: int) -> float:
+        return self.costs.slowdowns[rank] if self.costs.slowdowns else 1.0
 
-    def _receive(self, forward: bool, number: int) -> None:
+    def _peer(self, rank: int, stage: int) -> int:
+        """The simulated rank that stands for a rank's peer in another stage."""
+        assert self.staging is not None
+        return self.first[self.staging.peer(rank, stage)]
+
+    def _with_gradients(self, crossings: Iterable[Crossing]) -> list[Crossing]:
+        differentiable = graph_facts(self.placement.graph).differentiable
+        return [crossing for crossing in crossings if crossing.value in differentiable]
+
+    def _receive(self, crossings: Iterable[Crossing], forward: bool, number: int) -> None:
         """Wait for what other stages send for a pass."""
-        for crossing, other in self._crossings(forward, sends=False):
-            assert self.staging is not None
+        for crossing in crossings:
+            sender = crossing.source if forward else crossing.target
             for rank in self.ranks:
-                peer = self.first[self.staging.peer(rank, other)]
-                self.chain[rank] = (*self.chain[rank], self.sent[crossing, forward, number, peer])
+                arrival = self.sent[crossing, forward, number, self._peer(rank, sender)]
+                self.chain[rank] = (*self.chain[rank], arrival)
 
-    def _send(self, forward: bool, number: int) -> None:
+    def _send(self, crossings: Iterable[Crossing], forward: bool, number: int) -> None:
         """Send other stages what they need of a pass, or the gradients of what they have sent."""
-        for crossing, other in self._crossings(forward, sends=True):
+        for crossing in crossings:
             staging, graph = self.staging, self.placement.graph
             assert staging is not None
-            link = self.costs.links.between(self.mesh, staging.axis, self.place, other)
+            receiver = crossing.target if forward else crossing.source
+            link = self.costs.links.between(self.mesh, staging.axis, self.stage.number, receiver)
             share = (link.cpu_share if link.overlap else 1.0) / 2  # one way of the two that a collective goes
             layer = graph.calls[staging.staged.calls(crossing.target)[0]].layer
             for rank in self.ranks:
@@ -177,18 +170,9 @@ class _Builder:
                     cpu_share=share,
                     num_bytes=num_bytes,
                     host=link.host,
-                    peer=self.first[staging.peer(rank, other)],
+                    peer=self._peer(rank, receiver),
                 )
                 self.sent[crossing, forward, number, rank] = self._add(task, blocks=False)
-
-    def _times(self, local_op: LocalOp) -> Times:
-        if local_op not in self._known:
-            self._known[local_op] = self.costs.times(local_op)
-        return self._known[local_op]
-
-    def _of_item(self, item: Item, rank: int) -> Times:
-        times = self._times(item.local_ops[rank])
-        return times + self.costs.per_transfer if item.is_transfer else times
 
     def _add(self, task: Task, blocks: bool = True) -> int:
         """A task, which holds up all that its rank does after it if it `blocks`."""
@@ -204,15 +188,16 @@ class _Builder:
         if seconds > 0 or host > 0:
             self._add(Task(rank, "compute", kind, layer, name, seconds, self.chain[rank], host=host))
 
-    def _slowdown(self, rank: int) -> float:
-        return self.costs.slowdowns[rank] if self.costs.slowdowns else 1.0
+    def _of_item(self, item: Item, rank: int) -> Times:
+        times = self.costs.time(item.local_ops[rank])
+        return times + self.costs.per_transfer if item.is_transfer else times
 
     def _around(self, name: str, cost: HostCost) -> None:
         for rank in self.ranks:
             self._compute(rank, "around", "", name, cost.seconds(self.part * self.samples[rank]), cost.host)
 
     def _forward(self, number: int) -> None:
-        self._receive(True, number)
+        self._receive(self.stage.received, True, number)
         self._around("input", self.costs.input)
         for item in self.stage.items:
             for rank in self.ranks:
@@ -221,11 +206,11 @@ class _Builder:
                 self._compute(rank, kind, item.layer, item.name, self.part * times.forward, times.host_forward)
             for message in item.forward:
                 self._collective(message, "transfers", item.layer, item.name)
-        self._send(True, number)
+        self._send(self.stage.sent, True, number)
 
-    def _backward(self, number: int, is_last: bool, has_loss: bool) -> None:
-        self._receive(False, number)
-        if has_loss:
+    def _backward(self, number: int, is_last: bool) -> None:
+        self._receive(self._with_gradients(self.stage.sent), False, number)
+        if self.stage is self.stages[-1]:
             self._around("loss", self.costs.loss)
         for place, item in enumerate(reversed(self.stage.items)):
             for message in item.backward:
@@ -245,7 +230,7 @@ class _Builder:
             self._finish()
         if number > 0 and not self.postpones:
             self._add_to_earlier_passes()
-        self._send(False, number)
+        self._send(self._with_gradients(self.stage.received), False, number)
 
     def _weights(self, number: int, is_last: bool) -> None:
         """The weight gradients that backward passes up to this one have postponed; with those of the last pass, all
@@ -255,13 +240,13 @@ class _Builder:
         self.part = sum(map(self._share, range(first, number + 1)))
         for place, item in enumerate(self.stage.ready):
             for rank in self.ranks if item.postponed else ():
-                one = item.local_ops[rank]
-                seconds = item.postponed * self.part * self._times(one).backward
-                at_once = joined(one, self.part)
+                op = item.local_ops[rank]
+                seconds = item.postponed * self.part * self.costs.time(op).backward
+                at_once = joined(op, self.part)
                 if at_once is not None:
-                    seconds = min(seconds, item.postponed * self._times(at_once).backward)
+                    seconds = min(seconds, item.postponed * self.costs.time(at_once).backward)
                 elif self.part > 1:
-                    seconds += (self.part - 1) * self._times(copied(parameter_bytes(one), 2)).forward
+                    seconds += (self.part - 1) * self.costs.time(copied(parameter_bytes(op), 2)).forward
                 self._compute(rank, "backward", item.layer, item.name, seconds)
             if is_last:
                 self._start(place)
@@ -274,7 +259,7 @@ class _Builder:
         self, message: Message, stream: Stream, layer: str, name: str, blocks: bool = True
     ) -> dict[int, int]:
         """A message of every group over some axes; the task's place in the list for each rank that takes part."""
-        link = self.costs.links.of(self.mesh, message.axes)
+        link = self.costs.link(self.mesh, message.axes)
         meetings: dict[tuple[int, ...], int] = {}
         tasks = {}
         for rank in self.ranks:
@@ -304,42 +289,37 @@ class _Builder:
     def _start(self, place: int) -> None:
         """Send the gradients that are ready after an item, those that travel beside the computation."""
         for message in self.stage.starts.get(place, ()):
-            for rank in self.ranks:
-                self._copy(rank, message)
-            beside = self._overlaps(message)
-            self.stage.sent.append(self._gradients(message, blocks=False) if beside else {})
+            self._copy(message)
+            beside = self.costs.link(self.mesh, message.axes).overlap
+            name = message.layer, message.name
+            tasks = self._collective(message, "gradients", *name, blocks=False) if beside else None
+            self.stage.begun.append((message, tasks))
 
     def _finish(self) -> None:
         """Wait for all messages; those that could not run beside the computation are sent now."""
         self._start(len(self.stage.ready))
-        messages = self.stage.exchange.messages
-        for message, sent in zip(messages, self.stage.sent, strict=True):
-            if self._overlaps(message):
-                for rank, number in sent.items():
-                    self.chain[rank] = (*self.chain[rank], number)
-            else:
-                self._gradients(message)
-        for message in messages:
-            number, costs = len(message.parameters), self.costs
-            engine = costs.per_parameter * number, costs.host_per_parameter * number
+        for message, tasks in self.stage.begun:
+            if tasks is None:
+                self._collective(message, "gradients", message.layer, message.name)
+            for rank, number in (tasks or {}).items():
+                self.chain[rank] = (*self.chain[rank], number)
+        for message, _ in self.stage.begun:
+            count, costs = len(message.parameters), self.costs
             for rank in self.ranks:
+                engine = costs.per_parameter * count, costs.host_per_parameter * count
                 self._compute(rank, "copy", message.layer, message.name, *engine)
-                self._copy(rank, message)
+            self._copy(message)
 
-    def _copy(self, rank: int, message: GradientMessage) -> None:
-        if message.copied[rank]:
-            times = self._times(copied(message.copied[rank]))
-            self._compute(rank, "copy", message.layer, message.name, times.forward, times.host_forward)
-
-    def _gradients(self, message: GradientMessage, blocks: bool = True) -> dict[int, int]:
-        return self._collective(message, "gradients", message.layer, message.name, blocks)
-
-    def _overlaps(self, message: GradientMessage) -> bool:
-        return self.costs.links.of(self.mesh, message.axes).overlap
+    def _copy(self, message: GradientMessage) -> None:
+        """Copies of gradients into their message, or out of it."""
+        for rank in self.ranks:
+            if message.copied[rank]:
+                times = self.costs.time(copied(message.copied[rank]))
+                self._compute(rank, "copy", message.layer, message.name, times.forward, times.host_forward)
 
     def _add_to_earlier_passes(self) -> None:
         for rank in self.ranks:
-            times = self._times(copied(self.stage.exchange.held[rank], 2))
+            times = self.costs.time(copied(self.stage.exchange.held[rank], 2))
             self._compute(rank, "backward", "", ADDING, times.forward, times.host_forward)
 
     def _update(self) -> None:

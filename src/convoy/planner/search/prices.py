@@ -4,8 +4,9 @@ Layouts have numbers here, and equal questions one answer; blocks that repeat ar
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -105,8 +106,7 @@ class Answer:
     wants: tuple[int, ...]  # number of each input's layout that it asks for; NOWHERE where it asks nothing
     gives: tuple[int, ...]  # number of each output's layout
     seconds: float  # of the call itself
-    inside: float  # bytes that it alone keeps for the backward pass, on rank 0
-    keeps: tuple[int, ...]  # places of the inputs, then the outputs, that it keeps for the backward pass
+    bytes: float  # on rank 0, that it keeps for the backward pass
 
 
 T = TypeVar("T")
@@ -122,6 +122,11 @@ class Prices:
         self.costs = costs
         self.layouts: list[Layout] = []
         self.differentiable = graph_facts(graph).differentiable
+        training = [call for call in graph.calls if self.differentiable.intersection(call.outputs)]
+        # how many calls keep each value for the backward pass
+        self._keepers = Counter(
+            name for call in training for name in {name for name, _ in OPERATIONS[call.op].keeps(call, graph.values)}
+        )
         self._numbers: dict[Layout, int] = {}
         self._splits: dict[Split, Split] = {}
         self._structures: dict[Structure, int] = {}
@@ -148,7 +153,8 @@ class Prices:
         """A number for all calls that are alike but for their names."""
 
         def number() -> int:
-            key = (*structure(call, self.graph, self.differentiable), self.costs.context(call))
+            keepers = tuple(self._keepers[name] for name in (*call.inputs, *call.outputs))
+            key = (*structure(call, self.graph, self.differentiable), self.costs.context(call), keepers)
             return self._structures.setdefault(key, len(self._structures))
 
         return self._once("kind", call.name, ask=number)
@@ -191,32 +197,27 @@ class Prices:
             pairs = zip(call.inputs, inputs, wants, strict=True)
             moved = tuple(name for name, before, want in pairs if before not in (NOWHERE, want))
 
-        def computed() -> tuple[float, float, tuple[int, ...]]:
+        def priced() -> tuple[float, float]:
             blank = Placement(self.graph, self.mesh, batch, (), {}, {}, {})
             placed_call = PlacedCall(call, strategy, placed, dict.fromkeys(moved, ()))
-            return self.costs.compute(placed_call, blank), *self._kept(placed_call, blank)
+            return self.costs.compute(placed_call, blank), self._kept(placed_call, blank)
 
         places = tuple(map(call.inputs.index, moved))
-        return Answer(wants, gives, *self._once("call", self.kind(call), wants, gives, places, ask=computed))
+        return Answer(wants, gives, *self._once("call", self.kind(call), wants, gives, places, ask=priced))
 
-    def _kept(self, placed: PlacedCall, blank: Placement) -> tuple[float, tuple[int, ...]]:
-        """Bytes on rank 0 that only this call keeps, and which of its tensors it keeps."""
-        call = placed.call
-        if not self.differentiable.intersection(call.outputs):
-            return 0.0, ()
-        inside, keeps = 0.0, []
-        names = (*call.inputs, *call.outputs)
-        for tensor in kept_by(placed, blank):
-            if self.graph.values[tensor.value].origin not in ("call", "input"):
-                continue
-            if tensor.inside or tensor.itemsize != self.graph.values[tensor.value].dtype.itemsize:
-                inside += self._on_first(tensor.layout, self.graph.shape(tensor.value)) * tensor.itemsize
-            else:
-                keeps.append(names.index(tensor.value))
-        return inside, tuple(keeps)
-
-    def _on_first(self, layout: Layout, shape: tuple[int, ...]) -> int:
-        return elements(layout, shape, self.mesh, (0,) * len(self.mesh.sizes))
+    def _kept(self, placed: PlacedCall, blank: Placement) -> float:
+        """Bytes on rank 0 that a call keeps; of a value that several calls keep, its part. Where they keep it in
+        several layouts that is too little: the bytes are to guide the search, and what a plan needs is counted anew."""
+        held, values = 0.0, self.graph.values
+        for tensor in kept_by(placed, blank) if self.differentiable.intersection(placed.call.outputs) else ():
+            value = values[tensor.value]
+            if value.origin in ("call", "input"):
+                alone = tensor.inside or tensor.itemsize != value.dtype.itemsize
+                num_bytes = (
+                    elements(tensor.layout, value.shape, self.mesh, (0,) * len(self.mesh.sizes)) * tensor.itemsize
+                )
+                held += num_bytes / (1 if alone else self._keepers[tensor.value])
+        return held
 
     def transfer(self, source: int, target: int, value: Value) -> float:
         if source in (target, NOWHERE) or target == NOWHERE:
@@ -233,13 +234,6 @@ class Prices:
         layout = self.layouts[number]
         ask = partial(self.costs.parameter, value, layout, self.mesh)
         return self._once("parameter", value.shape, value.dtype, number, ask=ask)
-
-    def kept(self, number: int, value: Value) -> tuple[int, int]:
-        """The number of a layout without what it says of the gradient, and the bytes of a value in it on rank 0."""
-        layout = self.layouts[number]
-        count = self._once("kept", number, value.shape, ask=partial(self._on_first, layout, value.shape))
-        plain = self.number(replace(layout, copied=frozenset())) if layout.copied else number
-        return plain, count * value.dtype.itemsize
 
 
 def floor(prices: Prices, batch: Batch, allowed: Mapping[str, Sequence[Strategy]]) -> float:

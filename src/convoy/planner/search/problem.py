@@ -79,10 +79,9 @@ class PlacedStates:
     """A call for every state of the variables that it depends on, which stand here by their places in its scope."""
 
     seconds: Numbers  # infinite where it cannot be
-    inside: Numbers  # bytes that it alone keeps
+    bytes: Numbers  # that it keeps for the backward pass
     wants: list[Narrow]  # layouts of its inputs
     gives: list[Narrow]  # layouts of its outputs
-    keeps: tuple[int, ...]  # places of the inputs, then the outputs, that it keeps for the backward pass
     refused: ConvoyError | None  # by a rule, for some state
 
 
@@ -153,10 +152,9 @@ class Shared:
 
         placed = self._placed[key] = PlacedStates(
             spread((np.inf if a is None else a.seconds for a in answers), np.float64),
-            spread((0.0 if a is None else a.inside for a in answers), np.float64),
+            spread((0.0 if a is None else a.bytes for a in answers), np.float64),
             [narrow(NOWHERE if a is None else a.wants[n] for a in answers) for n in range(len(call.inputs))],
             [narrow(NOWHERE if a is None else a.gives[n] for a in answers) for n in range(len(call.outputs))],
-            next((a.keeps for a in answers if a is not None), ()),
             refused,
         )
         return placed
@@ -200,32 +198,28 @@ class Problem:
     # number of states of every variable; the first ones are the choices
     sizes: dict[int, int] = field(default_factory=dict)
     seconds: list[Table] = field(default_factory=list)
-    bytes: list[Table] = field(default_factory=list)  # on rank 0; empty where nobody asked for them
+    bytes: list[Table] = field(default_factory=list)  # on rank 0
     # how often a tensor is brought from one layout to another
     redistributions: list[Table] = field(default_factory=list)
     refused: ConvoyError | None = None  # by a rule, for where no combination is left
 
 
-def build(
-    shared: Shared, batch: Batch, choices: Sequence[Choice], outputs: Iterable[str], with_memory: bool = False
-) -> Problem:
+def build(shared: Shared, batch: Batch, choices: Sequence[Choice], outputs: Iterable[str]) -> Problem:
     """The tables of a graph; a TooWideError where too much meets in one call. Every layer whose rule looks at its
     strategy is in one of the choices."""
-    return _Builder(shared, batch, choices, with_memory).build(list(outputs))
+    return _Builder(shared, batch, choices).build(list(outputs))
 
 
 class _Builder:
-    def __init__(self, shared: Shared, batch: Batch, choices: Sequence[Choice], with_memory: bool) -> None:
+    def __init__(self, shared: Shared, batch: Batch, choices: Sequence[Choice]) -> None:
         self.shared = shared
         self.prices = shared.prices
         self.graph = shared.prices.graph
         self.batch = batch
-        self.with_memory = with_memory
         self.problem = Problem(choices, {v: len(choice.strategies) for v, choice in enumerate(choices)})
         self.variable = {layer: v for v, choice in enumerate(choices) for layer in choice.layers}
         self.known: dict[str, Known] = {}
         self.uses: dict[str, list[Known]] = {}
-        self.keeps: dict[str, list[Known]] = {}
 
     def build(self, outputs: list[str]) -> Problem:
         graph = self.graph
@@ -258,9 +252,6 @@ class _Builder:
             for scope, seconds, count in self._sent(graph.values[name], self.known[name], uses):
                 self._add(self.problem.seconds, scope, seconds)
                 self._add(self.problem.redistributions, scope, count)
-        for name, keeps in self.keeps.items():
-            for scope, held in self._kept(graph.values[name], keeps):
-                self._add(self.problem.bytes, scope, held)
         return self.problem
 
     def _constant(self, layout: Layout) -> Known:
@@ -281,7 +272,7 @@ class _Builder:
         if placed.refused is not None:
             self.problem.refused = placed.refused
         self._add(self.problem.seconds, scope, placed.seconds)
-        self._add(self.problem.bytes, scope, placed.inside)
+        self._add(self.problem.bytes, scope, placed.bytes)
         wants = [self._in_scope(scope, want) for want in placed.wants]
         gives = [self._in_scope(scope, give) for give in placed.gives]
         for name, want in zip(call.inputs, wants, strict=True):
@@ -291,9 +282,6 @@ class _Builder:
                 self.known[name] = want
                 self._parameter(self.graph.values[name], want)
         self.known |= dict(zip(call.outputs, gives, strict=True))
-        tensors = [*zip(call.inputs, wants, strict=True), *zip(call.outputs, gives, strict=True)]
-        for place in placed.keeps if self.with_memory else ():
-            self.keeps.setdefault(tensors[place][0], []).append(tensors[place][1])
 
     @staticmethod
     def _in_scope(scope: Scope, narrow: Narrow) -> Known:
@@ -337,33 +325,10 @@ class _Builder:
             table[a, b] = self.prices.transfer(sources[a], targets[b], value)
         return table[left_at, right_at]
 
-    def _kept(self, value: Value, keeps: Sequence[Known]) -> Iterator[tuple[Scope, Numbers]]:
-        """Bytes for what several calls keep of a value: once for each layout."""
-        uses = list({(use.scope, use.key): use for use in keeps}.values())
-        nowhere = Known((), np.array(NOWHERE - 1), -1)
-        for group in _that_share(uses, nowhere):
-            scope = tuple(sorted({v for use in group for v in use.scope}))
-            total = np.zeros(self._grid(scope))
-            places = [aligned(self._places(value, use.ids), use.scope, scope) for use in group]
-            for at, (use, place) in enumerate(zip(group, places, strict=True)):
-                numbers = [0 if n == NOWHERE else self.prices.kept(int(n), value)[1] for n in use.ids.ravel()]
-                held = np.array(numbers, float).reshape(use.ids.shape)
-                again = np.zeros((), bool)
-                for other in places[:at]:
-                    again = again | (other == place)
-                total += np.where(again, 0.0, aligned(held, use.scope, scope))
-            yield scope, total
-
-    def _places(self, value: Value, ids: Ids) -> Ids:
-        numbers = [NOWHERE if n == NOWHERE else self.prices.kept(int(n), value)[0] for n in ids.ravel()]
-        return np.array(numbers, np.int64).reshape(ids.shape)
-
     def _grid(self, scope: Scope) -> tuple[int, ...]:
         return check_grid(scope, [self.problem.sizes[v] for v in scope])
 
     def _add(self, tables: list[Table], scope: Scope, numbers: Numbers) -> None:
-        if tables is self.problem.bytes and not self.with_memory:
-            return
         if numbers.any():
             tables.append(Table(scope, numbers))
 

@@ -8,6 +8,7 @@ stage by stage (`cost/pipeline.py`), and the fastest counts.
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -20,9 +21,9 @@ from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Link
 from convoy.planner.cost.pipeline import StageTimes, pipeline_seconds
 from convoy.planner.search.cuts import Bounds, Chain, Numbers, best_cuts, cuts_of
+from convoy.planner.search.layers import ANY, Constraints
 from convoy.planner.search.search import search
 from convoy.planner.workload import Workload
-from convoy.plans.fit import Fix
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, actions, bubble, in_flight
@@ -78,18 +79,17 @@ def search_stages(
     workload: Workload,
     num_devices: int,
     costs: Costs,
+    constraints: Constraints = ANY,
     *,
-    fixes: Sequence[str | Fix] = (),
-    memory_limit: float | None = None,
-    known: float = float("inf"),
+    known: float = math.inf,
     top: int = 2,
 ) -> list[Staged]:
     """The fastest plans with stages, at most `top` of them with different numbers of stages, the best first; none where
-    there can be none. `memory_limit` is in bytes of a rank, and `known` the seconds of the best plan without stages:
-    what cannot be much better is not looked at."""
+    there can be none. They are cut on all meshes; `known` is the seconds of the best plan without stages: what cannot
+    be much better is not looked at."""
     if not workload.counts or num_devices == 1:
         return []
-    return _StageSearch(workload, num_devices, costs, fixes, memory_limit, known).run(top)
+    return _StageSearch(workload, num_devices, costs, constraints, known).run(top)
 
 
 _SIMULATED = 6
@@ -110,13 +110,13 @@ class _StageSearch:
     workload: Workload
     num_devices: int
     costs: Costs
-    fixes: Sequence[str | Fix]
-    memory_limit: float | None
+    constraints: Constraints
     known: float
     _fits: bool = False  # something does, if only what is too slow to be proposed
     _known_alone: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.memory_limit = self.constraints.memory_limit
         self.slowdowns, self.schedules = self.costs.slowdowns, self.workload.schedules
         self._equal = replace(self.costs, slowdowns=())
         self._updates: dict[int, tuple[Workload, Additive]] = {}
@@ -201,10 +201,10 @@ class _StageSearch:
     def _strategies(self, update: Workload, mesh: Mesh, limit: float | None) -> Plan | None:
         """The fastest strategies on the devices of a stage, None where there are none."""
         if not mesh.sizes:
-            return None if self.fixes else Plan(mesh)  # fixes name strategies on an axis
+            return None if self.constraints.fixes else Plan(mesh)  # fixes name strategies on an axis
         with contextlib.suppress(ConvoyError):
-            options: dict[str, Any] = {"fixes": self.fixes, "memory_limit": limit, "top": 1, "on": [mesh]}
-            return search(update, mesh.num_devices, self._equal, **options).best.plan
+            within = Constraints(self.constraints.fixes, limit, [mesh])
+            return search(update, mesh.num_devices, self._equal, within, top=1).best.plan
         return None
 
     def _cut(self, chain: Chain, plan: Plan, stages: int) -> _Priced | None:
