@@ -4,6 +4,7 @@ Layouts have numbers here, and equal questions one answer; blocks that repeat ar
 """
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from convoy.errors import ConvoyError
-from convoy.graph.graph import Call, Graph, Ref, Value
+from convoy.graph.graph import Call, Graph, Value
 from convoy.ops import OPERATIONS
 from convoy.ops.recompute import kept_by
 from convoy.planner.cost.additive import Additive, OfParameter, elements
@@ -59,41 +60,22 @@ def used_axes(layers: Mapping[str, Strategy], ops: Mapping[str, str]) -> Axes:
     return tuple(axis for axis in range(len(rows[0]) if rows else 0) if any(s[axis] == "sample" for s in rows))
 
 
-Structure = tuple[Any, ...]
-
-
-def structure(call: Call, graph: Graph, differentiable: frozenset[str]) -> Structure:
+def structure(call: Call, graph: Graph, differentiable: frozenset[str]) -> tuple[object, ...]:
     """What two calls must have in common to be placed alike and to cost the same. Names of tensors stand in it as
     places among the call's inputs and outputs; those in `differentiable` have a gradient."""
+    values = graph.values
     places = {name: f"${number}" for number, name in enumerate((*call.inputs, *call.outputs))}
     tensors = tuple(
-        ((value := graph.values[name]).shape, str(value.dtype), value.origin, name in differentiable) for name in places
-    )
-    return (
-        call.op,
-        call.recomputed,
-        getattr(call.function, "__name__", repr(call.function)),
-        len(call.inputs),
-        tensors,
-        _normal(call.attributes, places, graph),
-        _normal(call.args, places, graph),
-        _normal(call.kwargs, places, graph),
+        ((value := values[name]).shape, str(value.dtype), value.origin, name in differentiable) for name in places
     )
 
+    def anonymous(match: re.Match[str]) -> str:
+        name = match[1]
+        return places.get(name, f"${values[name].origin}" if name in values else match[0])
 
-def _normal(value: Any, places: Mapping[str, str], graph: Graph) -> Any:
-    if isinstance(value, Ref):
-        return places.get(value.name, "$")
-    if isinstance(value, str):
-        tensor = graph.values.get(value)
-        return places.get(value, value if tensor is None else f"${tensor.origin}")
-    if isinstance(value, Mapping):
-        return tuple((str(key), _normal(item, places, graph)) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(_normal(item, places, graph) for item in value)
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    return repr(value)
+    text = re.sub("'([^']*)'", anonymous, repr((call.attributes, call.args, call.kwargs)))
+    function = getattr(call.function, "__name__", repr(call.function))
+    return call.op, call.recomputed, function, len(call.inputs), tensors, text
 
 
 NOWHERE = -1  # stands for the layout of a value that cannot be
@@ -129,7 +111,7 @@ class Prices:
         )
         self._numbers: dict[Layout, int] = {}
         self._splits: dict[Split, Split] = {}
-        self._structures: dict[Structure, int] = {}
+        self._structures: dict[tuple[object, ...], int] = {}
         self._answers: dict[tuple[object, ...], Answer | ConvoyError] = {}
         self._known: dict[tuple[object, ...], Any] = {}
 

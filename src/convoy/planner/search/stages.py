@@ -229,7 +229,8 @@ class _StageSearch:
                     break
                 for schedule in (leading,) if self.memory_limit is not None else self.schedules:
                     pairs = zip(of_schedules[schedule], itertools.pairwise(cuts), strict=True)
-                    seconds = pipeline_seconds([times.between(pair) for times, pair in pairs], passes, schedule)
+                    of_stages = [StageTimes(*(float(numbers[pair]) for numbers in times)) for times, pair in pairs]
+                    seconds = pipeline_seconds(of_stages, passes, schedule)
                     self.known = min(self.known, seconds)
                     names = tuple(graph.calls[chain.cuts[cut]].layer for cut in cuts[1:-1])
                     tried_plans.append(Staged(Plan(mesh, plan.layers, names), passes, schedule, seconds))
@@ -238,8 +239,8 @@ class _StageSearch:
             return _Priced(best.seconds, best)
         return _Priced(min(sums)) if sums else None
 
-    def _times(self, chain: Chain, mesh: Mesh, stages: int, *, postpones: bool) -> list["_Times"]:
-        """What each stage takes, where weight gradients are postponed or not."""
+    def _times(self, chain: Chain, mesh: Mesh, stages: int, *, postpones: bool) -> list[tuple[Numbers, ...]]:
+        """The `StageTimes` of each stage from any cut to any other, where weight gradients are postponed or not."""
         pairs = [self.costs.links.between(mesh, 0, stage, stage + 1) for stage in range(stages - 1)]
         ways = {link: chain.messages(link) for link in dict.fromkeys(pairs)}
         nothing = np.zeros_like(chain.seconds)
@@ -251,22 +252,27 @@ class _StageSearch:
             beside = max(_share(link) for link in (before, after) if link is not None) * (sends + returns)
             slower = self._slowdown(mesh, stage)
             saved = _joined(chain.passes, stage, stages) * chain.saved if postpones else nothing
-            times.append(_Times(slower * chain.seconds + beside, slower * saved, sends, returns, chain.once))
+            computes = slower * chain.seconds + beside
+            # the gradients of weights take half of the backward pass, each computed by itself
+            weights = np.maximum(0.0, _BACK / 2 * computes - slower * saved)
+            backward = _BACK / 2 * computes + weights
+            times.append(((1 - _BACK) * computes, backward, sends, returns, chain.once, weights))
         return times
 
-    def _bounds(self, chain: Chain, times: Sequence["_Times"], schedule: Schedule) -> Bounds:
+    def _bounds(self, chain: Chain, times: Sequence[tuple[Numbers, ...]], schedule: Schedule) -> Bounds:
         """What decides about the cuts under a schedule; infinite where a stage does not fit into memory."""
         through, rest = [], []
         passes, stages = chain.passes, len(times)
         for stage, of_stage in enumerate(times):
-            computes, sent = of_stage.computes - of_stage.saved, of_stage.sends + of_stage.returns
+            forward, backward, sends, returns, once, _ = of_stage
+            computes, sent = forward + backward, sends + returns
             one = _WAITS[schedule] * computes + sent
             if self.memory_limit is not None:
                 activations = np.maximum(chain.kept, chain.postponed) if schedule == "zero-bubble" else chain.kept
                 held = chain.held + in_flight(schedule, passes, stage, stages) * activations
                 one = np.where(held <= self.memory_limit, one, np.inf)
             through.append(one)
-            rest.append((passes - _WAITS[schedule]) * np.maximum(computes, sent) + of_stage.once)
+            rest.append((passes - _WAITS[schedule]) * np.maximum(computes, sent) + once)
         return Bounds(through, rest)
 
     def _slowdown(self, mesh: Mesh, stage: int) -> float:
@@ -286,22 +292,3 @@ def _joined(passes: int, stage: int, stages: int) -> float:
         return 0.0
     calls = sum(kind == "weights" for kind, _ in actions("zero-bubble", passes, stage, stages))
     return (passes - calls) / (passes - 1)
-
-
-@dataclass(frozen=True)
-class _Times:
-    """Seconds of a pass through a stage, from any cut to any later one."""
-
-    computes: Numbers  # with what messages take from it, and gradients of weights each by itself
-    saved: Numbers  # what is less where gradients of weights are computed in one call for several passes
-    sends: Numbers  # activations to the next stage
-    returns: Numbers  # gradients to the stage before
-    once: Numbers  # the end of an update
-
-    def between(self, cuts: tuple[int, int]) -> StageTimes:
-        """Seconds of the stage between two cuts; the gradients of weights take half of the backward pass."""
-        computes, saved, sends, returns, once = (
-            float(numbers[cuts]) for numbers in (self.computes, self.saved, self.sends, self.returns, self.once)
-        )
-        weights = max(0.0, _BACK / 2 * computes - saved)
-        return StageTimes((1 - _BACK) * computes, _BACK / 2 * computes + weights, sends, returns, once, weights)
