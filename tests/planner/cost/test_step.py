@@ -16,10 +16,10 @@ from convoy.ops.memory import predict_memory
 from convoy.planner.cost import step
 from convoy.planner.cost.additive import Additive, additive_seconds, busy_ranks, sent_elements, some_places
 from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times
-from convoy.planner.cost.gradients import Update, exchange
+from convoy.planner.cost.gradients import Update, exchange, weights_of
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp, local_op
-from convoy.planner.cost.prediction import gradient_exchange, predict, rank_memory
+from convoy.planner.cost.prediction import predict, rank_memory
 from convoy.planner.cost.program import internal_messages, program, running_statistics
 from convoy.planner.cost.step import step_tasks
 from convoy.plans.buckets import Sizes
@@ -64,7 +64,7 @@ def test_what_is_sent_is_what_the_plan_counts() -> None:
     for plan in PLANS:
         placement = placed(small_net(12), plan)
         mesh, sent, expected = placement.mesh, transfer_traffic(placement), gradient_traffic(placement)
-        travelling = gradient_exchange(placement, Costs(ROOFLINE, links())).messages
+        travelling = exchange(placement, weights_of(placement)[::-1], Costs(ROOFLINE).message_sizes).messages
         assert sorted(name for one in travelling for name in one.parameters) == sorted(expected)
         for rank in range(mesh.num_devices):
             for way in ("forward", "backward"):

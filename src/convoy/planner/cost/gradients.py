@@ -87,14 +87,17 @@ def exchange(placement: Placement, order: Sequence[str], sizes: Sizes) -> Exchan
     become ready."""
     graph, mesh = placement.graph, placement.mesh
     held = held_bytes(placement, order)
-    names = [name for name in order if (axes := gradient_axes(placement, name)) and mesh.size(axes) > 1]
-    items = []
-    for name in names:
-        dtype = graph.values[name].dtype
-        items.append(
-            Item(gradient_axes(placement, name), dtype, torch.device("meta"), max(held[name]) // dtype.itemsize)
-        )
-    layers = _layers(placement)
+    axes_of = {name: axes for name in order if (axes := gradient_axes(placement, name))}
+    names = list(axes_of)
+    dtypes = [graph.values[name].dtype for name in names]
+    items = [
+        Item(axes_of[name], dtype, torch.device("meta"), max(held[name]) // dtype.itemsize)
+        for name, dtype in zip(names, dtypes, strict=True)
+    ]
+    layers: dict[str, str] = {}
+    for placed in placement.calls:
+        for name in placed.call.inputs:
+            layers.setdefault(name, placed.call.layer)
     messages = []
     for bucket in plan_buckets(items, range(len(items)), sizes):
         members = tuple(names[member] for member in bucket.members)
@@ -108,18 +111,16 @@ def exchange(placement: Placement, order: Sequence[str], sizes: Sizes) -> Exchan
     return Exchange(tuple(messages), whole, len(held))
 
 
-def _layers(placement: Placement) -> dict[str, str]:
-    first: dict[str, str] = {}
-    for placed in placement.calls:
-        for name in placed.call.inputs:
-            first.setdefault(name, placed.call.layer)
-    return first
-
-
 def gradient_axes(placement: Placement, name: str) -> Axes:
-    """The axes over which a parameter's gradient is added."""
-    layout = placement.layouts.get(name)
-    return tuple(sorted(layout.copied)) if layout is not None else ()
+    """The axes of several ranks over which a parameter's gradient is added."""
+    layout, sizes = placement.layouts.get(name, WHOLE), placement.mesh.sizes
+    return tuple(sorted(axis for axis in layout.copied if sizes[axis] > 1))
+
+
+def weights_of(placement: Placement) -> list[str]:
+    """The parameters that ranks hold, in the order of the network: of a stage its own, else all, used or not."""
+    names = (value.name for value in placement.graph.parameters())
+    return [name for name in names if name in placement.layouts or not placement.is_part]
 
 
 def held_bytes(placement: Placement, parameters: Sequence[str]) -> dict[str, tuple[int, ...]]:

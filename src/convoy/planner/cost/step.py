@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 from itertools import accumulate, chain, count
 
 from convoy.planner.cost.costs import Costs, HostCost, Times
-from convoy.planner.cost.gradients import GradientMessage, exchange
+from convoy.planner.cost.gradients import GradientMessage, exchange, weights_of
 from convoy.planner.cost.link import Message
 from convoy.planner.cost.local_op import graph_facts, local_bytes
 from convoy.planner.cost.pipeline import Staging, in_order
@@ -50,8 +50,7 @@ class _Stage:
         self.items = program(self.placement, costs.batch_norm, costs.microbatch)
         backward = self.items[::-1]
         names = dict.fromkeys(name for item in backward for name in item.parameters)
-        unused = (v.name for v in placement.graph.parameters() if v.name in self.placement.layouts or staging is None)
-        order = [*names, *(name for name in unused if name not in names)]
+        order = list(names | dict.fromkeys(weights_of(self.placement)))  # those that nothing uses come last
         self.exchange = exchange(self.placement, order, costs.message_sizes)
         # in the order in which the gradients of their parameters are complete
         postpones = staging is not None and staging.schedule == "zero-bubble"
