@@ -113,7 +113,9 @@ class Prediction:
             **({"price": f"{self.price(images, hour):,.2f}"} if hour is not None else {}),
         }
 
-    def document(self) -> dict[str, Any]:
+    def document(self, images: float, hour: float | None) -> dict[str, Any]:
+        """The same for programs; arguments as for `row`."""
+        price = {} if hour is None else {"price": round(self.price(images, hour), 2)}
         return {
             "machine": self.machine.text,
             "between": self.machine.between,
@@ -133,6 +135,8 @@ class Prediction:
             "curve": [[count, round(rate, 1)] for count, rate in self.curve],
             "changes": [{"what": one.text, "gain": round(one.gain, 3)} for one in self.changes],
             "notes": list(self.notes),
+            "days": round(self.days(images), 4),
+            **price,
         }
 
 
