@@ -158,19 +158,8 @@ class _Builder:
             layer = graph.calls[staging.staged.calls(crossing.target)[0]].layer
             for rank in self.ranks:
                 num_bytes = round(self.part * local_bytes(self.placement, crossing.value, rank))
-                task = Task(
-                    rank,
-                    "stages",
-                    "transfer",
-                    layer,
-                    crossing.value,
-                    link.exchange(num_bytes),
-                    self.chain[rank],
-                    cpu_share=share,
-                    num_bytes=num_bytes,
-                    host=link.host,
-                    peer=self._peer(rank, receiver),
-                )
+                what = rank, "stages", "transfer", layer, crossing.value, link.exchange(num_bytes)
+                task = Task(*what, self.chain[rank], -1, share, num_bytes, link.host, self._peer(rank, receiver))
                 self.sent[crossing, forward, number, rank] = self._add(task, blocks=False)
 
     def _add(self, task: Task, blocks: bool = True) -> int:
@@ -180,29 +169,29 @@ class _Builder:
             self.chain[task.rank] = (len(self.listed) - 1,)
         return len(self.listed) - 1
 
-    def _compute(self, rank: int, kind: Kind, layer: str, name: str, seconds: float, host: float = 0.0) -> None:
-        if name not in _BESIDE:
-            seconds *= self._slowdown(rank)
-            host = 0.0 if self.replays else host
-        if seconds > 0 or host > 0:
-            self._add(Task(rank, "compute", kind, layer, name, seconds, self.chain[rank], host=host))
+    def _compute(self, kind: Kind, layer: str, name: str, costs: Iterable[tuple[float, float]]) -> None:
+        """Work of all simulated ranks, by its seconds on each and those of the host that issues it."""
+        for rank, (seconds, host) in zip(self.ranks, costs, strict=True):
+            if name not in _BESIDE:
+                seconds *= self._slowdown(rank)
+                host = 0.0 if self.replays else host
+            if seconds > 0 or host > 0:
+                self._add(Task(rank, "compute", kind, layer, name, seconds, self.chain[rank], host=host))
 
-    def _of_item(self, item: Item, rank: int) -> Times:
-        times = self.costs.time(item.local_ops[rank])
-        return times + self.costs.per_transfer if item.is_transfer else times
+    def _times(self, item: Item) -> list[Times]:
+        times = [self.costs.time(item.local_ops[rank]) for rank in self.ranks]
+        return [one + self.costs.per_transfer for one in times] if item.is_transfer else times
 
     def _around(self, name: str, cost: HostCost) -> None:
-        for rank in self.ranks:
-            self._compute(rank, "around", "", name, cost.seconds(self.part * self.samples[rank]), cost.host)
+        seconds = [cost.seconds(self.part * self.samples[rank]) for rank in self.ranks]
+        self._compute("around", "", name, [(one, cost.host) for one in seconds])
 
     def _forward(self, number: int) -> None:
         self._receive(self.stage.received, True, number)
         self._around("input", self.costs.input)
         for item in self.stage.items:
-            for rank in self.ranks:
-                kind: Kind = "copy" if item.is_transfer else "forward"
-                times = self._of_item(item, rank)
-                self._compute(rank, kind, item.layer, item.name, self.part * times.forward, times.host_forward)
+            costs = [(self.part * one.forward, one.host_forward) for one in self._times(item)]
+            self._compute("copy" if item.is_transfer else "forward", item.layer, item.name, costs)
             for message in item.forward:
                 self._collective(message, "transfers", item.layer, item.name)
         self._send(self.stage.sent, True, number)
@@ -215,14 +204,12 @@ class _Builder:
             for message in item.backward:
                 self._collective(message, "transfers", item.layer, item.name)
             for again in item.again:
-                for rank in self.ranks:
-                    times = self._of_item(again, rank)
-                    self._compute(rank, "backward", again.layer, again.name, times.forward, times.host_forward)
-            for rank in self.ranks if item.differentiable else ():
-                kind: Kind = "copy" if item.is_transfer else "backward"
-                times = self._of_item(item, rank)
-                seconds = self.part * times.backward * (1 - item.postponed if self.postpones else 1.0)
-                self._compute(rank, kind, item.layer, item.name, seconds, times.host_backward)
+                costs = [(one.forward, one.host_forward) for one in self._times(again)]
+                self._compute("backward", again.layer, again.name, costs)
+            if item.differentiable:
+                part = self.part * (1 - item.postponed if self.postpones else 1.0)
+                costs = [(part * one.backward, one.host_backward) for one in self._times(item)]
+                self._compute("copy" if item.is_transfer else "backward", item.layer, item.name, costs)
             if is_last and not self.postpones:
                 self._start(place)
         if is_last and not self.postpones:
@@ -238,21 +225,23 @@ class _Builder:
         self.stage.first_without_weights = number + 1
         self.part = sum(map(self._share, range(first, number + 1)))
         for place, item in enumerate(self.stage.ready):
-            for rank in self.ranks if item.postponed else ():
-                op = item.local_ops[rank]
-                seconds = item.postponed * self.part * self.costs.time(op).backward
-                at_once = joined(op, self.part)
-                if at_once is not None:
-                    seconds = min(seconds, item.postponed * self.costs.time(at_once).backward)
-                elif self.part > 1:
-                    seconds += (self.part - 1) * self.costs.time(copied(parameter_bytes(op), 2)).forward
-                self._compute(rank, "backward", item.layer, item.name, seconds)
+            if item.postponed:
+                seconds = [self._postponed(item, rank) for rank in self.ranks]
+                self._compute("backward", item.layer, item.name, [(one, 0.0) for one in seconds])
             if is_last:
                 self._start(place)
         if first > 0:
             self._add_to_earlier_passes()
         if is_last:
             self._finish()
+
+    def _postponed(self, item: Item, rank: int) -> float:
+        """Seconds of a weight's gradient for several passes."""
+        op, times = item.local_ops[rank], self.costs.time
+        seconds, at_once = item.postponed * self.part * times(op).backward, joined(op, self.part)
+        if at_once is not None:
+            return min(seconds, item.postponed * times(at_once).backward)
+        return seconds + max(0.0, self.part - 1) * times(copied(parameter_bytes(op), 2)).forward
 
     def _collective(
         self, message: Message, stream: Stream, layer: str, name: str, blocks: bool = True
@@ -269,19 +258,9 @@ class _Builder:
             sorts = tuple(sorted({self.first[member] for member in group}))
             if sorts not in meetings:
                 meetings[sorts] = next(self.meetings)
-            task = Task(
-                rank,
-                stream,
-                _KINDS[stream],
-                layer,
-                name,
-                link.seconds(message.kind, most),
-                self.chain[rank],
-                meetings[sorts],
-                0.0 if blocks else link.cpu_share,
-                message.bytes[rank],
-                0.0 if self.replays else link.host,
-            )
+            what = rank, stream, _KINDS[stream], layer, name, link.seconds(message.kind, most)
+            share, host = 0.0 if blocks else link.cpu_share, 0.0 if self.replays else link.host
+            task = Task(*what, self.chain[rank], meetings[sorts], share, message.bytes[rank], host)
             tasks[rank] = self._add(task, blocks)
         return tasks
 
@@ -303,30 +282,26 @@ class _Builder:
             for rank, number in (tasks or {}).items():
                 self.chain[rank] = (*self.chain[rank], number)
         for message, _ in self.stage.begun:
-            count, costs = len(message.parameters), self.costs
-            for rank in self.ranks:
-                engine = costs.per_parameter * count, costs.host_per_parameter * count
-                self._compute(rank, "copy", message.layer, message.name, *engine)
+            count = len(message.parameters)
+            engine = self.costs.per_parameter * count, self.costs.host_per_parameter * count
+            self._compute("copy", message.layer, message.name, [engine] * len(self.ranks))
             self._copy(message)
 
     def _copy(self, message: GradientMessage) -> None:
         """Copies of gradients into their message, or out of it."""
-        for rank in self.ranks:
-            if message.copied[rank]:
-                times = self.costs.time(copied(message.copied[rank]))
-                self._compute(rank, "copy", message.layer, message.name, times.forward, times.host_forward)
+        sizes = [message.copied[rank] for rank in self.ranks]
+        times = [self.costs.time(copied(size)) if size else Times() for size in sizes]
+        self._compute("copy", message.layer, message.name, [(one.forward, one.host_forward) for one in times])
 
     def _add_to_earlier_passes(self) -> None:
-        for rank in self.ranks:
-            times = self.costs.time(copied(self.stage.exchange.held[rank], 2))
-            self._compute(rank, "backward", "", ADDING, times.forward, times.host_forward)
+        times = [self.costs.time(copied(self.stage.exchange.held[rank], 2)) for rank in self.ranks]
+        self._compute("backward", "", ADDING, [(one.forward, one.host_forward) for one in times])
 
     def _update(self) -> None:
         """The end of a stage's update, in which the engine's own time has a task beside the optimizer's."""
         exchange, update = self.stage.exchange, self.costs.update
         for message in running_statistics(self.stage.placement, self.costs.batch_norm):
             self._collective(message, "transfers", "", "running statistics")
-        for rank in self.ranks:
-            seconds = update.seconds(exchange.held[rank], exchange.tensors)
-            self._compute(rank, "update", "", "optimizer", seconds, update.issuing(exchange.tensors))
-            self._compute(rank, "around", "", ENGINE, update.fixed)
+        seconds = [update.seconds(exchange.held[rank], exchange.tensors) for rank in self.ranks]
+        self._compute("update", "", "optimizer", [(one, update.issuing(exchange.tensors)) for one in seconds])
+        self._compute("around", "", ENGINE, [(update.fixed, 0.0)] * len(self.ranks))
