@@ -68,12 +68,13 @@ class Work:
     def of(items: Iterable[Item], parameters: float, tensors: int, kept: float, image: float, images: float) -> "Work":
         """The work of calls over so many images. The kind is a place in `KINDS`."""
         counted = Counter(items)
-        columns = {"count": np.array(list(counted.values()), np.float64)}
+        columns: dict[str, Any] = {"count": np.array(list(counted.values()), np.float64)}
         columns["kind"] = np.array([KINDS.index(item.kind) for item in counted], np.int64)
         for field in fields(Item)[1:]:
             numbers = np.array([float(getattr(item, field.name)) for item in counted])
             columns[field.name] = numbers / images if field.name in _OF_IMAGES else numbers
-        rows = np.rec.fromarrays(list(columns.values()), names=list(columns))
+        types = [(name, column.dtype) for name, column in columns.items()]
+        rows = np.rec.fromarrays(list(columns.values()), dtype=types)
         return Work(rows, parameters, tensors, kept, image)
 
 
@@ -247,7 +248,8 @@ def _bytes(work: Work, images: float, units: Arithmetic, software: Software, fac
         passes = passes + np.where(rows.kind == _CONV, factor("turning" if old else "turning 8"), 0.0)
         passes = passes * np.where(between & old, factor("halves"), 1.0)
     passes = passes * np.where(rows.kind == _NORM, factor("norm"), 1.0)
-    return passes * elements * units.itemsize + np.array([[1.0], [2.0]]) * 4 * rows.weights
+    moved: Array = passes * elements * units.itemsize + np.array([[1.0], [2.0]]) * 4 * rows.weights
+    return moved
 
 
 class Factor(Protocol):

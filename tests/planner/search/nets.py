@@ -146,21 +146,6 @@ class Twice(nn.Module):
         return self.fc(self.tied(x).mean((2, 3)))
 
 
-class Halves(nn.Module):
-    """The channels in two halves, one of which goes another way; random numbers for each sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.way = nn.Conv2d(4, 4, 3, padding=1, groups=4)
-        self.last = nn.Conv2d(8, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b = F.relu(self.stem(x)).chunk(2, 1)
-        b = b + self.way(b) * torch.empty(len(b), 1, 1, 1).bernoulli_(0.5)
-        return self.last(torch.cat([a, b], 1)).mean((2, 3))
-
-
 def workload(model: nn.Module, samples: int = 8, size: int = 8, **options: Any) -> Workload:
     """A training pass."""
     graph = capture(model, (torch.empty(samples, 3, size, size, device="meta"),), training=True)

@@ -29,7 +29,6 @@ from planner.search.nets import (
     TWO,
     Branches,
     Chain,
-    Halves,
     Nested,
     Residual,
     Twice,
@@ -37,7 +36,7 @@ from planner.search.nets import (
     seconds_of,
     workload,
 )
-from small_nets import Dense, SqueezeExcite
+from small_nets import Dense
 
 
 def within(mesh: Mesh, among: Sequence[str] = AXIS_STRATEGIES, **options: Any) -> Constraints:
@@ -50,10 +49,7 @@ CASES = [
     (Nested, ONE, FEW, {}),
     (Twice, ONE, FEW, {}),
     (Chain, ONE, FEW, {"shares": (3, 1)}),  # of the samples
-    pytest.param(Halves, ONE, FEW, {}, marks=pytest.mark.slow),
     pytest.param(Chain, TWO, ("sample", "filter", "channel"), {}, marks=pytest.mark.slow),
-    pytest.param(Residual, TWO, ("sample", "filter"), {}, marks=pytest.mark.slow),
-    pytest.param(SqueezeExcite, THREE, ("sample", "filter"), {}, marks=pytest.mark.slow),
 ]
 
 
@@ -124,20 +120,13 @@ def test_the_best_of_all_meshes_comes_first_and_plain_samples_with_it() -> None:
     assert [mesh.sizes for mesh in meshes(12)] == [(12,), (2, 6), (3, 4), (4, 3), (6, 2)]
     job = workload(Residual(), 16)
     result = search(job, 4, COSTS, top=4, tolerance=0.0)
-    plans = [str(candidate.plan) for candidate in result.candidates]
-    assert len(set(plans)) == len(plans) >= 3
+    assert len({str(candidate.plan) for candidate in result.candidates}) == len(result.candidates) >= 3
     assert result.best.seconds == min(search(job, 4, COSTS, within(m), tolerance=0.0).best.seconds for m in meshes(4))
-    assert str(search(job, 1, COSTS).best.plan) == "serial"
     near = search(workload(Chain(), 16), 4, COSTS, tolerance=0.3)  # of plans that are about as fast, the simplest
     assert near.best.redistributions == 0 < near.candidates[1].redistributions
     assert near.best.seconds > near.candidates[1].seconds
     result = search(job, 4, nets.costs(flops=1e12, rate=1e6), top=1, tolerance=0.0)
     assert Plan.parse("sample=4") in [one.plan for one in result.candidates] and str(result.best.plan) != "sample=4"
-    assert [one.seconds for one in result.candidates] == sorted(one.seconds for one in result.candidates)
-    for candidate in search(workload(Chain(), 2), 4, COSTS).candidates:  # not of two samples
-        for layer in ("features.0", "fc"):
-            pairs = zip(candidate.plan.mesh.sizes, candidate.plan.strategy(layer, "conv"), strict=True)
-            assert all(size <= 2 for size, strategy in pairs if strategy == "sample")
     whole = search(workload(Chain(), microbatch=8), 2, COSTS)  # one microbatch is not divided
     assert all("sample" not in str(candidate.plan) for candidate in whole.candidates)
 
@@ -217,16 +206,13 @@ def test_where_much_meets_layers_of_one_role_are_tied_and_the_result_says_so(mon
 
 
 def test_a_plan_is_written_with_few_patterns_that_give_every_layer_its_strategy() -> None:
-    four = Mesh(("gpu",), (4,))
-    assert str(compact(four, {"a": ("sample",), "b.c": ("sample",)})) == "sample=4"
-    assert str(compact(Mesh((), ()), {"a": ()})) == "serial"
     layers = {f"features.{i}": ("sample",) for i in range(9)} | {f"classifier.{i}": ("filter",) for i in range(3)}
     layers["features.4"] = ("height",)
-    assert [pattern for pattern, _ in compact(four, layers).layers] == ["features.4", "classifier.*", "*"]
+    plan = compact(Mesh(("gpu",), (4,)), layers)
+    assert [pattern for pattern, _ in plan.layers] == ["features.4", "classifier.*", "*"]
     draw = random.Random(0)
     for _ in range(10):
         names = {".".join(str(draw.randrange(3)) for _ in range(draw.randint(1, 4))) for _ in range(30)} | {""}
         by_layer = {n: (draw.choice(("sample", "filter")), draw.choice(("filter", "replicate"))) for n in sorted(names)}
         plan = Plan.parse(compact(TWO, by_layer).to_yaml())
         assert {name: plan.strategy(name, "conv") for name in by_layer} == by_layer
-        assert len(plan.layers) <= len(by_layer)

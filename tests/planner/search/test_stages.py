@@ -14,14 +14,11 @@ from convoy.hardware.catalog import Hop
 from convoy.planner.cost.additive import Additive, sums_of_calls
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Links, ring
-from convoy.planner.cost.local_op import local_bytes
-from convoy.planner.cost.pipeline import StageTimes, Staging, pipeline_seconds
-from convoy.planner.cost.prediction import rank_memory
+from convoy.planner.cost.pipeline import StageTimes, pipeline_seconds
 from convoy.planner.search.cuts import Bounds, Chain, best_cuts, cuts_of
 from convoy.planner.search.layers import Constraints
 from convoy.planner.search.stages import search_stages
 from convoy.planner.workload import Workload, workload_of
-from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import SCHEDULES, Schedule, actions
 from convoy.plans.stages import StagedGraph, Stages
@@ -90,28 +87,6 @@ def test_a_chain_is_the_sum_of_its_parts_and_sends_what_the_engine_sends(make: A
                 assert returns[pair] == pytest.approx(sum(size[one.value] for one in result.received(stage)))
     layers = [staged(Twice()).graph.calls[point].layer for point in cuts_of(staged(Twice()).graph)[:-1]]
     assert "tied" not in layers and "again" in layers  # what uses one weight is in one stage
-
-
-@pytest.mark.parametrize(("make", "plan", "passes"), [(Nested, "serial", 4), (Residual, "filter=2", 1)])
-def test_stages_hold_what_is_said_to_hold_of_their_ranks(make: Any, plan: str, passes: int) -> None:
-    """Weights, gradients, momentum, and what a kernel holds while it runs; activations and messages are looked at by
-    themselves."""
-
-    def held(memory: Any) -> int:
-        return memory.parameters + memory.gradients + memory.optimizer + memory.workspace
-
-    job, inner = staged(make()).through(2, passes), Plan.parse(plan)
-    chain, placement = chain_of(job, COSTS, plan), job.place(inner)
-    largest = max(local_bytes(placement, one.name, 0) for one in job.graph.parameters())
-    assert chain.held[0, -1] == pytest.approx(held(rank_memory(placement, COSTS)[0]) + (passes > 1) * largest)
-    whole = Plan(Mesh(("stage", *inner.mesh.names), (2, *inner.mesh.sizes)), inner.layers)
-    for cut in range(1, len(chain.cuts) - 1):
-        one = replace(whole, stages=(job.graph.calls[chain.cuts[cut]].layer,))
-        staging = Staging.of(one, job.graph, job.outputs, (16 // passes,) * passes)
-        memory = rank_memory(job.place(one), COSTS, staging)
-        for stage, pair in enumerate([(0, cut), (cut, -1)]):
-            first = next(rank for rank in range(whole.mesh.num_devices) if whole.mesh.stage_of(rank) == stage)
-            assert chain.held[pair] == pytest.approx(held(memory[first]))
 
 
 class Wide(nn.Sequential):

@@ -150,16 +150,19 @@ class _Builder:
     def _send(self, crossings: Iterable[Crossing], forward: bool, number: int) -> None:
         """Send other stages what they need of a pass, or the gradients of what they have sent."""
         for crossing in crossings:
-            staging, graph = self.staging, self.placement.graph
+            staging, graph, value = self.staging, self.placement.graph, crossing.value
             assert staging is not None
             receiver = crossing.target if forward else crossing.source
             link = self.costs.links.between(self.mesh, staging.axis, self.stage.number, receiver)
             share = (link.cpu_share if link.overlap else 1.0) / 2  # one way of the two that a collective goes
             layer = graph.calls[staging.staged.calls(crossing.target)[0]].layer
             for rank in self.ranks:
-                num_bytes = round(self.part * local_bytes(self.placement, crossing.value, rank))
-                what = rank, "stages", "transfer", layer, crossing.value, link.exchange(num_bytes)
-                task = Task(*what, self.chain[rank], -1, share, num_bytes, link.host, self._peer(rank, receiver))
+                num_bytes = round(self.part * local_bytes(self.placement, value, rank))
+                seconds = link.exchange(num_bytes)
+                after, peer = self.chain[rank], self._peer(rank, receiver)
+                task = Task(
+                    rank, "stages", "transfer", layer, value, seconds, after, -1, share, num_bytes, link.host, peer
+                )
                 self.sent[crossing, forward, number, rank] = self._add(task, blocks=False)
 
     def _add(self, task: Task, blocks: bool = True) -> int:

@@ -8,7 +8,7 @@ placed once for every state of what they depend on.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -62,9 +62,6 @@ def narrowed(ids: Ids) -> tuple[tuple[int, ...], Ids]:
 
 GRID = 1_500_000  # the most states that a call's inputs may have together
 
-# Where a tensor lies: places of variables in a call's scope, numbers of layouts over these, and a key
-Narrow = tuple[tuple[int, ...], Ids, int]
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -80,8 +77,8 @@ class PlacedStates:
 
     seconds: Numbers  # infinite where it cannot be
     bytes: Numbers  # that it keeps for the backward pass
-    wants: list[Narrow]  # layouts of its inputs
-    gives: list[Narrow]  # layouts of its outputs
+    wants: list[Known]  # layouts of its inputs
+    gives: list[Known]  # layouts of its outputs
     refused: ConvoyError | None  # by a rule, for some state
 
 
@@ -146,9 +143,9 @@ class Shared:
         def spread(numbers: Iterable[float], kind: type) -> NDArray:
             return np.array(list(numbers), kind)[inverse]
 
-        def narrow(numbers: Iterable[int]) -> Narrow:
+        def narrow(numbers: Iterable[int]) -> Known:
             places, ids = narrowed(spread(numbers, np.int64))
-            return places, ids, self.key(ids)
+            return Known(places, ids, self.key(ids))
 
         placed = self._placed[key] = PlacedStates(
             spread((np.inf if a is None else a.seconds for a in answers), np.float64),
@@ -273,8 +270,10 @@ class _Builder:
             self.problem.refused = placed.refused
         self._add(self.problem.seconds, scope, placed.seconds)
         self._add(self.problem.bytes, scope, placed.bytes)
-        wants = [self._in_scope(scope, want) for want in placed.wants]
-        gives = [self._in_scope(scope, give) for give in placed.gives]
+        wants, gives = (
+            [replace(known, scope=tuple(scope[place] for place in known.scope)) for known in part]
+            for part in (placed.wants, placed.gives)
+        )
         for name, want in zip(call.inputs, wants, strict=True):
             if name in self.known:
                 self.uses.setdefault(name, []).append(want)
@@ -282,11 +281,6 @@ class _Builder:
                 self.known[name] = want
                 self._parameter(self.graph.values[name], want)
         self.known |= dict(zip(call.outputs, gives, strict=True))
-
-    @staticmethod
-    def _in_scope(scope: Scope, narrow: Narrow) -> Known:
-        places, ids, key = narrow
-        return Known(tuple(scope[place] for place in places), ids, key)
 
     def _sent(self, value: Value, source: Known, uses: Sequence[Known]) -> Iterator[tuple[Scope, Numbers, Numbers]]:
         """What it takes to bring a value to all who use it, once for those that want it in the same layout: by the
@@ -302,31 +296,25 @@ class _Builder:
             yield scope, *self.shared.tables[key]
 
     def _distinct(self, value: Value, origin: Known, uses: Sequence[Known], scope: Scope) -> tuple[Numbers, Numbers]:
-        shape = self._grid(scope)
+        shape = check_grid(scope, [self.problem.sizes[v] for v in scope])
         total, count = np.zeros(shape), np.zeros(shape)
         source = aligned(origin.ids, origin.scope, scope)
         targets = [aligned(use.ids, use.scope, scope) for use in uses]
+        left, left_at = relabelled(source)
         for place, target in enumerate(targets):
             once = (source != target) & (source != NOWHERE) & (target != NOWHERE)
             for other in targets[:place]:
                 once = once & (other != target)
             if once.any():
-                total += np.where(once, self._seconds(value, source, target), 0.0)
+                right, right_at = relabelled(target)
+                present = np.zeros((len(left), len(right)), bool)
+                present[left_at, right_at] = True
+                seconds = np.zeros(present.shape)
+                for a, b in np.argwhere(present).tolist():
+                    seconds[a, b] = self.prices.transfer(int(left[a]), int(right[b]), value)
+                total += np.where(once, seconds[left_at, right_at], 0.0)
                 count += once
         return total, count
-
-    def _seconds(self, value: Value, source: Ids, target: Ids) -> Numbers:
-        (left, left_at), (right, right_at) = relabelled(source), relabelled(target)
-        present = np.zeros((len(left), len(right)), bool)
-        present[left_at, right_at] = True
-        table = np.zeros(present.shape)
-        sources, targets = left.tolist(), right.tolist()
-        for a, b in np.argwhere(present).tolist():
-            table[a, b] = self.prices.transfer(sources[a], targets[b], value)
-        return table[left_at, right_at]
-
-    def _grid(self, scope: Scope) -> tuple[int, ...]:
-        return check_grid(scope, [self.problem.sizes[v] for v in scope])
 
     def _add(self, tables: list[Table], scope: Scope, numbers: Numbers) -> None:
         if numbers.any():

@@ -244,7 +244,7 @@ class _StageSearch:
         pairs = [self.costs.links.between(mesh, 0, stage, stage + 1) for stage in range(stages - 1)]
         ways = {link: chain.messages(link) for link in dict.fromkeys(pairs)}
         nothing = np.zeros_like(chain.seconds)
-        times = []
+        times: list[tuple[Numbers, ...]] = []
         for stage in range(stages):
             after, before = (pairs[at] if 0 <= at < stages - 1 else None for at in (stage, stage - 1))
             sends = ways[after][0] if after is not None else nothing
