@@ -8,7 +8,7 @@ import torch
 from convoy.hardware.catalog import Hop
 from convoy.models import create
 from convoy.planner import Workload, score, workload_of
-from convoy.planner.cost.additive import Additive, additive_seconds
+from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.gradients import Update
@@ -20,6 +20,7 @@ from convoy.planner.search.search import search
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from frozen.golden import golden, unlike
+from planner.search.nets import additive_seconds
 
 NETWORKS = {  # pixels of the images
     "alexnet": 96,

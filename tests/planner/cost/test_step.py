@@ -14,7 +14,7 @@ from convoy.engine.network import network_of
 from convoy.graph.graph import Graph
 from convoy.ops.memory import predict_memory
 from convoy.planner.cost import step
-from convoy.planner.cost.additive import Additive, additive_seconds, busy_ranks, sent_elements, some_places
+from convoy.planner.cost.additive import Additive, busy_ranks, sent_elements, some_places
 from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times
 from convoy.planner.cost.gradients import Update, exchange, weights_of
 from convoy.planner.cost.link import Curve, Link, Links
@@ -26,6 +26,7 @@ from convoy.plans.buckets import Sizes
 from convoy.plans.place import Placement
 from convoy.plans.timeline import Task
 from convoy.plans.traffic import all_reduce_elements, gradient_traffic, needs_gradient, step_elements, transfer_traffic
+from planner.search.nets import additive_seconds
 from plans.made_graph import chain, placed, small_net
 from ranks import run_ranks
 

@@ -14,7 +14,7 @@ from convoy.graph.graph import Ref
 from convoy.graph.tree import leaves
 from convoy.hardware.catalog import Hop
 from convoy.ops import capture
-from convoy.planner.cost.additive import Additive, additive_seconds
+from convoy.planner.cost.additive import Additive, sums_of_calls
 from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Assumed
@@ -53,6 +53,11 @@ class EachLayer:
 
 def seconds_of(workload: Workload, placement: Placement, costs: Costs) -> float:
     return additive_seconds(placement, Additive(costs, workload.graph, workload.passes))
+
+
+def additive_seconds(placement: Placement, costs: Additive) -> float:
+    """The sum that the search makes least, over a network as it is placed."""
+    return sum(seconds + sum(of.seconds for of in parts.values()) for seconds, parts in sums_of_calls(placement, costs))
 
 
 def every_placement(

@@ -151,14 +151,6 @@ def sums_of_calls(placement: Placement, costs: Additive) -> Iterator[tuple[float
         yield of_call, {name: costs.parameter(graph.values[name], placement.layouts[name], mesh) for name in new}
 
 
-def additive_seconds(placement: Placement, costs: Additive) -> float:
-    """The sum that the search makes least, over a network as it is placed."""
-    return sum(
-        seconds + sum(of.seconds for of in parameters.values())
-        for seconds, parameters in sums_of_calls(placement, costs)
-    )
-
-
 def elements(layout: Layout, shape: tuple[int, ...], mesh: Mesh, place: Coordinates) -> int:
     """How many elements the rank at a place holds of a tensor."""
     count = prod(shape)
