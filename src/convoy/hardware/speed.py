@@ -5,7 +5,8 @@ A call takes the time of its arithmetic and of its bytes, the longer of them and
 (Williams, Waterman and Patterson, "Roofline", 2009). The arithmetic reaches a part of the peak that depends on the
 device's generation, on the precision, and on how much of it there is in each direction: a sum over few channels, few
 filters or few pixels fill the multiplying units badly. `coefficients.json` holds what `benchmarks/published.py` fitted
-to published measurements.
+to published measurements: logarithms of factors on these counts, held near 0, so that a device without data is
+predicted by its data sheet. A regression on the tables alone could not say what holds a machine back.
 """
 
 import json

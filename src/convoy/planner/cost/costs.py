@@ -93,7 +93,7 @@ class Costs:
     # the engine's, for each step of a redistribution, beside copying and sending
     per_transfer: Times = field(default_factory=Times)
     per_parameter: float = 0.0  # the engine's, in an update for each parameter whose gradient is added over ranks
-    # how many times as long as in `times` each rank computes; empty for equally fast ranks
+    # how many times as long as in `times` each rank computes (in JSON `pace`: more is slower); empty for equal ranks
     slowdowns: tuple[float, ...] = ()
     host_per_parameter: float = 0.0  # `per_parameter` of the host, where that is not the device
     recorded: bool = False  # passes without stages are replayed as CUDA graphs, which cost the host nothing

@@ -149,6 +149,8 @@ class _Builder:
 
     def _send(self, crossings: Iterable[Crossing], forward: bool, number: int) -> None:
         """Send other stages what they need of a pass, or the gradients of what they have sent."""
+        # The sender's task: it takes up the sender's way out, and cycles at both ends. A receiver has none, it waits,
+        # which is what the bubble counts, and what a watched update has marks of.
         for crossing in crossings:
             staging, graph, value = self.staging, self.placement.graph, crossing.value
             assert staging is not None

@@ -5,7 +5,9 @@ inside is eliminated by itself, so that a join costs the product of what meets t
 
 Entries are vectors: the least sum for each number of times that something happens. Two of them are combined by a
 min-plus convolution, so that of all states within a budget those with the smallest count are exact, however counts and
-sums trade. Where nothing is counted the vectors have one element.
+sums trade. A price for each count would find only states on the convex hull of sums and counts: two of the golden plans
+changed so, ResNet-50 on 2×2 to one that is predicted to take 2.7 % longer. Where nothing is counted the vectors have
+one element.
 """
 
 import heapq

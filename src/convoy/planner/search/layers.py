@@ -157,6 +157,7 @@ def tied(groups: Groups, met: Sequence[str], graph: Graph) -> Groups:
 
 def tied_where_wide(groups: Groups, graph: Graph, most: int) -> Groups:
     """Fewer groups, where concatenations join more than `most` features, which a search cannot choose for."""
+    # bounds on whole plans kept GoogLeNet exact on two axes, by 350 lines for a plan whose sum is 1.5 % smaller
     deciding: dict[str, tuple[str, ...]] = {}
     for call in graph.calls:
         if is_choosing(call):
