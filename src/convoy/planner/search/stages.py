@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,7 +24,7 @@ from convoy.planner.search.cuts import Bounds, Chain, Numbers, best_cuts, cuts_o
 from convoy.planner.search.layers import ANY, Constraints
 from convoy.planner.search.search import search
 from convoy.planner.workload import Workload
-from convoy.plans.mesh import STAGE, Mesh
+from convoy.plans.mesh import STAGE, Mesh, ranks_of
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, actions, bubble, in_flight
 
@@ -97,12 +97,8 @@ _WORSE = 2
 _WORTH = 1.1  # times as long as the best plan known that may be what is known of others without simulating them
 
 
-@dataclass(frozen=True)
-class _Priced:
-    """The best plan in some number of passes, or about what it would take where that is known to be too long."""
-
-    seconds: float
-    staged: Staged | None = None
+# The best plan in some number of passes, after its seconds; or about those where they are known to be too long
+_Priced = tuple[float, Staged | None]
 
 
 @dataclass
@@ -113,19 +109,22 @@ class _StageSearch:
     constraints: Constraints
     known: float
     _fits: bool = False  # something does, if only what is too slow to be proposed
-    _known_alone: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.memory_limit = self.constraints.memory_limit
         self.slowdowns, self.schedules = self.costs.slowdowns, self.workload.schedules
         self._equal = replace(self.costs, slowdowns=())
-        self._updates: dict[int, tuple[Workload, Additive]] = {}
+        self._updates: dict[int, tuple[Workload, Additive, float]] = {}
 
-    def _at(self, passes: int) -> tuple[Workload, Additive]:
-        """The update in a number of passes, and its costs on equal ranks."""
+    def _at(self, passes: int) -> tuple[Workload, Additive, float]:
+        """The update in some passes, its costs on equal ranks, and seconds of a pass on one device, as fast as in
+        any schedule."""
         if passes not in self._updates:
             update = self.workload.through(self.num_devices, passes)
-            self._updates[passes] = update, Additive(self._equal, update.graph, update.passes)
+            costs = Additive(self._equal, update.graph, update.passes)
+            chain = Chain(update.place(Plan(Mesh((), ()))), costs)
+            saved = chain.saved if "zero-bubble" in self.schedules else 0.0
+            self._updates[passes] = update, costs, float((chain.seconds - saved)[0, -1])
         return self._updates[passes]
 
     def run(self, top: int) -> list[Staged]:
@@ -151,20 +150,22 @@ class _StageSearch:
             self.workload.counts,
             stages,
             lambda passes: self._in_passes(passes, mesh, stages, plans),
-            lambda one: (one.staged is None, one.seconds),
+            lambda one: (one[1] is None, one[0]),
         )
         self._fits = self._fits or best is not None
-        return best.staged if best is not None else None
+        return best[1] if best is not None else None
 
     def _in_passes(
         self, passes: int, mesh: Mesh, stages: int, plans: dict[float | None, Plan | None]
     ) -> _Priced | None:
         """The best in a number of passes, on as many devices for each stage; None where nothing can be or fits. `plans`
         keeps strategies by the memory that the whole network may take with them, None for the fastest."""
-        ideal = self._ideal(stages, passes)
+        update, costs, alone = self._at(passes)
+        speed = sum(1 / slowdown for slowdown in self.slowdowns) if self.slowdowns else self.num_devices
+        busy = 1 - min(bubble(schedule, passes, stages) for schedule in self.schedules)
+        ideal = alone * passes / speed / busy  # of stages that are all equal, and send nothing
         if ideal > _WORTH * self.known:
-            return _Priced(ideal)
-        update, costs = self._at(passes)
+            return ideal, None
         if stages >= len(cuts_of(update.graph)):
             return None
         # where no cut fits into memory, strategies that take less of it may let one
@@ -182,21 +183,6 @@ class _StageSearch:
             if priced is not None:
                 return priced
         return None
-
-    def _ideal(self, stages: int, passes: int) -> float:
-        """Seconds of stages that are all equal, and send nothing."""
-        speed = sum(1 / slowdown for slowdown in self.slowdowns) if self.slowdowns else self.num_devices
-        busy = 1 - min(bubble(schedule, passes, stages) for schedule in self.schedules)
-        return self._alone(passes) * passes / speed / busy
-
-    def _alone(self, passes: int) -> float:
-        """Seconds of a pass on one device, as fast as in any schedule."""
-        if passes not in self._known_alone:
-            update, costs = self._at(passes)
-            chain = Chain(update.place(Plan(Mesh((), ()))), costs)
-            saved = chain.saved if "zero-bubble" in self.schedules else 0.0
-            self._known_alone[passes] = float((chain.seconds - saved)[0, -1])
-        return self._known_alone[passes]
 
     def _strategies(self, update: Workload, mesh: Mesh, limit: float | None) -> Plan | None:
         """The fastest strategies on the devices of a stage, None where there are none."""
@@ -236,8 +222,8 @@ class _StageSearch:
                     tried_plans.append(Staged(Plan(mesh, plan.layers, names), passes, schedule, seconds))
         if tried_plans:
             best = min(tried_plans, key=lambda one: one.seconds)
-            return _Priced(best.seconds, best)
-        return _Priced(min(sums)) if sums else None
+            return best.seconds, best
+        return (min(sums), None) if sums else None
 
     def _times(self, chain: Chain, mesh: Mesh, stages: int, *, postpones: bool) -> list[tuple[Numbers, ...]]:
         """The `StageTimes` of each stage from any cut to any other, where weight gradients are postponed or not."""
@@ -250,7 +236,9 @@ class _StageSearch:
             sends = ways[after][0] if after is not None else nothing
             returns = ways[before][1] if before is not None else nothing
             beside = max(_share(link) for link in (before, after) if link is not None) * (sends + returns)
-            slower = self._slowdown(mesh, stage)
+            slower = (
+                max((self.slowdowns[rank] for rank in ranks_of(mesh, stage)), default=1.0) if self.slowdowns else 1.0
+            )
             saved = _joined(chain.passes, stage, stages) * chain.saved if postpones else nothing
             computes = slower * chain.seconds + beside
             # the gradients of weights take half of the backward pass, each computed by itself
@@ -263,22 +251,17 @@ class _StageSearch:
         """What decides about the cuts under a schedule; infinite where a stage does not fit into memory."""
         through, rest = [], []
         passes, stages = chain.passes, len(times)
-        for stage, of_stage in enumerate(times):
-            forward, backward, sends, returns, once, _ = of_stage
+        for stage, (forward, backward, sends, returns, once, _) in enumerate(times):
             computes, sent = forward + backward, sends + returns
-            one = _WAITS[schedule] * computes + sent
+            possible = np.triu(np.ones(computes.shape, bool), 1)
             if self.memory_limit is not None:
                 activations = np.maximum(chain.kept, chain.postponed) if schedule == "zero-bubble" else chain.kept
                 held = chain.held + in_flight(schedule, passes, stage, stages) * activations
-                one = np.where(held <= self.memory_limit, one, np.inf)
-            through.append(one)
-            rest.append((passes - _WAITS[schedule]) * np.maximum(computes, sent) + once)
+                possible &= held <= self.memory_limit
+            others = (passes - _WAITS[schedule]) * np.maximum(computes, sent) + once
+            through.append(np.where(possible, _WAITS[schedule] * computes + sent, np.inf))
+            rest.append(np.where(possible, others, np.inf))
         return Bounds(through, rest)
-
-    def _slowdown(self, mesh: Mesh, stage: int) -> float:
-        if not self.slowdowns:
-            return 1.0
-        return max(slowdown for rank, slowdown in enumerate(self.slowdowns) if mesh.coordinates(rank)[0] == stage)
 
 
 def _share(link: Link) -> float:
