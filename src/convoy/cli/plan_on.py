@@ -39,7 +39,7 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
     show(
         request,
         files,
-        lambda: [one.document(images, price) for one, price in zip(predictions, prices, strict=True)],
+        lambda: [prediction.document(images, price) for prediction, price in zip(predictions, prices, strict=True)],
         lambda: head + "\n".join([*_lines(predictions, images, prices, what, len(request.plans)), ""]),
     )
     return 0
@@ -108,34 +108,35 @@ def _lines(
 ) -> Iterator[str]:
     """A table of the machines, and what is to be said of each. `images` are those of the whole training, `what` is that
     in words; `prices` are of an hour of one device of each machine, None where they are not known."""
-    rows = [one.row(images, price) for one, price in zip(predictions, prices, strict=True)]
+    rows = [prediction.row(images, price) for prediction, price in zip(predictions, prices, strict=True)]
     yield from table([*rows[0]], [[*row.values()] for row in rows], [*rows[0]][2:])
     yield f"days{' and price, in the currency of --price,' if prices[0] is not None else ''} of {what}"
-    for one in predictions:
+    for prediction in predictions:
         yield ""
-        yield f"{one.machine.label}: held back by {one.held_back_by}"
-        if num_plans > 1 and one.planned is not None:
-            for scored in one.planned.candidates:
-                rate = one.best * one.planned.best.seconds / scored.seconds
+        yield f"{prediction.machine.label}: held back by {prediction.held_back_by}"
+        if num_plans > 1 and prediction.planned is not None:
+            for scored in prediction.planned.candidates:
+                rate = prediction.best * prediction.planned.best.seconds / scored.seconds
                 yield f"  plan {scored.plan}: {rate:,.0f} images/s"
-        if len(one.machine.devices) > 1:
-            yield from _plan_lines(one, "the plan" if num_plans == 1 else "fastest plan")
-        for change in one.changes[:4]:
+        if len(prediction.machine.devices) > 1:
+            yield from _plan_lines(prediction, "the plan" if num_plans == 1 else "fastest plan")
+        for change in prediction.changes[:4]:
             yield f"  {change.text}: {change.gain:.2f} × as fast"
-        for note in one.notes:
+        for note in prediction.notes:
             yield f"  note: {note}"
 
 
-def _plan_lines(one: Prediction, what: str) -> Iterator[str]:
+def _plan_lines(prediction: Prediction, what: str) -> Iterator[str]:
     """The fastest plan, and how it divides layers with weights where it is neither data parallelism nor stages."""
-    plan, planned = one.plan, one.planned
-    if plan == Plan.by_samples(len(one.machine.devices)) or planned is None:
+    plan, planned = prediction.plan, prediction.planned
+    if plan == Plan.by_samples(len(prediction.machine.devices)) or planned is None:
         yield f"  {what}: data parallelism"
         return
     passes = f" in {planned.best.passes} passes" if planned.best.passes > 1 else ""
     if planned.best.staging is not None:
         passes += f", schedule {planned.best.staging.schedule}"
-    yield f"  {what}: {plan}{passes}, {one.gain:.2f} times the {one.images_per_s:,.0f} images/s of data parallelism"
+    rate = f"the {prediction.images_per_s:,.0f} images/s of data parallelism"
+    yield f"  {what}: {plan}{passes}, {prediction.gain:.2f} times {rate}"
     if plan.num_stages > 1:
         return
     groups: dict[str, list[str]] = {}

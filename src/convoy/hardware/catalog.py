@@ -160,7 +160,7 @@ def read_devices(path: Path) -> dict[str, Device]:
             link_named(device.host)
         except ValidationError as error:
             mistakes = error.errors()
-            if lacking := [str(one["loc"][0]) for one in mistakes if one["type"] == "missing"]:
+            if lacking := [str(mistake["loc"][0]) for mistake in mistakes if mistake["type"] == "missing"]:
                 raise ConvoyError(f"{path}: {name} lacks {', '.join(lacking)}") from error
             wrong = f"{mistakes[0]['loc'][0]} is {mistakes[0]['input']}"
             raise ConvoyError(

@@ -45,8 +45,8 @@ class DataParallel:
 
     def _of(self, device: Device, images: float, count: int, site: Site) -> Step:
         precision = units(device, self.precision)
-        one = times(self.work, images, device, precision, self.software)
-        return several(one, self.work, precision, self.software.framework, count, site)
+        alone = times(self.work, images, device, precision, self.software)
+        return several(alone, self.work, precision, self.software.framework, count, site)
 
     def shares(self, batch: int) -> tuple[int, ...]:
         """The images of each device by which all end at about the same time: as they are equal, even ones."""
@@ -60,9 +60,9 @@ class DataParallel:
     def within(self) -> float:
         """The factor within which nine in ten predictions of like distance from the fit were."""
         coefficients, ranges = coefficients_of("one device"), coefficients_of("ranges")
-        known = all(f"device {device.name}" in coefficients for device in self.machine.devices)
+        is_known = all(f"device {device.name}" in coefficients for device in self.machine.devices)
         several = "one device" if len(self.machine.devices) == 1 else "several devices"
-        kind = f"{'known' if known else 'unknown'} device, known framework, {several}"
+        kind = f"{'known' if is_known else 'unknown'} device, known framework, {several}"
         return math.exp(ranges.get(kind, ranges.get("any", 0.5)))
 
     def holds_back(self, step: Step) -> str:

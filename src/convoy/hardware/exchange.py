@@ -55,23 +55,23 @@ class Step:
         return max(spent, key=lambda name: spent[name])
 
 
-def several(one: Times, work: Work, precision: str, framework: str, count: int, site: Site) -> Step:
+def several(alone: Times, work: Work, precision: str, framework: str, count: int, site: Site) -> Step:
     """How long an update takes on each of `count` devices, by the times of `one` of them with its images."""
     if count == 1:
-        return Step(one.total, one.total, 0.0, 0.0, 0.0, 0.0, one, 0.0, 0.0)
+        return Step(alone.total, alone.total, 0.0, 0.0, 0.0, 0.0, alone, 0.0, 0.0)
     messages = max(1.0, work.parameters * 4 / MESSAGE)
     inside, between = ring(work.parameters * 4, count, site, fitted, messages)
-    exposed = beside(inside + between, one, fitted) + starting(messages, fitted)
-    late = lateness(one.total, precision, framework, count, site, fitted)
-    return Step(one.total + exposed + late, one.total, inside + between, exposed, 0.0, late, one, inside, between)
+    exposed = beside(inside + between, alone, fitted) + starting(messages, fitted)
+    late = lateness(alone.total, precision, framework, count, site, fitted)
+    return Step(alone.total + exposed + late, alone.total, inside + between, exposed, 0.0, late, alone, inside, between)
 
 
 MESSAGE = 32e6  # bytes of gradients that share one
 
 
-def beside(exchange: float, one: Times, factor: Factor) -> float:
+def beside(exchange: float, alone: Times, factor: Factor) -> float:
     """What an update waits for of an exchange beside its backward pass."""
-    busy = float(one.backward.sum()) * one.total / one.device * (1 - 0.2)
+    busy = float(alone.backward.sum()) * alone.total / alone.device * (1 - 0.2)
     power = 1.0 + factor("beside")
     return float((busy**power + exchange**power) ** (1 / power) - busy + 0.05 * exchange)
 

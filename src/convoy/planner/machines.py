@@ -133,7 +133,7 @@ class Prediction:
             "passes": self.planned.best.passes if self.planned is not None else 1,
             "faster_than_data_parallel": round(self.gain, 3),
             "curve": [[count, round(rate, 1)] for count, rate in self.curve],
-            "changes": [{"what": one.text, "gain": round(one.gain, 3)} for one in self.changes],
+            "changes": [{"what": change.text, "gain": round(change.gain, 3)} for change in self.changes],
             "notes": list(self.notes),
             "days": round(self.days(images), 4),
             **price,
@@ -219,7 +219,7 @@ def predict(
             f"a batch of {batch} is too small for the {count} devices of {machine.text}: raise --batch, or ask for "
             "fewer"
         )
-    if precision == "bf16" and (lacking := [one.name for one in machine.devices if not has_bf16(one)]):
+    if precision == "bf16" and (lacking := [device.name for device in machine.devices if not has_bf16(device)]):
         raise ConvoyError(f"{lacking[0]} does not compute in bf16: choose fp32 or fp16")
     parallel = DataParallel(work_of(workload.graph), machine, precision, software)
     shares = parallel.shares(batch)
@@ -308,21 +308,21 @@ def _planned(
         fast = workload if cut else replace(workload, counts=())
         proposed = propose(fast, count, costs, replace(constraints, memory_limit=None), [])
         predictions = [score(workload, plan, costs, passes, room) for plan, passes in proposed]
-        if all(one.memory.total > room for one in predictions):
+        if all(scored.memory.total > room for scored in predictions):
             with contextlib.suppress(TooLargeError):
                 proposed = propose(workload, count, costs, constraints, [])
                 predictions += [score(workload, plan, costs, passes, room) for plan, passes in proposed]
-    fitting = [one for one in predictions if one.memory.total <= room]
+    fitting = [scored for scored in predictions if scored.memory.total <= room]
     if not fitting:
         device = min(machine.devices, key=lambda device: device.memory_gb)
-        least = min(one.memory.total for one in predictions)
+        least = min(scored.memory.total for scored in predictions)
         raise TooLargeError(
             f"a batch of {workload.batch} needs {size(least)} on each {device.name}, {size(int(least - room))} more "
             f"than the {size(int(room))} that there are: lower --batch, or ask for more devices",
             least,
         )
-    best = sorted(fitting, key=lambda one: one.seconds)
-    plain = next((one for one in predictions if one.plan == Plan.by_samples(count)), None)
+    best = sorted(fitting, key=lambda scored: scored.seconds)
+    plain = next((scored for scored in predictions if scored.plan == Plan.by_samples(count)), None)
     if plain in best and not plans and plain.seconds < WORTH * best[0].seconds:
         best = best[best.index(plain) :]  # what is hardly faster is no gain
     plain = plain or score(workload, Plan.by_samples(count), costs)

@@ -103,8 +103,8 @@ class Additive:
             seconds *= link.cpu_share + (1 - link.cpu_share) * _SHOWN
         return seconds + copies + self.costs.per_parameter
 
-    def _times(self, one: LocalOp) -> Times:
-        times = self.costs.time(one)
+    def _times(self, op: LocalOp) -> Times:
+        times = self.costs.time(op)
         return Times(times.forward, times.backward) if self.costs.recorded else times
 
     def _call(self, placed: PlacedCall, placement: Placement, rank: int) -> float:

@@ -138,7 +138,7 @@ class Calibrated:
         self._neighbours = {group: Neighbours(self._points(group, members)) for group, members in groups.items()}
         # a host takes about as long to issue operations of a sort whatever their sizes
         self._issuing = {
-            op: (median(one.host_forward for one in times), median(one.host_backward for one in times))
+            op: (median(seconds.host_forward for seconds in times), median(seconds.host_backward for seconds in times))
             for op, times in hosts.items()
         }
         self._predictions: dict[LocalOp, Times] = {}

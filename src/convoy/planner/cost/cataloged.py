@@ -21,9 +21,13 @@ def times_on(device: Device, precision: str, software: Software) -> LayerTimes:
 
     @cache
     def of_item(item: Item, needs_gradient: bool) -> Times:
-        one = times(Work.of([item], 0, 0, 0, 0, 1), 1, device, precision, software)
-        forward, backward = float(one.forward[0]), float(one.backward[0])
-        return Times(forward, backward, one.host, 2 * one.host) if needs_gradient else Times(forward, 0.0, one.host)
+        seconds = times(Work.of([item], 0, 0, 0, 0, 1), 1, device, precision, software)
+        forward, backward = float(seconds.forward[0]), float(seconds.backward[0])
+        return (
+            Times(forward, backward, seconds.host, 2 * seconds.host)
+            if needs_gradient
+            else Times(forward, 0.0, seconds.host)
+        )
 
     def of_op(op: LocalOp, /) -> Times:
         if op.is_empty or op.op in VIEWS:

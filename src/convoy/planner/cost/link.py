@@ -143,7 +143,7 @@ class Links:
 
     @staticmethod
     def from_list(rows: Sequence[Mapping[str, Any]]) -> "Links":
-        return Links({tuple(map(int, one["ranks"])): Link.from_dict(one) for one in rows})
+        return Links({tuple(map(int, row["ranks"])): Link.from_dict(row) for row in rows})
 
 
 def first_group(mesh: Mesh, axes: Axes) -> Ranks:

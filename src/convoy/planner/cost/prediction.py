@@ -64,19 +64,19 @@ def _of_part(placement: Placement, costs: Costs, staging: Staging | None, stage:
     small = [sizes for name, sizes in held.items() if gradient_axes(placement, name) and max(sizes) < alone]
     differentiable, later = needs_gradient(graph), list[str]()
     if staging is not None and staging.schedule == "zero-bubble":  # inputs and gradients, of all passes, at the end
-        calls = [one.call for one in placement.calls if postpones(one, graph, differentiable)]
+        calls = [placed.call for placed in placement.calls if postpones(placed, graph, differentiable)]
         later = [name for call in calls for name in (call.attributes["input"], call.outputs[0])]
     by_rank = {}
     for rank in ranks:
-        one, messages = counted[rank], sum(sizes[rank] for sizes in small)
+        memory, messages = counted[rank], sum(sizes[rank] for sizes in small)
         if staging is not None:
             messages += _sent_and_received(placement, staging, stage, rank, differentiable)
         weights = [sizes[rank] for sizes in held.values()]
         by_rank[rank] = RankMemory(
-            one.parameters,
-            one.gradients + (max(weights, default=0) if passes > 1 else 0),
-            one.buffers,
-            max(one.activations, passes * sum(local_bytes(placement, name, rank) for name in later)),
+            memory.parameters,
+            memory.gradients + (max(weights, default=0) if passes > 1 else 0),
+            memory.buffers,
+            max(memory.activations, passes * sum(local_bytes(placement, name, rank) for name in later)),
             int(costs.update.state * sum(weights)),
             messages,
             max((workspace(call, placement, rank) for call in placement.calls if costs.on_cpu), default=0),
@@ -118,7 +118,7 @@ def workspace(placed: PlacedCall, placement: Placement, rank: int) -> int:
 
 def most(memory: Sequence[RankMemory]) -> RankMemory:
     """The memory of the rank that needs most."""
-    return max(memory, key=lambda one: one.total)
+    return max(memory, key=lambda of_rank: of_rank.total)
 
 
 def predict(placement: Placement, costs: Costs, passes: int = 1, staging: Staging | None = None) -> Timeline:
@@ -179,7 +179,7 @@ def scored(plan: Plan, placement: Placement, costs: Costs, passes: int = 1, stag
     timeline = predict(placement, costs, passes, staging=staging)
     memory = rank_memory(placement, costs, staging)
     of_stages: dict[int, list[RankMemory]] = {}
-    for rank, one in enumerate(memory) if staging is not None else ():
-        of_stages.setdefault(plan.mesh.stage_of(rank), []).append(one)
+    for rank, of_rank in enumerate(memory) if staging is not None else ():
+        of_stages.setdefault(plan.mesh.stage_of(rank), []).append(of_rank)
     by_stage = tuple(most(of_stages[stage]) for stage in sorted(of_stages))
     return Scored(plan, placement, timeline, most(memory), passes, staging, by_stage)

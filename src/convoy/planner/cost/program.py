@@ -48,19 +48,19 @@ def moved(
 
 def copied(num_bytes: int, times: int = 1) -> LocalOp:
     """A copy of so many bytes, as into a message and out of it; `times` 2 for one added to what is there."""
-    one = Operand((num_bytes // 4,), "float32")
-    return LocalOp("copy", "", (one,) * times, (one,))
+    operand = Operand((num_bytes // 4,), "float32")
+    return LocalOp("copy", "", (operand,) * times, (operand,))
 
 
-def parameter_bytes(one: LocalOp) -> int:
+def parameter_bytes(op: LocalOp) -> int:
     """Bytes of a call's weight and bias."""
-    return sum(operand.bytes for operand in one.inputs if operand.role == "parameter")
+    return sum(operand.bytes for operand in op.inputs if operand.role == "parameter")
 
 
-def joined(one: LocalOp, number: float) -> LocalOp | None:
+def joined(op: LocalOp, number: float) -> LocalOp | None:
     """A call with the samples of `number` passes (a part of one for a smaller pass), as the weight's gradients of all
     of them are computed in one; None where each is computed by itself."""
-    operands = (*one.inputs, *one.outputs)
+    operands = (*op.inputs, *op.outputs)
     moved = sum(prod(operand.shape) for operand in operands if operand.role == "activation")
     weight = max((prod(operand.shape) for operand in operands if operand.role == "parameter"), default=0)
     if number <= 1 or not joins(moved, weight):
@@ -71,8 +71,8 @@ def joined(one: LocalOp, number: float) -> LocalOp | None:
             return operand
         return replace(operand, shape=(round(number * operand.shape[0]), *operand.shape[1:]))
 
-    inputs, outputs = (tuple(map(larger, operands)) for operands in (one.inputs, one.outputs))
-    return replace(one, inputs=inputs, outputs=outputs)
+    inputs, outputs = (tuple(map(larger, operands)) for operands in (op.inputs, op.outputs))
+    return replace(op, inputs=inputs, outputs=outputs)
 
 
 @dataclass(frozen=True)

@@ -185,17 +185,17 @@ class _Builder:
 
     def _times(self, item: Item) -> list[Times]:
         times = [self.costs.time(item.local_ops[rank]) for rank in self.ranks]
-        return [one + self.costs.per_transfer for one in times] if item.is_transfer else times
+        return [of_op + self.costs.per_transfer for of_op in times] if item.is_transfer else times
 
     def _around(self, name: str, cost: HostCost) -> None:
         seconds = [cost.seconds(self.part * self.samples[rank]) for rank in self.ranks]
-        self._compute("around", "", name, [(one, cost.host) for one in seconds])
+        self._compute("around", "", name, [(of_rank, cost.host) for of_rank in seconds])
 
     def _forward(self, number: int) -> None:
         self._receive(self.stage.received, True, number)
         self._around("input", self.costs.input)
         for item in self.stage.items:
-            costs = [(self.part * one.forward, one.host_forward) for one in self._times(item)]
+            costs = [(self.part * of_op.forward, of_op.host_forward) for of_op in self._times(item)]
             self._compute("copy" if item.is_transfer else "forward", item.layer, item.name, costs)
             for message in item.forward:
                 self._collective(message, "transfers", item.layer, item.name)
@@ -209,11 +209,11 @@ class _Builder:
             for message in item.backward:
                 self._collective(message, "transfers", item.layer, item.name)
             for again in item.again:
-                costs = [(one.forward, one.host_forward) for one in self._times(again)]
+                costs = [(of_op.forward, of_op.host_forward) for of_op in self._times(again)]
                 self._compute("backward", again.layer, again.name, costs)
             if item.differentiable:
                 part = self.part * (1 - item.postponed if self.postpones else 1.0)
-                costs = [(part * one.backward, one.host_backward) for one in self._times(item)]
+                costs = [(part * of_op.backward, of_op.host_backward) for of_op in self._times(item)]
                 self._compute("copy" if item.is_transfer else "backward", item.layer, item.name, costs)
             if is_last and not self.postpones:
                 self._start(place)
@@ -232,7 +232,7 @@ class _Builder:
         for place, item in enumerate(self.stage.ready):
             if item.postponed:
                 seconds = [self._postponed(item, rank) for rank in self.ranks]
-                self._compute("backward", item.layer, item.name, [(one, 0.0) for one in seconds])
+                self._compute("backward", item.layer, item.name, [(of_rank, 0.0) for of_rank in seconds])
             if is_last:
                 self._start(place)
         if first > 0:
@@ -296,11 +296,13 @@ class _Builder:
         """Copies of gradients into their message, or out of it."""
         sizes = [message.copied[rank] for rank in self.ranks]
         times = [self.costs.time(copied(size)) if size else Times() for size in sizes]
-        self._compute("copy", message.layer, message.name, [(one.forward, one.host_forward) for one in times])
+        self._compute(
+            "copy", message.layer, message.name, [(of_rank.forward, of_rank.host_forward) for of_rank in times]
+        )
 
     def _add_to_earlier_passes(self) -> None:
         times = [self.costs.time(copied(self.stage.exchange.held[rank], 2)) for rank in self.ranks]
-        self._compute("backward", "", ADDING, [(one.forward, one.host_forward) for one in times])
+        self._compute("backward", "", ADDING, [(of_rank.forward, of_rank.host_forward) for of_rank in times])
 
     def _update(self) -> None:
         """The end of a stage's update, in which the engine's own time has a task beside the optimizer's."""
@@ -308,5 +310,5 @@ class _Builder:
         for message in running_statistics(self.stage.placement, self.costs.batch_norm):
             self._collective(message, "transfers", "", "running statistics")
         seconds = [update.seconds(exchange.held[rank], exchange.tensors) for rank in self.ranks]
-        self._compute("update", "", "optimizer", [(one, update.issuing(exchange.tensors)) for one in seconds])
+        self._compute("update", "", "optimizer", [(of_rank, update.issuing(exchange.tensors)) for of_rank in seconds])
         self._compute("around", "", ENGINE, [(update.fixed, 0.0)] * len(self.ranks))

@@ -64,15 +64,15 @@ class Chain:
         self._differentiable = graph_facts(placement.graph).differentiable
         rows = zip(placement.calls, sums_of_calls(placement, costs), strict=True)
         of_calls = np.array([self._of_call(placed, *sums, costs) for placed, sums in rows]).T
-        added, most = of_calls[:5], of_calls[5:]
-        seconds, saved, once, postponed, held = (_between(np.add.reduceat(row, self.cuts[:-1])) for row in added)
+        to_sum, to_compare = of_calls[:5], of_calls[5:]
+        seconds, saved, once, postponed, held = (_between(np.add.reduceat(row, self.cuts[:-1])) for row in to_sum)
         # Gradients are added to those before. Less, under zero-bubble, are the seconds of weight gradients of all
         # passes that are computed in one call each.
         self.seconds, self.saved = seconds / self.passes, saved / self.passes
         # Seconds for the exchange of gradients and the optimizer; bytes from which weight gradients are computed.
         self.once, self.postponed = once, postponed
         # bytes of parameters, gradients and optimizer, of a pass's own gradient, and of the kernel that holds most
-        self.held = held + sum(_largest(np.maximum.reduceat(row, self.cuts[:-1])) for row in most)
+        self.held = held + sum(_largest(np.maximum.reduceat(row, self.cuts[:-1])) for row in to_compare)
 
     def _of_call(
         self, placed: PlacedCall, seconds: float, parameters: Mapping[str, OfParameter], costs: Additive
@@ -122,8 +122,12 @@ class Chain:
         held, values = self._empty(), self.placement.graph.values
         # of what is computed again only that which crosses cuts: so no cuts are missed, and what is chosen is looked at
         calls = zip(self.placement.calls, KeptTensors(self.placement).calls, strict=True)
-        tensors = {one for placed, of_call in calls if not placed.call.recomputed for one in of_call}
-        plain = {one.value for one in tensors if not one.inside and one.itemsize == values[one.value].dtype.itemsize}
+        tensors = {tensor for placed, of_call in calls if not placed.call.recomputed for tensor in of_call}
+        plain = {
+            tensor.value
+            for tensor in tensors
+            if not tensor.inside and tensor.itemsize == values[tensor.value].dtype.itemsize
+        }
         for name, size, touches in self._touched:
             for before, unit in itertools.pairwise((-1, *touches)):
                 held[before + 1 : unit + 1, unit + 1 :] += size
@@ -132,10 +136,10 @@ class Chain:
         first = {name: touches[0] for name, _, touches in self._touched}
         inside = np.zeros(len(self.cuts) - 1)
         mesh = self.placement.mesh
-        for one in tensors:
-            if one.inside or one.itemsize != values[one.value].dtype.itemsize:
-                shape = one.layout.local_shape(values[one.value].shape, mesh, (0,) * len(mesh.sizes))
-                inside[first.get(one.value, 0)] += prod(shape) * one.itemsize
+        for tensor in tensors:
+            if tensor.inside or tensor.itemsize != values[tensor.value].dtype.itemsize:
+                shape = tensor.layout.local_shape(values[tensor.value].shape, mesh, (0,) * len(mesh.sizes))
+                inside[first.get(tensor.value, 0)] += prod(shape) * tensor.itemsize
         return held + _between(inside)
 
     def _empty(self) -> Numbers:

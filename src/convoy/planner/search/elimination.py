@@ -68,8 +68,8 @@ class Elimination:
         most: int = 0,
     ) -> None:
         self._sizes, self._length = dict(sizes), most + 1
-        parts = [Table(one.scope, one.numbers[..., None]) for one in _merged(tables, sizes)]
-        parts += [Table(one.scope, _by_count(one.numbers)) for one in _merged(counts, sizes)]
+        parts = [Table(table.scope, table.numbers[..., None]) for table in _merged(tables, sizes)]
+        parts += [Table(table.scope, _by_count(table.numbers)) for table in _merged(counts, sizes)]
         order = order_of([part.scope for part in parts], self._sizes, limit // self._length)
         place = {variable: number for number, (variable, _) in enumerate(order)}
         # the last bucket has no variable: there is what depends on none

@@ -71,8 +71,8 @@ def _patterns(layers: Mapping[str, Strategy]) -> Patterns:
     @cache
     def below(path: str) -> tuple[Strategy, ...]:
         """The strategies of the layers below a path."""
-        found = (strategy for child in children[path] for strategy in (*at(child), *below(child)))
-        return tuple(dict.fromkeys(found))
+        strategies_below = (strategy for child in children[path] for strategy in (*at(child), *below(child)))
+        return tuple(dict.fromkeys(strategies_below))
 
     def at(path: str) -> list[Strategy]:
         return [layers[path]] if path in layers else []

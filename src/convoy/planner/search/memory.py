@@ -48,7 +48,7 @@ def fitting(fastest: Solution, limit: float) -> Fitting:
         bound = max(bound, solution.seconds + price * (solution.bytes - counted_limit))
         if solution.memory <= limit:
             high = price
-            best = min(best, solution, key=lambda one: one.seconds)
+            best = min(best, solution, key=lambda plan: plan.seconds)
         else:
             low = price
         if low and high / low < 1.01:

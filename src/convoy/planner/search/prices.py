@@ -42,7 +42,7 @@ def meshes(num_devices: int) -> list[Mesh]:
 def sample_axes_of(mesh: Mesh) -> list[Axes]:
     """All sets of axes that may divide the samples, the largest first."""
     axes = tuple(mesh.axes)
-    return [chosen for count in range(len(axes), -1, -1) for chosen in itertools.combinations(axes, count)]
+    return [subset for count in range(len(axes), -1, -1) for subset in itertools.combinations(axes, count)]
 
 
 def strategies(mesh: Mesh, axes: Axes, among: Sequence[str] = AXIS_STRATEGIES) -> list[Strategy]:
@@ -223,8 +223,10 @@ def floor(prices: Prices, batch: Batch, allowed: Mapping[str, Sequence[Strategy]
     total = 0.0
     for call in prices.graph.calls:
         if call.op == "conv":
-            answers = (prices.answer(call, batch, one, [NOWHERE] * len(call.inputs)) for one in allowed[call.layer])
-            total += min((one.seconds for one in answers if isinstance(one, Answer)), default=0.0)
+            answers = (
+                prices.answer(call, batch, strategy, [NOWHERE] * len(call.inputs)) for strategy in allowed[call.layer]
+            )
+            total += min((answer.seconds for answer in answers if isinstance(answer, Answer)), default=0.0)
     return total
 
 

@@ -25,7 +25,7 @@ Ids = NDArray[np.int64]  # numbers of layouts, as `convoy.planner.search.prices.
 
 
 @dataclass(frozen=True)
-class Known:
+class StateLayouts:
     """Where a tensor lies, for every state of the variables in `scope`."""
 
     scope: Scope
@@ -77,8 +77,8 @@ class PlacedStates:
 
     seconds: Numbers  # infinite where it cannot be
     bytes: Numbers  # that it keeps for the backward pass
-    wants: list[Known]  # layouts of its inputs
-    gives: list[Known]  # layouts of its outputs
+    wants: list[StateLayouts]  # layouts of its inputs
+    gives: list[StateLayouts]  # layouts of its outputs
     refused: ConvoyError | None  # by a rule, for some state
 
 
@@ -100,7 +100,7 @@ class Shared:
         self,
         call: Call,
         batch: Batch,
-        inputs: Sequence[Known | None],
+        inputs: Sequence[StateLayouts | None],
         choice: tuple[int, Choice] | None,
         scope: Scope,
         sizes: Sequence[int],
@@ -133,19 +133,19 @@ class Shared:
         depends = [array is not None for array in arrays]
         answers: list[Answer | None] = []
         refused = None
-        for chosen, *of_inputs in zip(_at(state, at), *columns, strict=True):
+        for number, *of_inputs in zip(_at(state, at), *columns, strict=True):
             answer = None
             if not any(n == NOWHERE and depending for n, depending in zip(of_inputs, depends, strict=True)):
-                result = self.prices.answer(call, batch, strategies[chosen], of_inputs)
+                result = self.prices.answer(call, batch, strategies[number], of_inputs)
                 answer, refused = (None, result) if isinstance(result, ConvoyError) else (result, refused)
             answers.append(answer)
 
         def spread(numbers: Iterable[float], kind: type) -> NDArray:
             return np.array(list(numbers), kind)[inverse]
 
-        def narrow(numbers: Iterable[int]) -> Known:
+        def narrow(numbers: Iterable[int]) -> StateLayouts:
             places, ids = narrowed(spread(numbers, np.int64))
-            return Known(places, ids, self.key(ids))
+            return StateLayouts(places, ids, self.key(ids))
 
         placed = self._placed[key] = PlacedStates(
             spread((np.inf if a is None else a.seconds for a in answers), np.float64),
@@ -172,9 +172,9 @@ def _at(array: Ids, at: Sequence[NDArray[np.intp]]) -> list[int]:
     return picked
 
 
-def _that_share(uses: Sequence[Known], source: Known) -> list[list[Known]]:
+def _that_share(uses: Sequence[StateLayouts], source: StateLayouts) -> list[list[StateLayouts]]:
     """Uses that may want a value in the same layout, other than where it is, together; the same use but once."""
-    groups: list[tuple[set[int], list[Known]]] = []
+    groups: list[tuple[set[int], list[StateLayouts]]] = []
     alone = {int(source.ids)} if not source.scope else set()
     for use_of in {(use.scope, use.key): use for use in uses}.values():
         layouts = set(relabelled(use_of.ids)[0].tolist()) - alone - {NOWHERE}
@@ -215,8 +215,8 @@ class _Builder:
         self.batch = batch
         self.problem = Problem(choices, {v: len(choice.strategies) for v, choice in enumerate(choices)})
         self.variable = {layer: v for v, choice in enumerate(choices) for layer in choice.layers}
-        self.known: dict[str, Known] = {}
-        self.uses: dict[str, list[Known]] = {}
+        self.layouts: dict[str, StateLayouts] = {}
+        self.uses: dict[str, list[StateLayouts]] = {}
 
     def build(self, outputs: list[str]) -> Problem:
         graph = self.graph
@@ -224,10 +224,12 @@ class _Builder:
         of_batch = Layout.of({0: samples}) if samples else WHOLE
         for name in graph.inputs:
             shape = graph.shape(name)
-            self.known[name] = self._constant(of_batch if shape and shape[0] == self.batch.num_samples else WHOLE)
+            self.layouts[name] = self._constant(of_batch if shape and shape[0] == self.batch.num_samples else WHOLE)
         last = {name: place for place, call in enumerate(graph.calls) for name in call.inputs}
         last |= dict.fromkeys(outputs, len(graph.calls))
-        chosen = {self.variable[call.layer]: place for place, call in enumerate(graph.calls) if is_choosing(call)}
+        places_of_choices = {
+            self.variable[call.layer]: place for place, call in enumerate(graph.calls) if is_choosing(call)
+        }
         live: dict[str, Scope] = {}
         for place, call in enumerate(graph.calls):
             self._call(call)
@@ -236,29 +238,29 @@ class _Builder:
                     live.pop(name, None)
             for name in call.outputs:
                 still_live = {v for other, scope in live.items() if other != name for v in scope}
-                still_live |= {v for output in call.outputs if output != name for v in self.known[output].scope}
-                needed = still_live | {v for v, at in chosen.items() if at > place}
+                still_live |= {v for output in call.outputs if output != name for v in self.layouts[output].scope}
+                needed = still_live | {v for v, at in places_of_choices.items() if at > place}
                 self._cut(name, needed)
                 if last.get(name, -1) > place:
-                    live[name] = self.known[name].scope
+                    live[name] = self.layouts[name].scope
         for name in outputs:
-            if name not in self.known:
-                self.known[name] = self._constant(WHOLE)
+            if name not in self.layouts:
+                self.layouts[name] = self._constant(WHOLE)
             self.uses.setdefault(name, []).append(self._constant(own_samples(graph.shape(name), self.batch)))
         for name, uses in self.uses.items():
-            for scope, seconds, count in self._sent(graph.values[name], self.known[name], uses):
+            for scope, seconds, count in self._sent(graph.values[name], self.layouts[name], uses):
                 self._add(self.problem.seconds, scope, seconds)
                 self._add(self.problem.redistributions, scope, count)
         return self.problem
 
-    def _constant(self, layout: Layout) -> Known:
+    def _constant(self, layout: Layout) -> StateLayouts:
         ids = np.array(self.prices.number(layout))
-        return Known((), ids, self.shared.key(ids))
+        return StateLayouts((), ids, self.shared.key(ids))
 
     def _call(self, call: Call) -> None:
         """Place a call for all states of what it depends on, and note what it takes and gives."""
         inputs = [
-            self.known[name] if self.graph.values[name].origin in ("call", "input") else None for name in call.inputs
+            self.layouts[name] if self.graph.values[name].origin in ("call", "input") else None for name in call.inputs
         ]
         variable = self.variable[call.layer] if is_choosing(call) else None
         variables = {v for place in inputs if place for v in place.scope}
@@ -271,18 +273,20 @@ class _Builder:
         self._add(self.problem.seconds, scope, placed.seconds)
         self._add(self.problem.bytes, scope, placed.bytes)
         wants, gives = (
-            [replace(known, scope=tuple(scope[place] for place in known.scope)) for known in part]
+            [replace(layouts, scope=tuple(scope[place] for place in layouts.scope)) for layouts in part]
             for part in (placed.wants, placed.gives)
         )
         for name, want in zip(call.inputs, wants, strict=True):
-            if name in self.known:
+            if name in self.layouts:
                 self.uses.setdefault(name, []).append(want)
             else:  # a parameter or buffer is kept where its first call wants it
-                self.known[name] = want
+                self.layouts[name] = want
                 self._parameter(self.graph.values[name], want)
-        self.known |= dict(zip(call.outputs, gives, strict=True))
+        self.layouts |= dict(zip(call.outputs, gives, strict=True))
 
-    def _sent(self, value: Value, source: Known, uses: Sequence[Known]) -> Iterator[tuple[Scope, Numbers, Numbers]]:
+    def _sent(
+        self, value: Value, source: StateLayouts, uses: Sequence[StateLayouts]
+    ) -> Iterator[tuple[Scope, Numbers, Numbers]]:
         """What it takes to bring a value to all who use it, once for those that want it in the same layout: by the
         variables that it depends on, seconds of the messages, and how often the value is redistributed."""
         for group in _that_share(uses, source):
@@ -295,7 +299,9 @@ class _Builder:
                 self.shared.tables[key] = self._distinct(value, source, group, scope)
             yield scope, *self.shared.tables[key]
 
-    def _distinct(self, value: Value, origin: Known, uses: Sequence[Known], scope: Scope) -> tuple[Numbers, Numbers]:
+    def _distinct(
+        self, value: Value, origin: StateLayouts, uses: Sequence[StateLayouts], scope: Scope
+    ) -> tuple[Numbers, Numbers]:
         shape = check_grid(scope, [self.problem.sizes[v] for v in scope])
         total, count = np.zeros(shape), np.zeros(shape)
         source = aligned(origin.ids, origin.scope, scope)
@@ -323,7 +329,7 @@ class _Builder:
     def _cut(self, name: str, needed: set[int]) -> None:
         """Make the layout of a value a variable, where it says less than the variables that decide about it and
         nobody else asks for one of these."""
-        place = self.known[name]
+        place = self.layouts[name]
         if not place.scope or needed.issuperset(place.scope):
             return
         distinct, _ = relabelled(place.ids)
@@ -336,9 +342,9 @@ class _Builder:
         self.problem.sizes[variable] = len(distinct)
         agrees = np.where(place.ids[..., None] == distinct, 0.0, np.inf)
         self.problem.seconds.append(Table((*place.scope, variable), agrees))
-        self.known[name] = Known((variable,), distinct, self.shared.key(distinct))
+        self.layouts[name] = StateLayouts((variable,), distinct, self.shared.key(distinct))
 
-    def _parameter(self, value: Value, home: Known) -> None:
+    def _parameter(self, value: Value, home: StateLayouts) -> None:
         if value.origin != "parameter":
             return
         numbers, at = relabelled(home.ids)

@@ -89,10 +89,10 @@ class SearchResult:
         rows = []
         marginals = self.best.elimination.min_marginals()
         for v, choice in enumerate(self.best.problem.choices):
-            chosen = self.best.strategies[choice.layers[0]]
-            rivals = [(float(n), s) for n, s in zip(marginals[v], choice.strategies, strict=True) if s != chosen]
+            best_strategy = self.best.strategies[choice.layers[0]]
+            rivals = [(float(n), s) for n, s in zip(marginals[v], choice.strategies, strict=True) if s != best_strategy]
             seconds, other = min(rivals, default=(math.inf, None), key=lambda pair: pair[0])
-            rows.append(NextBest(choice.layers, chosen, other if seconds < math.inf else None, seconds))
+            rows.append(NextBest(choice.layers, best_strategy, other if seconds < math.inf else None, seconds))
         return tuple(rows)
 
 
@@ -146,25 +146,25 @@ class _Search:
         self.sums = Additive(self.costs, self.workload.graph, self.workload.passes)
 
     def run(self, top: int) -> SearchResult:
-        fastest = [one for mesh in self.meshes for one in self._on(mesh)]
+        fastest = [solution for mesh in self.meshes for solution in self._on(mesh)]
         if not fastest:
             raise self.refused or ConvoyError("no plan divides this network over these devices")
-        chosen, limit = self._ranked([self._simplest(one) for one in fastest]), self.constraints.memory_limit
-        if limit is not None and chosen[0].memory > limit:
+        ranking, limit = self._ranked([self._simplest(solution) for solution in fastest]), self.constraints.memory_limit
+        if limit is not None and ranking[0].memory > limit:
             self.tolerance, self.is_counted = 0.0, True
-            chosen = self._fit(self._ranked(fastest), limit)
+            ranking = self._fit(self._ranked(fastest), limit)
         elif limit is not None:  # what is fastest of all fits; of the others, those that do too
-            chosen = [chosen[0], *(one for one in chosen[1 : 2 * top] if one.memory <= limit)]
+            ranking = [ranking[0], *(solution for solution in ranking[1 : 2 * top] if solution.memory <= limit)]
         candidates: list[Solution] = []
-        for one in chosen:
+        for solution in ranking:
             # the same plan with the axes exchanged costs the same, where links are alike
-            same = any(math.isclose(one.seconds, other.seconds, rel_tol=1e-9) for other in candidates)
+            same = any(math.isclose(solution.seconds, other.seconds, rel_tol=1e-9) for other in candidates)
             if len(candidates) < top and not same:
-                candidates.append(one)
+                candidates.append(solution)
         plain = self._plain()
         fits = plain is not None and (limit is None or plain.memory <= limit)
         if plain is not None and fits and all(plain.plan != other.plan for other in candidates):
-            candidates = [candidates[0], *sorted([*candidates[1:], plain], key=lambda one: one.seconds)]
+            candidates = [candidates[0], *sorted([*candidates[1:], plain], key=lambda solution: solution.seconds)]
         ties = max(([g for g in solver.groups if len(g) > 1] for solver in self.solvers), key=len, default=[])
         if ties:
             self.notes.append(_tied_sentence(ties))
@@ -203,35 +203,39 @@ class _Search:
     def _ranked(self, solutions: Sequence[Solution]) -> list[Solution]:
         """The plan to have, and then all by their seconds, but for those on two axes that have the same strategies on
         both: with one axis instead such a plan is simpler, and there it was searched too."""
-        near = [one for one in solutions if one.seconds <= self.least * (1 + self.tolerance) * (1 + 1e-9)]
-        best = min(near, key=lambda one: (one.redistributions if self.tolerance else 0, *one.rank))
+        near = [
+            solution for solution in solutions if solution.seconds <= self.least * (1 + self.tolerance) * (1 + 1e-9)
+        ]
+        best = min(near, key=lambda solution: (solution.redistributions if self.tolerance else 0, *solution.rank))
         flat = any(len(mesh.sizes) == 1 for mesh in self.meshes)
         rest = [
-            one
-            for one in solutions
-            if one is not best
-            and not (flat and len(one.mesh.sizes) > 1 and all(len(set(s)) == 1 for s in one.strategies.values()))
+            solution
+            for solution in solutions
+            if solution is not best
+            and not (
+                flat and len(solution.mesh.sizes) > 1 and all(len(set(s)) == 1 for s in solution.strategies.values())
+            )
         ]
-        return [best, *sorted(rest, key=lambda one: one.rank)]
+        return [best, *sorted(rest, key=lambda solution: solution.rank)]
 
-    def _simplest(self, one: Solution) -> Solution:
+    def _simplest(self, solution: Solution) -> Solution:
         """A plan of fewer redistributions, where that takes hardly longer than the fastest of all or of its kind."""
-        is_near = one.seconds <= self.least * (1 + self.tolerance)
-        fastest = self.least if is_near else one.seconds
+        is_near = solution.seconds <= self.least * (1 + self.tolerance)
+        fastest = self.least if is_near else solution.seconds
         if not self.tolerance or fastest > _FAR * self.least:
-            return one
-        simple = one.solver.simplest(one, fastest * (1 + self.tolerance))
+            return solution
+        simple = solution.solver.simplest(solution, fastest * (1 + self.tolerance))
         self.is_counted = self.is_counted and (simple is not None or not is_near)
-        return one if simple is None or not simple.is_of_its_axes else simple
+        return solution if simple is None or not simple.is_of_its_axes else simple
 
     def _fit(self, solutions: Sequence[Solution], limit: float) -> list[Solution]:
         """The plans that fit into memory, each made smaller where it must be; a ConvoyError where none does."""
-        tried = [fitting(one, limit) for one in solutions]
-        fits = sorted((one.solution for one in tried if one.solution.memory <= limit), key=lambda one: one.seconds)
+        fittings = [fitting(solution, limit) for solution in solutions]
+        fits = sorted((fit.solution for fit in fittings if fit.solution.memory <= limit), key=lambda plan: plan.seconds)
         if not fits:
-            least = min((one.solution for one in tried), key=lambda one: one.memory)
+            least = min((fit.solution for fit in fittings), key=lambda plan: plan.memory)
             raise nothing_fits(self.workload.place(least.plan), self.costs, least.memory, limit)
-        bound, first = min(fit.bound for fit in tried), fits[0].seconds
+        bound, first = min(fit.bound for fit in fittings), fits[0].seconds
         if bound < first * (1 - 1e-9):
             self.notes.append(
                 f"the memory limit leaves a gap: a plan that fits could take up to {1 - bound / first:.2%} less time"

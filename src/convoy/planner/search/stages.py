@@ -133,13 +133,13 @@ class _StageSearch:
         for stages in (n for n in range(2, self.num_devices + 1) if self.num_devices % n == 0):
             best = self._with(stages)
             if best is not None:
-                worse = 0 if best.seconds <= min((one.seconds for one in plans), default=np.inf) else worse + 1
+                worse = 0 if best.seconds <= min((plan.seconds for plan in plans), default=np.inf) else worse + 1
                 plans.append(best)
             elif self._fits:  # it is much slower
                 worse += _WORSE if plans else 1
             if worse >= _WORSE:  # a finer division has ever more bubble and messages
                 break
-        return sorted(plans, key=lambda one: one.seconds)[:top]
+        return sorted(plans, key=lambda plan: plan.seconds)[:top]
 
     def _with(self, stages: int) -> Staged | None:
         inner = self.num_devices // stages
@@ -150,7 +150,7 @@ class _StageSearch:
             self.workload.counts,
             stages,
             lambda passes: self._in_passes(passes, mesh, stages, plans),
-            lambda one: (one[1] is None, one[0]),
+            lambda priced: (priced[1] is None, priced[0]),
         )
         self._fits = self._fits or best is not None
         return best[1] if best is not None else None
@@ -197,14 +197,14 @@ class _StageSearch:
         """The best way to cut it, and in which schedule; None where none fits."""
         mesh = Mesh((STAGE, *plan.mesh.names), (stages, *plan.mesh.sizes))
         passes, graph = chain.passes, chain.placement.graph
-        tried_plans: list[Staged] = []
+        plans: list[Staged] = []
         sums: list[float] = []
         plain = self._times(chain, mesh, stages, postpones=False)
         postponing = self._times(chain, mesh, stages, postpones=True) if "zero-bubble" in self.schedules else plain
-        of_schedules = {one: postponing if one == "zero-bubble" else plain for one in self.schedules}
+        of_schedules = {schedule: postponing if schedule == "zero-bubble" else plain for schedule in self.schedules}
         # without a limit of memory, cuts are those for the schedule that waits least
-        tried = self.schedules if self.memory_limit is not None else (min(self.schedules, key=_WAITS.__getitem__),)
-        for leading in tried:
+        leaders = self.schedules if self.memory_limit is not None else (min(self.schedules, key=_WAITS.__getitem__),)
+        for leading in leaders:
             bounds = self._bounds(chain, of_schedules[leading], leading)
             if np.isfinite(bounds.least) and bounds.least > _WORTH * self.known:
                 sums.append(bounds.least)
@@ -219,9 +219,9 @@ class _StageSearch:
                     seconds = pipeline_seconds(of_stages, passes, schedule)
                     self.known = min(self.known, seconds)
                     names = tuple(graph.calls[chain.cuts[cut]].layer for cut in cuts[1:-1])
-                    tried_plans.append(Staged(Plan(mesh, plan.layers, names), passes, schedule, seconds))
-        if tried_plans:
-            best = min(tried_plans, key=lambda one: one.seconds)
+                    plans.append(Staged(Plan(mesh, plan.layers, names), passes, schedule, seconds))
+        if plans:
+            best = min(plans, key=lambda staged: staged.seconds)
             return best.seconds, best
         return (min(sums), None) if sums else None
 
@@ -258,9 +258,9 @@ class _StageSearch:
                 activations = np.maximum(chain.kept, chain.postponed) if schedule == "zero-bubble" else chain.kept
                 held = chain.held + in_flight(schedule, passes, stage, stages) * activations
                 possible &= held <= self.memory_limit
-            others = (passes - _WAITS[schedule]) * np.maximum(computes, sent) + once
+            remaining = (passes - _WAITS[schedule]) * np.maximum(computes, sent) + once
             through.append(np.where(possible, _WAITS[schedule] * computes + sent, np.inf))
-            rest.append(np.where(possible, others, np.inf))
+            rest.append(np.where(possible, remaining, np.inf))
         return Bounds(through, rest)
 
 
