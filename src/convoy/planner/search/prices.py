@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Value
 from convoy.ops import OPERATIONS
@@ -112,14 +115,19 @@ class Prices:
         self._numbers: dict[Layout, int] = {}
         self._splits: dict[Split, Split] = {}
         self._structures: dict[tuple[object, ...], int] = {}
-        self._answers: dict[tuple[object, ...], Answer | ConvoyError] = {}
-        self._known: dict[tuple[object, ...], Any] = {}
+        self._arrays: dict[tuple[object, bytes], int] = {}
+        self._answers: dict[tuple[object, ...], Any] = {}
 
-    def _once(self, *question: object, ask: Callable[[], T]) -> T:
-        if question not in self._known:
-            self._known[question] = ask()
-        answer: T = self._known[question]
+    def once(self, *question: object, ask: Callable[[], T]) -> T:
+        """The answer to a question of its own kind, which is asked but once."""
+        if question not in self._answers:
+            self._answers[question] = ask()
+        answer: T = self._answers[question]
         return answer
+
+    def key(self, ids: NDArray[np.int64]) -> int:
+        """The same number for equal arrays, so that what was worked out for one serves all of them."""
+        return self._arrays.setdefault((ids.shape, ids.tobytes()), len(self._arrays))
 
     def number(self, layout: Layout) -> int:
         number = self._numbers.get(layout)
@@ -139,16 +147,13 @@ class Prices:
             key = (*structure(call, self.graph, self.differentiable), self.costs.context(call), keepers)
             return self._structures.setdefault(key, len(self._structures))
 
-        return self._once("kind", call.name, ask=number)
+        return self.once("kind", call.name, ask=number)
 
     def answer(self, call: Call, batch: Batch, strategy: Strategy, inputs: Sequence[int]) -> Answer | ConvoyError:
         """How a call is placed, or why it cannot be. The strategy is empty where the call's rule does not look at it;
-        `given` has for every input the number of its layout, NOWHERE for parameters, buffers and constants."""
-        key = (self.kind(call), *self._relevant(call, batch, strategy, inputs))
-        answer = self._answers.get(key)
-        if answer is None:
-            answer = self._answers[key] = self._ask(call, batch, strategy, inputs)
-        return answer
+        `inputs` has for every input the number of its layout, NOWHERE for parameters, buffers and constants."""
+        relevant = self._relevant(call, batch, strategy, inputs)
+        return self.once("answer", self.kind(call), relevant, ask=partial(self._ask, call, batch, strategy, inputs))
 
     def _relevant(self, call: Call, batch: Batch, strategy: Strategy, inputs: Sequence[int]) -> tuple[object, ...]:
         """All that the rule looks at; convolutions look at no more than how their input's channels are divided."""
@@ -185,7 +190,7 @@ class Prices:
             return self.costs.compute(placed_call, blank), self._kept(placed_call, blank)
 
         places = tuple(map(call.inputs.index, moved))
-        return Answer(wants, gives, *self._once("call", self.kind(call), wants, gives, places, ask=priced))
+        return Answer(wants, gives, *self.once("call", self.kind(call), wants, gives, places, ask=priced))
 
     def _kept(self, placed: PlacedCall, blank: Placement) -> float:
         """Bytes on rank 0 that a call keeps; of a value that several calls keep, its part. Where they keep it in
@@ -210,12 +215,12 @@ class Prices:
             return sum(self.costs.transfer(step, self.mesh, value) for step in steps)
 
         tensor = value.shape, value.dtype, value.name in self.differentiable
-        return self._once("transfer", source, target, tensor, ask=seconds)
+        return self.once("transfer", source, target, tensor, ask=seconds)
 
     def parameter(self, value: Value, number: int) -> OfParameter:
         layout = self.layouts[number]
         ask = partial(self.costs.parameter, value, layout, self.mesh)
-        return self._once("parameter", value.shape, value.dtype, number, ask=ask)
+        return self.once("parameter", value.shape, value.dtype, number, ask=ask)
 
 
 def floor(prices: Prices, batch: Batch, allowed: Mapping[str, Sequence[Strategy]]) -> float:

@@ -9,6 +9,7 @@ placed once for every state of what they depend on.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -82,88 +83,6 @@ class PlacedStates:
     refused: ConvoyError | None  # by a rule, for some state
 
 
-class Shared:
-    """What the problems of one mesh share: prices, and what was worked out for some states already."""
-
-    def __init__(self, prices: Prices) -> None:
-        self.prices = prices
-        self._keys: dict[tuple[tuple[int, ...], bytes], int] = {}
-        # seconds and counts of redistributions, by what they depend on
-        self.tables: dict[tuple[object, ...], tuple[Numbers, Numbers]] = {}
-        self._placed: dict[tuple[object, ...], PlacedStates] = {}
-
-    def key(self, ids: Ids) -> int:
-        """The same number for equal arrays, so that what was worked out for one serves all of them."""
-        return self._keys.setdefault((ids.shape, ids.tobytes()), len(self._keys))
-
-    def placed(
-        self,
-        call: Call,
-        batch: Batch,
-        inputs: Sequence[StateLayouts | None],
-        choice: tuple[int, Choice] | None,
-        scope: Scope,
-        sizes: Sequence[int],
-    ) -> PlacedStates:
-        """A call for all states; a TooWideError where there are too many. `inputs` says where these lie, None for
-        parameters, buffers and constants; `choice` is the variable of its layer's strategy, and what it may be, None
-        for calls that follow. `scope` are all variables that it depends on."""
-        key = (
-            self.prices.kind(call),
-            tuple((place.key, *map(scope.index, place.scope)) if place else None for place in inputs),
-            (scope.index(choice[0]), choice[1].strategies, batch.axes) if choice is not None else None,
-        )
-        if key in self._placed:
-            return self._placed[key]
-        sizes = check_grid(scope, sizes)
-        arrays = [aligned(place.ids, place.scope, scope) if place else None for place in inputs]
-        strategies: Sequence[Strategy] = choice[1].strategies if choice is not None else ((),)
-        states = np.arange(len(strategies))
-        state = aligned(states, (choice[0],), scope) if choice is not None else np.zeros((), np.int64)
-        codes = state  # equal where all is
-        for ids in arrays:
-            if ids is not None:
-                codes = codes * (len(self.prices.layouts) + 1) + ids + 1
-                codes = relabelled(codes)[1] if codes.size and codes.max() > 1 << 40 else codes
-        numbers, inverse = relabelled(np.broadcast_to(codes, sizes))
-        first = np.empty(len(numbers), np.int64)
-        first[inverse.ravel()[::-1]] = np.arange(inverse.size)[::-1]
-        at = np.unravel_index(first, sizes) if sizes else ()
-        columns = [[NOWHERE] * len(first) if array is None else _at(array, at) for array in arrays]
-        depends = [array is not None for array in arrays]
-        answers: list[Answer | None] = []
-        refused = None
-        for number, *of_inputs in zip(_at(state, at), *columns, strict=True):
-            answer = None
-            if not any(n == NOWHERE and depending for n, depending in zip(of_inputs, depends, strict=True)):
-                result = self.prices.answer(call, batch, strategies[number], of_inputs)
-                answer, refused = (None, result) if isinstance(result, ConvoyError) else (result, refused)
-            answers.append(answer)
-
-        def spread(numbers: Iterable[float], kind: type) -> NDArray:
-            return np.array(list(numbers), kind)[inverse]
-
-        def narrow(numbers: Iterable[int]) -> StateLayouts:
-            places, ids = narrowed(spread(numbers, np.int64))
-            return StateLayouts(places, ids, self.key(ids))
-
-        placed = self._placed[key] = PlacedStates(
-            spread((np.inf if a is None else a.seconds for a in answers), np.float64),
-            spread((0.0 if a is None else a.bytes for a in answers), np.float64),
-            [narrow(NOWHERE if a is None else a.wants[n] for a in answers) for n in range(len(call.inputs))],
-            [narrow(NOWHERE if a is None else a.gives[n] for a in answers) for n in range(len(call.outputs))],
-            refused,
-        )
-        return placed
-
-
-def check_grid(scope: Scope, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The shape of an array over some variables; a TooWideError where it would be too large."""
-    if prod(sizes) > GRID:
-        raise TooWideError(scope)
-    return tuple(sizes)
-
-
 def _at(array: Ids, at: Sequence[NDArray[np.intp]]) -> list[int]:
     """Elements of an array that broadcasts, at some places."""
     if array.size == 1:
@@ -201,17 +120,15 @@ class Problem:
     refused: ConvoyError | None = None  # by a rule, for where no combination is left
 
 
-def build(shared: Shared, batch: Batch, choices: Sequence[Choice], outputs: Iterable[str]) -> Problem:
+def build(prices: Prices, batch: Batch, choices: Sequence[Choice], outputs: Iterable[str]) -> Problem:
     """The tables of a graph; a TooWideError where too much meets in one call. Every layer whose rule looks at its
     strategy is in one of the choices."""
-    return _Builder(shared, batch, choices).build(list(outputs))
+    return _Builder(prices, batch, choices).build(list(outputs))
 
 
 class _Builder:
-    def __init__(self, shared: Shared, batch: Batch, choices: Sequence[Choice]) -> None:
-        self.shared = shared
-        self.prices = shared.prices
-        self.graph = shared.prices.graph
+    def __init__(self, prices: Prices, batch: Batch, choices: Sequence[Choice]) -> None:
+        self.prices, self.graph = prices, prices.graph
         self.batch = batch
         self.problem = Problem(choices, {v: len(choice.strategies) for v, choice in enumerate(choices)})
         self.variable = {layer: v for v, choice in enumerate(choices) for layer in choice.layers}
@@ -255,7 +172,7 @@ class _Builder:
 
     def _constant(self, layout: Layout) -> StateLayouts:
         ids = np.array(self.prices.number(layout))
-        return StateLayouts((), ids, self.shared.key(ids))
+        return StateLayouts((), ids, self.prices.key(ids))
 
     def _call(self, call: Call) -> None:
         """Place a call for all states of what it depends on, and note what it takes and gives."""
@@ -266,8 +183,12 @@ class _Builder:
         variables = {v for place in inputs if place for v in place.scope}
         scope = tuple(sorted(variables | {variable} if variable is not None else variables))
         choice = (variable, self.problem.choices[variable]) if variable is not None else None
-        sizes = [self.problem.sizes[v] for v in scope]
-        placed = self.shared.placed(call, self.batch, inputs, choice, scope, sizes)
+        question = (
+            tuple((place.key, *map(scope.index, place.scope)) if place else None for place in inputs),
+            (scope.index(choice[0]), choice[1].strategies, self.batch.axes) if choice is not None else None,
+        )
+        ask = partial(self._placed, call, inputs, choice, scope)
+        placed = self.prices.once("placed", self.prices.kind(call), *question, ask=ask)
         if placed.refused is not None:
             self.problem.refused = placed.refused
         self._add(self.problem.seconds, scope, placed.seconds)
@@ -284,6 +205,63 @@ class _Builder:
                 self._parameter(self.graph.values[name], want)
         self.layouts |= dict(zip(call.outputs, gives, strict=True))
 
+    def _placed(
+        self,
+        call: Call,
+        inputs: Sequence[StateLayouts | None],
+        choice: tuple[int, Choice] | None,
+        scope: Scope,
+    ) -> PlacedStates:
+        """A call for all states; a TooWideError where there are too many. `inputs` says where these lie, None for
+        parameters, buffers and constants; `choice` is the variable of its layer's strategy, and what it may be, None
+        for calls that follow. `scope` are all variables that it depends on."""
+        sizes = self._grid(scope)
+        arrays = [aligned(place.ids, place.scope, scope) if place else None for place in inputs]
+        strategies: Sequence[Strategy] = choice[1].strategies if choice is not None else ((),)
+        states = np.arange(len(strategies))
+        state = aligned(states, (choice[0],), scope) if choice is not None else np.zeros((), np.int64)
+        codes = state  # equal where all is
+        for ids in arrays:
+            if ids is not None:
+                codes = codes * (len(self.prices.layouts) + 1) + ids + 1
+                codes = relabelled(codes)[1] if codes.size and codes.max() > 1 << 40 else codes
+        numbers, inverse = relabelled(np.broadcast_to(codes, sizes))
+        first = np.empty(len(numbers), np.int64)
+        first[inverse.ravel()[::-1]] = np.arange(inverse.size)[::-1]
+        at = np.unravel_index(first, sizes) if sizes else ()
+        columns = [[NOWHERE] * len(first) if array is None else _at(array, at) for array in arrays]
+        depends = [array is not None for array in arrays]
+        answers: list[Answer | None] = []
+        refused = None
+        for number, *of_inputs in zip(_at(state, at), *columns, strict=True):
+            answer = None
+            if not any(n == NOWHERE and depending for n, depending in zip(of_inputs, depends, strict=True)):
+                result = self.prices.answer(call, self.batch, strategies[number], of_inputs)
+                answer, refused = (None, result) if isinstance(result, ConvoyError) else (result, refused)
+            answers.append(answer)
+
+        def spread(numbers: Iterable[float], kind: type) -> NDArray:
+            return np.array(list(numbers), kind)[inverse]
+
+        def narrow(numbers: Iterable[int]) -> StateLayouts:
+            places, ids = narrowed(spread(numbers, np.int64))
+            return StateLayouts(places, ids, self.prices.key(ids))
+
+        return PlacedStates(
+            spread((np.inf if a is None else a.seconds for a in answers), np.float64),
+            spread((0.0 if a is None else a.bytes for a in answers), np.float64),
+            [narrow(NOWHERE if a is None else a.wants[n] for a in answers) for n in range(len(call.inputs))],
+            [narrow(NOWHERE if a is None else a.gives[n] for a in answers) for n in range(len(call.outputs))],
+            refused,
+        )
+
+    def _grid(self, scope: Scope) -> tuple[int, ...]:
+        """The shape of an array over some variables; a TooWideError where it would be too large."""
+        sizes = tuple(self.problem.sizes[v] for v in scope)
+        if prod(sizes) > GRID:
+            raise TooWideError(scope)
+        return sizes
+
     def _sent(
         self, value: Value, source: StateLayouts, uses: Sequence[StateLayouts]
     ) -> Iterator[tuple[Scope, Numbers, Numbers]]:
@@ -295,14 +273,12 @@ class _Builder:
                 (value.shape, value.dtype.itemsize, value.name in self.prices.differentiable),
                 tuple((place.key, *map(scope.index, place.scope)) for place in (source, *group)),
             )
-            if key not in self.shared.tables:
-                self.shared.tables[key] = self._distinct(value, source, group, scope)
-            yield scope, *self.shared.tables[key]
+            yield scope, *self.prices.once("sent", *key, ask=partial(self._distinct, value, source, group, scope))
 
     def _distinct(
         self, value: Value, origin: StateLayouts, uses: Sequence[StateLayouts], scope: Scope
     ) -> tuple[Numbers, Numbers]:
-        shape = check_grid(scope, [self.problem.sizes[v] for v in scope])
+        shape = self._grid(scope)
         total, count = np.zeros(shape), np.zeros(shape)
         source = aligned(origin.ids, origin.scope, scope)
         targets = [aligned(use.ids, use.scope, scope) for use in uses]
@@ -342,7 +318,7 @@ class _Builder:
         self.problem.sizes[variable] = len(distinct)
         agrees = np.where(place.ids[..., None] == distinct, 0.0, np.inf)
         self.problem.seconds.append(Table((*place.scope, variable), agrees))
-        self.layouts[name] = StateLayouts((variable,), distinct, self.shared.key(distinct))
+        self.layouts[name] = StateLayouts((variable,), distinct, self.prices.key(distinct))
 
     def _parameter(self, value: Value, home: StateLayouts) -> None:
         if value.origin != "parameter":

@@ -41,7 +41,6 @@ from convoy.planner.cost.costs import Costs
 from convoy.planner.search.layers import ANY, Constraints, Groups, Layers
 from convoy.planner.search.memory import fitting, nothing_fits
 from convoy.planner.search.prices import Prices, Strategy, floor, meshes, sample_axes_of
-from convoy.planner.search.problem import Shared
 from convoy.planner.search.solve import Solution, Solver
 from convoy.planner.workload import Workload
 from convoy.plans.mesh import Mesh
@@ -178,18 +177,18 @@ class _Search:
     def _on(self, mesh: Mesh) -> Iterator[Solution]:
         """The best plans on a mesh, one for each set of sample axes that divide the samples in the best plan for it.
         One that leaves an axis unused is a plan of fewer axes, and at least as cheap there."""
-        shared = Shared(Prices(self.workload.graph, mesh, self.sums))
+        prices = Prices(self.workload.graph, mesh, self.sums)
         groups: Groups | None = None
         for axes in sample_axes_of(mesh):
             if mesh.size(axes) > self.workload.samples:
                 continue
             try:
                 batch = Batch(mesh, axes, self.workload.parts(mesh.size(axes)))
-                solver = Solver(shared, batch, self.workload, self.layers, groups)
+                solver = Solver(prices, batch, self.workload, self.layers, groups)
                 self.solvers.append(solver)
                 # where layers are tied it takes long to search a way whose computing alone is slower than a known plan
                 tied = len(solver.groups) < len(solver.allowed)
-                if tied and floor(shared.prices, batch, solver.allowed) > _FAR * self.least:
+                if tied and floor(prices, batch, solver.allowed) > _FAR * self.least:
                     continue
                 solution = solver.solve()
             except ConvoyError as error:
@@ -252,7 +251,7 @@ class _Search:
                 and all(plain in options for options in solver.allowed.values())
             ):
                 only = Layers(self.workload.graph, Constraints(("*=sample",)))
-                return Solver(solver.shared, solver.batch, self.workload, only, solver.groups).solve()
+                return Solver(solver.prices, solver.batch, self.workload, only, solver.groups).solve()
         return None
 
 

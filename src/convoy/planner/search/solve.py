@@ -10,8 +10,8 @@ from convoy.errors import ConvoyError
 from convoy.planner.cost.prediction import most, rank_memory
 from convoy.planner.search.elimination import Elimination, Table, TooWideError, restricted
 from convoy.planner.search.layers import Groups, Layers, alone, in_common, tied, tied_where_wide
-from convoy.planner.search.prices import Strategy, used_axes
-from convoy.planner.search.problem import Choice, Problem, Shared, assigned, build
+from convoy.planner.search.prices import Prices, Strategy, used_axes
+from convoy.planner.search.problem import Choice, Problem, assigned, build
 from convoy.planner.workload import Workload
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch
@@ -44,7 +44,7 @@ class Solution:
     def memory(self) -> float:
         """Bytes on the rank that needs most; counted when first asked for."""
         solver = self.solver
-        return most(rank_memory(solver.workload.place(self.plan), solver.shared.prices.costs.costs)).total
+        return most(rank_memory(solver.workload.place(self.plan), solver.prices.costs.costs)).total
 
     @property
     def is_of_its_axes(self) -> bool:
@@ -62,10 +62,10 @@ class Solver:
     have one strategy together, by default each by itself but where too many features meet."""
 
     def __init__(
-        self, shared: Shared, batch: Batch, workload: Workload, layers: Layers, groups: Groups | None = None
+        self, prices: Prices, batch: Batch, workload: Workload, layers: Layers, groups: Groups | None = None
     ) -> None:
-        self.shared, self.batch, self.workload, self.layers = shared, batch, workload, layers
-        self.allowed = layers.allowed(batch.mesh, batch, shared.prices)
+        self.prices, self.batch, self.workload, self.layers = prices, batch, workload, layers
+        self.allowed = layers.allowed(batch.mesh, batch, prices)
         graph = workload.graph
         self.groups = groups or tied_where_wide(alone(graph), graph, 3 if len(batch.mesh.sizes) < 2 else 2)
         self._problem: Problem | None = None
@@ -77,7 +77,7 @@ class Solver:
             choices = [Choice(group, in_common(group, self.allowed)) for group in self.groups]
             try:
                 if self._problem is None:
-                    self._problem = build(self.shared, self.batch, choices, self.workload.outputs)
+                    self._problem = build(self.prices, self.batch, choices, self.workload.outputs)
                 problem = self._problem
                 tables = [
                     table if price == 1 else Table(table.scope, table.numbers * price)
