@@ -23,7 +23,7 @@ from convoy import models
 from convoy.hardware.catalog import Hop, machine
 from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.gradients import Update
-from convoy.planner.cost.link import Assumed
+from convoy.planner.cost.link import assumed
 from convoy.planner.machines import PRECISIONS, Prediction, predict
 from convoy.planner.search.layers import Constraints
 from convoy.planner.search.search import search
@@ -34,7 +34,7 @@ from convoy.plans.mesh import Mesh
 NETWORKS = ("resnet152", "googlenet", "densenet121")
 COSTS = Costs(
     Roofline(flops_per_s=5e13, bytes_per_s=1e12, overhead_s=5e-6),
-    Assumed(Hop(2e-5, 2e10 / 3), Hop(2e-5, 2e10), per_host=8).links(),
+    assumed(Hop(2e-5, 2e10 / 3), Hop(2e-5, 2e10), per_host=8),
     Update(per_byte=5e-12, state=1.0),
     on_cpu=False,
 )

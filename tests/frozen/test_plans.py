@@ -12,7 +12,7 @@ from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.gradients import Update
-from convoy.planner.cost.link import Assumed
+from convoy.planner.cost.link import assumed
 from convoy.planner.planner import propose
 from convoy.planner.search.layers import ANY, Constraints
 from convoy.planner.search.prices import AXIS_STRATEGIES
@@ -34,12 +34,12 @@ NETWORKS = {  # pixels of the images
 BATCH = 32
 SLOW_CORE = Costs(
     Calibrated({}),  # nothing is measured: a slow core by its roofline
-    Assumed(Hop(5e-5, 1e9), overlap=True, cpu_share=0.5).links(),
+    assumed(Hop(5e-5, 1e9), overlap=True, cpu_share=0.5),
     Update(per_byte=1e-10, per_tensor=1e-5, state=1.0),
 )
 GPU = Costs(
     Roofline(flops_per_s=2e12, bytes_per_s=2e11, overhead_s=5e-6),
-    Assumed(Hop(2e-5, 4e9), Hop(1e-5, 2e10), per_host=2).links(),
+    assumed(Hop(2e-5, 4e9), Hop(1e-5, 2e10), per_host=2),
     Update(per_byte=1e-11, per_tensor=1e-5, state=1.0),
     on_cpu=False,
 )

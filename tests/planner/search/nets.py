@@ -17,7 +17,7 @@ from convoy.ops import capture
 from convoy.planner.cost.additive import Additive, sums_of_calls
 from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.gradients import Update
-from convoy.planner.cost.link import Assumed
+from convoy.planner.cost.link import assumed
 from convoy.planner.search.prices import CHOOSING, Strategy
 from convoy.planner.workload import Workload
 from convoy.plans.buckets import Sizes
@@ -31,7 +31,7 @@ FEW = ("sample", "filter", "channel", "height")
 def costs(flops: float = 1e9, memory: float = 1e11, latency: float = 1e-5, rate: float = 3e8) -> Costs:
     """Of a slow device, with links between those where computing and those where sending decides, three times as fast
     between neighbours. Each gradient travels alone."""
-    links = Assumed(Hop(latency, rate / 3), Hop(latency, rate), per_host=2, overlap=False).links()
+    links = assumed(Hop(latency, rate / 3), Hop(latency, rate), per_host=2, overlap=False)
     return Costs(Roofline(flops, memory, 2e-6), links, Update(5 / memory), sizes=Sizes(1, 1, 1))
 
 
