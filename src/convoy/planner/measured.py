@@ -418,9 +418,8 @@ def device_of(workload: Workload, neighbours: int) -> Device:
     """The device here as the store names it, where so many ranks of the host compute at once."""
     weights = next((value.dtype for value in workload.graph.parameters()), torch.float32)
     precision = str(workload.precision or weights).removeprefix("torch.")
-    return this_device(
-        workload.device, precision=precision, channels_last=workload.channels_last, neighbours=neighbours
-    )
+    device = this_device(workload.device)
+    return replace(device, precision=precision, channels_last=workload.channels_last, neighbours=neighbours)
 
 
 def _around_of(workload: Workload, alone: bool) -> str:

@@ -152,7 +152,8 @@ def schedules_of(recipe: Recipe) -> tuple[Schedule, ...]:
 def measuring(recipe: Recipe, device: torch.device, neighbours: int) -> Device:
     """The device as the planner names it for a recipe, where `neighbours` ranks of the host compute at once."""
     precision = str(lowered(recipe) or torch.float32).removeprefix("torch.")
-    return this_device(device, precision=precision, channels_last=bool(recipe.channels_last), neighbours=neighbours)
+    channels_last = bool(recipe.channels_last)
+    return replace(this_device(device), precision=precision, channels_last=channels_last, neighbours=neighbours)
 
 
 def optimizer_for(parameters: list[nn.Parameter], recipe: Recipe) -> Optimizer:
