@@ -14,7 +14,7 @@ from convoy.planner.cost.costs import Costs, Times
 from convoy.planner.cost.local_op import LocalOp, dtype_name, graph_facts, local_op
 from convoy.planner.cost.program import copied, internal_messages, joined, moved, parameter_bytes
 from convoy.plans.layout import Layout, common
-from convoy.plans.mesh import Axes, Coordinates, Mesh
+from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import Traffic, redistributions, step_elements
 from convoy.plans.transfer import Step
@@ -70,15 +70,21 @@ class Additive:
         differentiable = value.name in graph_facts(self.graph).differentiable
         before, after = (elements(layout, shape, mesh, first) for layout in (step.source, step.target))
         key = (step.kind, before, after, mesh.size(step.axes), value.dtype, differentiable)
-        seconds = self._copies.get(key)
-        if seconds is None:
+        if key not in self._copies:
             times = self._times(moved(step, shape, dtype_name(value.dtype), differentiable, mesh, first))
-            seconds = self._copies[key] = max(times.total, times.host)
+            self._copies[key] = max(times.total, times.host)
         engine = self.costs.per_transfer
-        seconds += engine.total if differentiable else engine.forward
+        seconds = self._copies[key] + (engine.total if differentiable else engine.forward)
         axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
         if axes:
-            seconds += self._messages(step, mesh, axes, shape, itemsize, differentiable)
+            link = self.costs.link(mesh, axes)
+            collective, traffic = link.all_reduce, [Traffic(before, 0) if step.kind == "reduce" else Traffic(0, before)]
+            if step.kind not in ("reduce", "copy"):
+                collective = link.exchange
+                traffic = [sent_elements(step, mesh, place, shape) for place in some_places(step, mesh)]
+            forward, backward = max(sent.forward for sent in traffic), max(sent.backward for sent in traffic)
+            ways = (forward, backward if differentiable else 0)
+            seconds += sum(collective(count * itemsize) for count in ways if count)
         return self.passes * seconds
 
     def parameter(self, parameter: Value, layout: Layout, mesh: Mesh) -> OfParameter:
@@ -122,18 +128,6 @@ class Additive:
             messages = (*within.forward, *within.backward) if graph.training else within.forward
             seconds += sum(link.seconds(kind, num_bytes) for kind, num_bytes in messages)
         return seconds
-
-    def _messages(
-        self, step: Step, mesh: Mesh, axes: Axes, shape: tuple[int, ...], itemsize: int, differentiable: bool
-    ) -> float:
-        link = self.costs.link(mesh, axes)
-        if step.kind in ("reduce", "copy"):
-            shows = step.kind == "reduce" or differentiable
-            return link.all_reduce(elements(step.source, shape, mesh, mesh.coordinates(0)) * itemsize) if shows else 0.0
-        traffic = [sent_elements(step, mesh, place, shape) * itemsize for place in some_places(step, mesh)]
-        forward, backward = max(sent.forward for sent in traffic), max(sent.backward for sent in traffic)
-        seconds = link.exchange(forward) if forward else 0.0
-        return seconds + (link.exchange(backward) if backward and differentiable else 0.0)
 
 
 def sums_of_calls(placement: Placement, costs: Additive) -> Iterator[tuple[float, dict[str, OfParameter]]]:

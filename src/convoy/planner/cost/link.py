@@ -63,7 +63,7 @@ class Curve:
     def __call__(self, num_bytes: float) -> float:
         size, seconds = self.points[-1]
         if num_bytes <= size:
-            return float(np.interp(num_bytes, *zip(*self.points, strict=True)))
+            return float(np.interp(num_bytes, [point[0] for point in self.points], [point[1] for point in self.points]))
         before_size, before = self.points[-2] if len(self.points) > 1 else (0, seconds)
         slope = (seconds - before) / (size - before_size) if seconds > before else seconds / max(size, 1)
         return seconds + (slope if size else 0.0) * (num_bytes - size)
@@ -135,9 +135,11 @@ class Links:
         """The links that `to_list` wrote; a KeyError, TypeError or ValueError where it is none."""
         measured = {}
         for row in rows:
-            curves = [Curve(tuple((int(size), float(seconds)) for size, seconds in row[kind])) for kind in KINDS]
+            all_reduce, exchange = (
+                Curve(tuple((int(size), float(seconds)) for size, seconds in row[kind])) for kind in KINDS
+            )
             numbers = float(row["cpu_share"]), float(row.get("host", 0.0))
-            measured[tuple(map(int, row["ranks"]))] = Link(*curves, bool(row["overlap"]), *numbers)
+            measured[tuple(map(int, row["ranks"]))] = Link(all_reduce, exchange, bool(row["overlap"]), *numbers)
         return Links(measured)
 
 
