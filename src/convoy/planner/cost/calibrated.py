@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-import numpy as np
-
 from convoy.planner.cost.costs import Roofline, Times
+from convoy.planner.cost.gradients import least_squares
 from convoy.planner.cost.local_op import VIEWS, LocalOp
 
 Way = Literal[0, 1]  # forward or backward
@@ -23,7 +22,6 @@ WAYS: tuple[Way, Way] = (0, 1)
 Model = Callable[[LocalOp], float]  # seconds one way
 
 _HELD = 0.001  # weight of the roofline beside the squared relative error of one measurement
-_ROUNDS = 200
 
 
 def terms(local_op: LocalOp, way: Way, roofline: Roofline) -> tuple[float, ...]:
@@ -43,17 +41,13 @@ def fit(measured: Sequence[tuple[LocalOp, float]], way: Way, roofline: Roofline)
     takes time. The rates are the least squares of relative errors, none below zero, held near the roofline's where the
     measurements say nothing."""
     rows = [(terms(local_op, way, roofline), seconds) for local_op, seconds in measured if seconds > 0]
-    points = np.array([np.array(row) / seconds for row, seconds in rows if sum(row) > 0])
-    if not len(points):
+    points = [[term / seconds for term in row] for row, seconds in rows if sum(row) > 0]
+    if not points:
         return None
-    level = float(np.median(1 / points.sum(axis=1)))  # of the whole roofline, before its parts are told apart
-    products = points.T @ points + _HELD / level**2 * np.eye(4)
-    sums, rates = points.sum(axis=0) + _HELD / level, np.full(4, level)
-    for _ in range(_ROUNDS):
-        for i in range(4):
-            rates[i] = max(0.0, rates[i] + (sums[i] - products[i] @ rates) / products[i, i])
-    fixed = rates.tolist()
-    return lambda local_op: sum(rate * term for rate, term in zip(fixed, terms(local_op, way, roofline), strict=True))
+    level = median(1 / sum(point) for point in points)  # of the whole roofline, before its parts are told apart
+    held = [[_HELD**0.5 / level * (row == column) for column in range(4)] for row in range(4)]
+    rates = least_squares([*points, *held], [1.0] * len(points) + [_HELD**0.5] * 4, 4)
+    return lambda local_op: sum(rate * term for rate, term in zip(rates, terms(local_op, way, roofline), strict=True))
 
 
 Ratios = tuple[float, float]  # measured over modelled, forward and backward; 0 where there is nothing to compare

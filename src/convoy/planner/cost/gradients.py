@@ -40,14 +40,15 @@ class Update:
         return Update(*least_squares(rows, [1.0] * len(rows)), state=state)
 
 
-def issuing(measured: Sequence[tuple[int, float]]) -> tuple[float, float]:
+def issuing(measured: Sequence[tuple[int, float]]) -> list[float]:
     """Seconds of a host once and for each parameter, from the number of parameters and its seconds for some updates."""
     return least_squares([(1.0, float(tensors)) for tensors, _ in measured], [seconds for _, seconds in measured])
 
 
-def least_squares(rows: Sequence[tuple[float, float]], targets: Sequence[float]) -> tuple[float, float]:
-    """The two rates by which the rows come nearest to the targets; of one that would be below zero the column goes."""
-    rates, columns = [0.0, 0.0], [0, 1]
+def least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float], count: int = 2) -> list[float]:
+    """The `count` rates by which the rows come nearest to the targets; of one that would be below zero the column
+    goes."""
+    rates, columns = [0.0] * count, list(range(count))
     while rows and columns:
         solution = np.linalg.lstsq(np.array(rows)[:, columns], np.array(targets), rcond=None)[0].tolist()
         if min(solution) >= 0:
@@ -55,7 +56,7 @@ def least_squares(rows: Sequence[tuple[float, float]], targets: Sequence[float])
                 rates[column] = rate
             break
         columns.remove(columns[solution.index(min(solution))])
-    return rates[0], rates[1]
+    return rates
 
 
 @dataclass(frozen=True)
