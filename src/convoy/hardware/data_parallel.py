@@ -66,11 +66,17 @@ class DataParallel:
         return math.exp(ranges.get(kind, ranges.get("any", 0.5)))
 
     def holds_back(self, step: Step) -> str:
-        """The resource that a step waits for most: a link by its name."""
-        resource = step.holds_back
-        if resource != "link":
-            return "memory bandwidth" if resource == "memory" else resource
-        return "host memory" if is_through_host(self.machine) else self.machine.link.partition("-")[0]
+        """The resource without which a step would be fastest: a link by its name."""
+        link = "host memory" if is_through_host(self.machine) else self.machine.link.partition("-")[0]
+        spent = {
+            "arithmetic": step.times.arithmetic,
+            "memory bandwidth": step.times.memory + step.times.update,
+            "launch": step.times.launch + step.times.fixed + step.times.waiting,
+            "input": max(0.0, step.feed - step.alone) + 0.5 * step.feed * (step.feed > step.alone),
+            "network" if step.between > step.inside else link: step.exposed,
+            "synchronization": step.slower,
+        }
+        return max(spent, key=lambda name: spent[name])
 
     def curve(self, batch: int) -> tuple[tuple[int, float], ...]:
         """Images a second on 1, 2, 4, … of the devices, each with as many images; of equal ones also on twice as many,

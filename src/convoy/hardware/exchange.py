@@ -41,19 +41,6 @@ class Step:
     inside: float  # of the exchange, on the links of a host, and between hosts
     between: float
 
-    @property
-    def holds_back(self) -> str:
-        """The resource without which it would be fastest."""
-        spent = {
-            "arithmetic": self.times.arithmetic,
-            "memory": self.times.memory + self.times.update,
-            "launch": self.times.launch + self.times.fixed + self.times.waiting,
-            "input": max(0.0, self.feed - self.alone) + 0.5 * self.feed * (self.feed > self.alone),
-            "network" if self.between > self.inside else "link": self.exposed,
-            "synchronization": self.slower,
-        }
-        return max(spent, key=lambda name: spent[name])
-
 
 def several(alone: Times, work: Work, precision: str, framework: str, count: int, site: Site) -> Step:
     """How long an update takes on each of `count` devices, by the times of `one` of them with its images."""
