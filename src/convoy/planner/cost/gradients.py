@@ -37,7 +37,8 @@ class Update:
         """From measured updates: bytes of the parameters, how many they are, and seconds. The rates for a byte and for
         a tensor are the least squares of relative errors."""
         rows = [(num_bytes / seconds, tensors / seconds) for num_bytes, tensors, seconds in measured if seconds > 0]
-        return Update(*least_squares(rows, [1.0] * len(rows)), state=state)
+        per_byte, per_tensor = least_squares(rows, [1.0] * len(rows))
+        return Update(per_byte, per_tensor, state=state)
 
 
 def issuing(measured: Sequence[tuple[int, float]]) -> list[float]:
