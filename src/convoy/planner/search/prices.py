@@ -223,18 +223,6 @@ class Prices:
         return self.once("parameter", value.shape, value.dtype, number, ask=ask)
 
 
-def floor(prices: Prices, batch: Batch, allowed: Mapping[str, Sequence[Strategy]]) -> float:
-    """Seconds that every plan takes at least: those of its convolutions, each with the strategy that is cheapest."""
-    total = 0.0
-    for call in prices.graph.calls:
-        if call.op == "conv":
-            answers = (
-                prices.answer(call, batch, strategy, [NOWHERE] * len(call.inputs)) for strategy in allowed[call.layer]
-            )
-            total += min((answer.seconds for answer in answers if isinstance(answer, Answer)), default=0.0)
-    return total
-
-
 def is_choosing(call: Call) -> bool:
     """Whether a plan's strategy decides how a call is placed."""
     return call.op in CHOOSING

@@ -35,17 +35,7 @@ class StateLayouts:
 
 
 def relabelled(ids: Ids) -> tuple[Ids, Ids]:
-    """The distinct numbers of an array, ascending, and for every element the place of its number among them. As
-    `numpy.unique`, without sorting where the numbers are small."""
-    if ids.size == 1:
-        return ids.reshape(1), np.zeros_like(ids)
-    if ids.size >= 64:
-        low, high = int(ids.min()), int(ids.max())
-        if high - low <= 4 * ids.size:
-            shifted = ids - low
-            seen = np.zeros(high - low + 1, bool)
-            seen[shifted] = True
-            return np.flatnonzero(seen) + low, (np.cumsum(seen) - 1)[shifted]
+    """The distinct numbers of an array, ascending, and for every element the place of its number among them."""
     numbers, places = np.unique(ids, return_inverse=True)
     return numbers, places.reshape(ids.shape)
 

@@ -40,7 +40,7 @@ from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.costs import Costs
 from convoy.planner.search.layers import ANY, Constraints, Groups, Layers
 from convoy.planner.search.memory import fitting, nothing_fits
-from convoy.planner.search.prices import Prices, Strategy, floor, meshes, sample_axes_of
+from convoy.planner.search.prices import Prices, Strategy, meshes, sample_axes_of
 from convoy.planner.search.solve import Solution, Solver
 from convoy.planner.workload import Workload
 from convoy.plans.mesh import Mesh
@@ -186,10 +186,6 @@ class _Search:
                 batch = Batch(mesh, axes, self.workload.parts(mesh.size(axes)))
                 solver = Solver(prices, batch, self.workload, self.layers, groups)
                 self.solvers.append(solver)
-                # where layers are tied it takes long to search a way whose computing alone is slower than a known plan
-                tied = len(solver.groups) < len(solver.allowed)
-                if tied and floor(prices, batch, solver.allowed) > _FAR * self.least:
-                    continue
                 solution = solver.solve()
             except ConvoyError as error:
                 self.refused = error
