@@ -39,7 +39,6 @@ class Additive:
     def __init__(self, costs: Costs, graph: Graph, passes: int = 1) -> None:
         self.costs, self.graph, self.passes = costs, graph, passes
         self._sizes = costs.message_sizes
-        self._copies: dict[tuple[object, ...], float] = {}
 
     def context(self, call: Call) -> Hashable:
         """What the seconds of a call depend on that is not in it: how its inputs are used elsewhere."""
@@ -68,16 +67,13 @@ class Additive:
         """Seconds of one step of a redistribution, forward and, where a gradient comes back, backward."""
         first, shape, itemsize = mesh.coordinates(0), value.shape, value.dtype.itemsize
         differentiable = value.name in graph_facts(self.graph).differentiable
-        before, after = (elements(layout, shape, mesh, first) for layout in (step.source, step.target))
-        key = (step.kind, before, after, mesh.size(step.axes), value.dtype, differentiable)
-        if key not in self._copies:
-            times = self._times(moved(step, shape, dtype_name(value.dtype), differentiable, mesh, first))
-            self._copies[key] = max(times.total, times.host)
+        times = self._times(moved(step, shape, dtype_name(value.dtype), differentiable, mesh, first))
         engine = self.costs.per_transfer
-        seconds = self._copies[key] + (engine.total if differentiable else engine.forward)
+        seconds = max(times.total, times.host) + (engine.total if differentiable else engine.forward)
         axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
         if axes:
             link = self.costs.link(mesh, axes)
+            before = elements(step.source, shape, mesh, first)
             collective, traffic = link.all_reduce, [Traffic(before, 0) if step.kind == "reduce" else Traffic(0, before)]
             if step.kind not in ("reduce", "copy"):
                 collective = link.exchange

@@ -20,7 +20,7 @@ from convoy.ops import OPERATIONS
 from convoy.ops.recompute import kept_by
 from convoy.planner.cost.additive import Additive, OfParameter, elements
 from convoy.planner.cost.local_op import graph_facts
-from convoy.plans.layout import Layout, Split
+from convoy.plans.layout import Layout
 from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import COMPUTE, Batch, PlacedCall, Placement, Situation
 from convoy.plans.transfer import transfer
@@ -113,7 +113,6 @@ class Prices:
             name for call in training for name in {name for name, _ in OPERATIONS[call.op].keeps(call, graph.values)}
         )
         self._numbers: dict[Layout, int] = {}
-        self._splits: dict[Split, Split] = {}
         self._structures: dict[tuple[object, ...], int] = {}
         self._arrays: dict[tuple[object, bytes], int] = {}
         self._answers: dict[tuple[object, ...], Any] = {}
@@ -130,14 +129,10 @@ class Prices:
         return self._arrays.setdefault((ids.shape, ids.tobytes()), len(self._arrays))
 
     def number(self, layout: Layout) -> int:
-        number = self._numbers.get(layout)
-        if number is None:
-            # equal splits are one object, which is quick to compare
-            splits = tuple((dim, self._splits.setdefault(split, split)) for dim, split in layout.splits)
-            layout = Layout(splits, layout.partial, layout.copied)
-            number = self._numbers[layout] = len(self.layouts)
+        if layout not in self._numbers:
+            self._numbers[layout] = len(self.layouts)
             self.layouts.append(layout)
-        return number
+        return self._numbers[layout]
 
     def kind(self, call: Call) -> int:
         """A number for all calls that are alike but for their names."""
