@@ -143,10 +143,7 @@ def sums_of_calls(placement: Placement, costs: Additive) -> Iterator[tuple[float
 
 def elements(layout: Layout, shape: tuple[int, ...], mesh: Mesh, place: Coordinates) -> int:
     """How many elements the rank at a place holds of a tensor."""
-    count = prod(shape)
-    for dim, split in layout.splits:
-        count = count // max(1, shape[dim]) * len(split.parts[mesh.index(place, split.axes)])
-    return count
+    return prod(layout.local_shape(shape, mesh, place))
 
 
 def sent_elements(step: Step, mesh: Mesh, place: Coordinates, shape: tuple[int, ...]) -> Traffic:
