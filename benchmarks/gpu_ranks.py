@@ -36,9 +36,9 @@ from convoy import models
 from convoy.engine.recorded import Recorded, graph_on, leave_default_stream
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
-from convoy.training.build import merged, probed
+from convoy.training.build import TriedNetwork
 from convoy.training.division import Division
-from convoy.training.parallel import TrainedNetwork
+from convoy.training.exchange import Exchange, divided_network
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet50": partial(models.create, "resnet50", num_classes=1000),
@@ -132,22 +132,25 @@ def convoy_update(
     parts = len(images) // microbatch
     plan = Plan.parse("serial" if ranks == 1 else f"sample={ranks}", num_devices=ranks)
     recipe = load_recipe("default", ["model.name=any", f"batch_norm={batch_norm}"])
-    network = TrainedNetwork(model, plan, images[:microbatch], recipe)
+    network = divided_network(model, plan, images[:microbatch], recipe)
+    exchange = Exchange(network, recipe)
     division = Division((microbatch,) * (parts * ranks), (parts,) * ranks)
     pieces = division.passes(merge)
-    network.divide(division, len(pieces))
+    exchange.divide(division, len(pieces))
 
     def passes(number: int, inputs: Sequence[Tensor]) -> list[Tensor]:
         images, labels = inputs
         losses = []
         for piece in pieces:
             part = piece.parts[0]
-            network.enter(number, piece)
+            network.samples = tuple(map(len, piece.parts))
+            network.context.enter(number, piece.positions, piece.sizes, images.device)
             with autocast:
-                loss = F.cross_entropy(network.forward(images[part.start : part.stop]), labels[part.start : part.stop])
-            network.backward(loss * (len(part) / (ranks * len(images))), last=piece is pieces[-1])
+                loss = F.cross_entropy(model(images[part.start : part.stop]), labels[part.start : part.stop])
+            with exchange.in_pass(piece is pieces[-1]):
+                (loss * (len(part) / (ranks * len(images)))).backward()
             losses.append(loss.detach())
-        network.finish_update()
+        exchange.finish()
         return losses
 
     step: Callable[[int, Sequence[Tensor]], Any] = passes
@@ -161,9 +164,9 @@ def convoy_update(
         nonlocal number
         optimizer.zero_grad(set_to_none=True)
         step(number, [images, labels])
-        with network.stepping(optimizer):
+        with exchange.stepping(optimizer):
             optimizer.step()
-        network.updated()
+        exchange.updated(number)
         number += 1
 
     return update
@@ -174,8 +177,8 @@ def merge_of(name: str, batch_norm: str, work: Work) -> int:
     keys = {"model.name": "any", "data.path": "none", "batch": work.batch, "batch_norm": batch_norm}
     recipe = load_recipe("default", [f"{key}={value}" for key, value in keys.items()])
     sizes, cpu = (work.microbatch,) * (work.batch // work.microbatch), torch.device("cpu")
-    probe = probed(MODELS[name](), recipe, (3, PROBE_SIZE, PROBE_SIZE), sizes, cpu, "the size")
-    return merged(recipe, probe, sizes, cpu, sharing=2**30)[0]
+    tried = TriedNetwork.of(recipe, MODELS[name](), (3, PROBE_SIZE, PROBE_SIZE), cpu, "the size")
+    return tried.microbatches_in_pass(sizes, sharing=2**30)[0]
 
 
 @contextlib.contextmanager

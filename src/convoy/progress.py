@@ -44,33 +44,26 @@ class ConsoleReporter(Reporter):
     def prepare(self, what: str, done: int, total: int) -> None:
         if not self.console.is_terminal:
             self.advance(done, f"{what} ({done} of {total})")
-            return
-        if self._bar is None:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
-            self._bar = Progress(*columns, console=self.console, transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task(what, total=total)
-        self._bar.update(self._task, description=what, completed=done, total=total)
-        if done >= total:
+        elif done >= total:
             self.end()
+        elif self._bar is None:
+            self._show(done, total, what)
+        else:
+            self._bar.update(self._task, description=what, completed=done, total=total)
 
     def begin(self, done: int, total: int) -> None:
         self.end()
-        if not self.console.is_terminal:
+        if self.console.is_terminal:
+            self._show(done, total, "updates")
+        else:
             self._line_at = -LINE_EVERY_S
-            return
-        self._bar = Progress(
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self.console,
-            transient=True,
-        )
+
+    def _show(self, done: int, total: int, text: str) -> None:
+        columns = BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}")
+        times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+        self._bar = Progress(*columns, *times, console=self.console, transient=True)
         self._bar.start()
-        self._task = self._bar.add_task("updates", total=total, completed=done)
+        self._task = self._bar.add_task(text, total=total, completed=done)
 
     def advance(self, done: int, text: str | None = None) -> None:
         if self._bar is not None:

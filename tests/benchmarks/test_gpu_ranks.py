@@ -28,8 +28,8 @@ from convoy.plans.plan import Plan
 from convoy.training import load_recipe
 from convoy.training.classification import InputPipeline
 from convoy.training.division import divide
+from convoy.training.exchange import Exchange, divided_network
 from convoy.training.optimizers import create_optimizer
-from convoy.training.parallel import TrainedNetwork
 from convoy.training.precision import Scaler
 from convoy.training.schedules import Schedule
 from convoy.training.state import RunState
@@ -93,9 +93,9 @@ def test_an_update_of_the_trainer_waits_for_nothing(monkeypatch: pytest.MonkeyPa
     data = DataSet("made", list("0123456789"), *sources, 32, 3, (0.5,) * 3, (0.2,) * 3, 32)
     with fake_ranks(4), FakeGpu() as gpu:
         model, example = gpu.take(models.create("alexnet-cifar")), gpu.take(torch.rand(8, 3, 32, 32))
-        network = TrainedNetwork(model, Plan.parse("sample=4"), example, recipe)
-        network.divide(division, len(passes))
-        state = RunState(network, create_optimizer(model, recipe.optimizer, 0.1), Scaler(gpu.device, "fp32"))
+        exchange = Exchange(divided_network(model, Plan.parse("sample=4"), example, recipe), recipe)
+        exchange.divide(division, len(passes))
+        state = RunState(exchange, create_optimizer(model, recipe.optimizer, 0.1), Scaler(gpu.device, "fp32"))
         schedule = cast(Schedule, SimpleNamespace(lr=lambda update: 0.1))
         pipeline = InputPipeline(data, gpu.device, torch.contiguous_format)
         step = TrainingStep(recipe, state, pipeline, schedule, passes, rank=0, reseed=False)

@@ -24,6 +24,7 @@ from convoy.planner.remembered import remember_run, unlike_runs
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
+from convoy.training.build import TriedNetwork
 from convoy.training.workloads import workload_in_passes
 from ranks import run_ranks
 
@@ -40,7 +41,8 @@ def recipes(devices: int, merge: int, shares: tuple[float, ...] | None = None) -
     settings += [f"parallel.shares={list(shares)}", f"parallel.devices={devices}"] if shares is not None else []
     recipe = load_recipe("default", settings, [])
     torch.manual_seed(0)
-    return workload_in_passes(recipe, create("lenet"), (1, 28, 28), (8,) * 8, merge, devices, torch.device("cpu"))
+    tried = TriedNetwork.of(recipe, create("lenet"), (1, 28, 28), torch.device("cpu"), "the size")
+    return workload_in_passes(tried, (8,) * 8, merge, devices)
 
 
 def failing(error: Exception) -> tuple[str, list[str], str]:

@@ -17,7 +17,7 @@ from convoy.errors import TooLargeError
 from convoy.planner import Planned, make_plan
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.measured import Measurements
-from convoy.planner.planner import Race, score
+from convoy.planner.planner import Race
 from convoy.planner.planner import _raced as raced_by
 from convoy.plans.plan import Plan
 from convoy.training import Session, workloads
@@ -25,7 +25,7 @@ from convoy.training.step import TrainingStep
 from ranks import run_ranks
 from training.scenarios import session
 
-FILTERS, HEIGHT, SAMPLES, STAGES = map(Plan.parse, ("filter=2", "height=2", "sample=2", "stage=2"))
+FILTERS, HEIGHT, SAMPLES = map(Plan.parse, ("filter=2", "height=2", "sample=2"))
 
 
 def planned(data: Path, cache: Path, *settings: str) -> Session:
@@ -40,7 +40,7 @@ def far(found: Session, data: Path, *settings: str) -> float:
         step = each.step()
         for update, batch in enumerate(each.batches(0, 3)):
             step(batch, update)
-        ends.append({name: each.network.engine.whole(name, x).clone() for name, x in each.model.state_dict().items()})
+        ends.append({name: each.network.whole(name, x).clone() for name, x in each.model.state_dict().items()})
     return max(float((ends[0][n] - x).abs().max()) for n, x in ends[1].items() if x.is_floating_point())
 
 
@@ -63,13 +63,13 @@ def raced(data: Path, cache: Path) -> tuple[str, list[str], float]:
     step = TrainingStep.__call__
 
     def stepping(self: TrainingStep, batch: Batch, update: int) -> object:
-        engine = self.network.engine
+        engine = self.network
         if engine.groups.rank == 1 and engine.plan == HEIGHT and update == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return step(self, batch, update)
 
     def seconds(racer: TrainingStep, *args: Any, **options: Any) -> float:
-        return measure(racer, *args, **options) * (0.01 if racer.network.engine.plan == FILTERS else 1.0)
+        return measure(racer, *args, **options) * (0.01 if racer.network.plan == FILTERS else 1.0)
 
     measure = workloads.update_seconds
     with (
@@ -90,27 +90,6 @@ def test_the_winner_of_the_race_runs_and_who_lacks_memory_on_one_rank_leaves_it(
         assert f"height=2 left the race: rank 1 ran out of memory while racing height=2; {NEEDS_LESS}" in notes
 
 
-def in_stages(data: Path, cache: Path, passes: int, schedule: str) -> tuple[int, str, float]:
-    """Passes and schedule of a run for which the planner says stages, and how far it is from plain `sample`."""
-
-    def planner(*args: Any, **options: Any) -> Planned:
-        found = make_plan(*args, plans=[SAMPLES], **options)
-        workload = found.workload.through(2, passes)
-        asked = replace(found.workload, in_passes=lambda number: workload, schedules=(schedule,))
-        return replace(found, candidates=(score(asked, STAGES, found.costs, passes),))
-
-    with patch.object(workloads, "make_plan", planner), patch.object(workloads, "measure_input", lambda ready: None):
-        found = planned(data, cache, "microbatch=4")
-    assert found.network.stages is not None
-    return len(found.division.passes(found.merge)), found.network.schedule, far(found, data, "microbatch=4")
-
-
-@pytest.mark.slow
-def test_stages_run_in_the_passes_and_the_order_that_were_predicted(data: Path, tmp_path: Path) -> None:
-    for num, order, distance in run_ranks(in_stages, 2, data, tmp_path, 2, "gpipe"):
-        assert (num, order) == (2, "gpipe") and distance < 1e-5
-
-
 def notes_of(data: Path, cache: Path, input_s: float | None, *settings: str) -> tuple[str, str, bool]:
     """The plan, what is said, and whether anything that was measured is kept."""
     cost = patch.object(workloads, "measure_input", lambda ready: HostCost(per_sample=input_s))
@@ -119,7 +98,7 @@ def notes_of(data: Path, cache: Path, input_s: float | None, *settings: str) -> 
             found = planned(data, cache, *settings)
     except TooLargeError as error:
         return "", str(error), False
-    returns = found.network.stages is not None and found.network.stages.returns_memory
+    returns = getattr(found.network, "returns_memory", False)
     notes = [*found.notes, *(["freed memory is given back"] if returns else [])]
     return str(found.plan), " ".join(notes), any(cache.rglob("*.json"))
 

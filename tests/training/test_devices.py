@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from convoy.ops.statistics import RunningStatistics
 from convoy.plans.plan import Plan
 from convoy.training import division
+from convoy.training.build import TriedNetwork
 from convoy.training.classification import InputPipeline
 from convoy.training.division import Division
 from convoy.training.environment import join_ranks
 from ranks import run_ranks
-from training.scenarios import Settings, drop_checkpoints, refusals, store_of, summary
+from training.scenarios import Settings, drop_checkpoints, refusals, summary
 from whole_runs import Ended, as_before, train_here, train_until
 
 BITS = {"reproducible": "true", "epochs": "3ba"}
@@ -133,19 +134,6 @@ def test_devices_come_and_go_after_crashes_between_checkpoints(data: Path, tmp_p
     assert (ended.digest, ended.curve) == (want.digest, want.curve)
 
 
-OFTEN = {"checkpoint.every": "auto", "checkpoint.mtbf": "0.01s", "checkpoint.keep": "99"}
-
-
-@pytest.mark.slow
-def test_how_often_the_clock_has_a_reproducible_run_save_changes_no_bit(data: Path, tmp_path: Path) -> None:
-    shared = {"epochs": "24ba", "reproducible": "true", "ema.decay": "0.9", "evaluate_every": "4ba"}
-    (never,) = run_ranks(train_here, 1, data, tmp_path / "never", shared | {"checkpoint.every": "1000ba"})
-    often = run_ranks(train_here, 2, data, tmp_path / "often", shared | OFTEN)
-    assert [(each.digest, each.curve) for each in often] == [(never.digest, never.curve)] * 2
-    assert len(store_of(tmp_path / "often").steps()) > max(3, len(store_of(tmp_path / "never").steps()))
-    assert any("Young 1974; at most" in sentence for sentence in often[0].said)
-
-
 # What is approximate, and called so
 
 
@@ -211,7 +199,7 @@ def test_measured_shares_change_no_number(data: Path, tmp_path: Path) -> None:
     settings |= {"parallel.shares": "auto"}
     found, _ = run_ranks(_with_a_slow_rank, 2, data, tmp_path / "run", settings, 0.1, timeout=120)
     (sentence,) = {sentence for sentence in found.said if sentence.startswith("shares ")}
-    assert "of 8 microbatches from update 8 on, by measured times of" in sentence
+    assert "of 8 microbatches, by measured times of" in sentence
     assert int(sentence.split()[1].partition(",")[0]) > 4, sentence
     assert not any("approximate" in each for each in found.said)
     assert (found.digest, found.curve) == (serial.digest, serial.curve)
@@ -241,7 +229,7 @@ def in_small_passes(forgets: bool, *arguments: Any) -> int:
             record(self, *passes)
 
     with as_before() as patch:
-        patch.setattr("convoy.training.set_up.merged", lambda *_, **__: (4, "four at once"))
+        patch.setattr(TriedNetwork, "microbatches_in_pass", lambda *_: (4, "four at once"))
         patch.setattr(RunningStatistics, "record_left_out", noted)
         train_here(*arguments)
     return len(left_out)

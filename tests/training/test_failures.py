@@ -3,9 +3,7 @@
 import errno
 import os
 import re
-import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +22,7 @@ from convoy.training.session import Session
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
 from tiny import NUM_TEST
-from training.scenarios import digest, lines, put, refusals, store_of, summary, trained
+from training.scenarios import digest, lines, refusals, store_of, summary, trained
 from whole_runs import Ended, as_before, train_here
 
 EIGHT = {"epochs": "8ba", "checkpoint.every": "2ba", "reproducible": "true"}
@@ -62,15 +60,6 @@ def test_an_error_is_in_the_summary_as_it_is_printed_and_the_run_goes_on(data: P
     said = trained(data, out, EIGHT, resume=True).said
     assert {f"going on after {done} of 8 updates" for done in (2, 4)} & set(said)
     assert stands(out) == ("finished", None, 8) and digest(out) == digest(whole)
-
-
-def test_a_run_without_a_checkpoint_begins_anew(data: Path, tmp_path: Path) -> None:
-    out, settings = tmp_path / "run", {"epochs": "8ba", "checkpoint.every": "7ba", "evaluate_every": "8ba"}
-    with pytest.raises(KeyError):
-        trained(data, out, settings, fails=KeyError("odd"))
-    said = trained(data, out, settings, resume=True).said
-    assert "going on after 0 of 8 updates: no checkpoint was written before" in said
-    assert stands(out) == ("finished", None, 8)
 
 
 # Numbers that are not finite
@@ -187,34 +176,6 @@ def test_memory_lacks(
         assert "ran out of memory" in (tmp_path / "run" / "summary.json").read_text()
 
 
-SMALL_DISK = """mount -t tmpfs -o size=230k convoy-test "$0" && run=$0 && kept=$1 && shift 1 &&
-    { "$@"; status=$?; }; cp -r "$run" "$kept" && exit $status"""
-
-
-@pytest.mark.slow
-def test_on_a_full_disk_a_run_stops_with_its_last_whole_checkpoint(data: Path, tmp_path: Path) -> None:
-    """A small file system in a mount namespace of its own; what there is in the end is copied from it."""
-    disk, kept = tmp_path / "disk", tmp_path / "kept"
-    disk.mkdir()
-    probe = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0"', str(tmp_path)]
-    if subprocess.run(probe, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a small file system")
-    settings = ["checkpoint.every=2ba", "checkpoint.keep=9", "log_every=1ba", "threads=1", "evaluate_every=1000ba"]
-    options = ["--devices", "2", *(part for each in settings for part in ("--set", each))]
-    options += ["--batch", "24", "--microbatches", "2", "--epochs", "16ba", "--data", str(data)]
-    command = [sys.executable, "-m", "convoy", "train", "tiny:TinyNet", "--out", str(disk / "run"), *options]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-    arguments = ["unshare", "--mount", "sh", "-c", SMALL_DISK, str(disk), str(kept), *command]
-    found = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=150)
-    assert found.returncode == 2 and "Traceback" not in found.stderr + found.stdout, found.stderr
-    (sentence,) = [line for line in found.stderr.splitlines() if line.startswith("convoy: ")]
-    store = store_of(kept / "run")
-    newest = store.steps()[-1]
-    assert store.load(newest).step == newest < 16 and "No space left on device" in sentence
-    assert f"could not be written to {disk}/run/checkpoints" in sentence
-    assert f"the newest whole one is of update {newest}" in sentence and not list(store.folder.glob(".*"))
-
-
 # Signals during an evaluation
 
 EVALUATED = {"epochs": "6ba", "evaluate_every": "2ba", "checkpoint.every": "100ba", "reproducible": "true"}
@@ -254,12 +215,5 @@ def test_an_evaluation_that_a_signal_breaks_off_is_done_anew(data: Path, tmp_pat
             assert (name, done) == ("SIGTERM", steps) and stop_at <= count < stop_at + each - 1
     assert 4 not in [step for (step,) in lines(parts, "step", split="test")]
     assert not (parts / "weights.safetensors").exists()
-    unnoted = shutil.copytree(parts, tmp_path / "unnoted")
     run_ranks(signalled, 2, data, parts, [None])
     assert lines(parts) == lines(whole) and digest(parts) == digest(whole)
-    # Without the note in the checkpoint it would be missing.
-    checkpoint = store_of(unnoted).load(4)
-    checkpoint.values["loop"]["progress"]["to_evaluate"] = False
-    put(store_of(unnoted), checkpoint)
-    run_ranks(signalled, 2, data, unnoted, [None])
-    assert [step for (step,) in lines(unnoted, "step", split="test")] == [2, 6]

@@ -27,7 +27,7 @@ from convoy.training import Recipe, choose_device, defaults, environment, load_r
 from convoy.training.defaults import Settled, has_bf16, settle
 from convoy.training.environment import join_ranks
 from convoy.training.interrupt import Interrupt
-from convoy.training.metrics import MetricsWriter
+from convoy.training.log import MetricsWriter
 from convoy.training.precision import Scaler, check_precision
 from ranks import run_ranks
 from training.scenarios import config, summary, trained, weights

@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -22,30 +20,25 @@ from convoy.training.watchdog import RankState, Watchdog, explain
 from ranks import run_ranks
 
 
-def seen(
-    update: int = 6, collective: str = "", silent_s: float = 0.0, host: str = "a", part: str = "forward", **more: Any
-) -> RankState:
-    heard = time.monotonic() - silent_s
-    return replace(RankState(host, update, part, "conv1", collective, 31.0, 3, heard), **more)
+def seen(update: int = 6, waits: str | None = None, silent_s: float = 0.0, name: str = "rank 0 on host a") -> RankState:
+    place = f"update {update + 1}" + (f", waiting for other ranks{waits}" if waits is not None else "")
+    return RankState(name, place, update, waits is not None, 31.0, 3, heard=time.monotonic() - silent_s)
 
 
 def test_the_one_who_holds_the_others_up_is_named() -> None:
-    where = "update 7, forward pass of layer conv1, waiting for other ranks (exchange)"
+    other = "rank 1 on host b"
     for others, words in (
-        ({1: seen(host="b", silent_s=29)}, "held up by rank 1 on host b, not heard of any more\n"),
-        ({1: seen(host="b")}, "held up by rank 1 on host b\n"),
-        ({1: seen(collective="wait")}, "while all wait for each other\n"),
-        ({1: seen(update=5, collective="wait")}, "while all wait for each other, rank 1 on host a behind the others\n"),
+        ({1: seen(name=other, silent_s=29)}, "held up by rank 1 on host b, not heard of any more\n"),
+        ({1: seen(name=other)}, "held up by rank 1 on host b\n"),
+        ({1: seen(waits="", name=other)}, "while all wait for each other\n"),
+        ({1: seen(5, "", name=other)}, "while all wait for each other, rank 1 on host b behind the others\n"),
         ({}, "held up by rank 1, not heard of any more\n"),
     ):
-        said = explain(0, {0: seen(collective="exchange"), **others}, 31.0, 5.0, 2)
-        assert said.startswith(
-            f"rank 0 on host a has not moved for 31 s (--timeout): {where}, {words}last positions:\n"
-        )
-    waiting = seen(part="backward", collective="value of another stage", stage=1)
-    said = explain(0, {0: waiting, 1: seen(host="b", part="reading", stage=2)}, 31.0, 5.0, 2, "")
-    assert said.startswith("rank 0 (stage 1) on host a has not moved for 31 s: update 7, backward pass")
-    assert "rank 1 (stage 2) on host b: reading a checkpoint (for 31 s)" in said  # without a number of an update
+        said = explain(0, {0: seen(waits=" (exchange)"), **others}, 31.0, 5.0, 2)
+        where = "update 7, waiting for other ranks (exchange)"
+        words = f"rank 0 on host a has not moved for 31 s (--timeout): {where}, {words}last positions:\n"
+        assert said.startswith(words)
+    assert f"{other}: update 7 (for 31 s)" in explain(0, {0: seen(waits=""), 1: seen(name=other)}, 31.0, 5.0, 2, "")
 
 
 def watched(kind: str, limit_s: float = 600.0) -> list[str]:
@@ -142,11 +135,10 @@ def test_the_rank_that_has_not_begun_a_collective_is_named() -> None:
     assert f"{missing}: the others wait for it" in firsts[2] and all("rank 2" in each for each in firsts)
 
 
-def on_gpu(count: int, *still: int, others: dict | None = None) -> RankState:
+def on_gpu(rank: int, count: int, *still: int, others: dict | None = None) -> RankState:
     rows = [(number, "all reduce", f"conv{number}") for number in still]
-    waits = f"all reduce number {still[0]} on the GPU" if still else ""
     groups = {"0": ([0, 1, 2, 3], count, rows), **(others or {})}
-    return RankState("a", 6, "rest", "", waits, 31.0, 3, groups=groups)
+    return RankState(f"rank {rank} on host a", "update 7", 6, bool(still), 31.0, 3, groups)
 
 
 def test_what_gpus_were_given_tells_who_is_to_blame() -> None:
@@ -154,10 +146,11 @@ def test_what_gpus_were_given_tells_who_is_to_blame() -> None:
         return explain(0, ranks, 31.0, 5.0, len(ranks)).partition("\n")[0]
 
     words = "held up by rank 2 on host a, whose GPU does not finish all reduce number 7 of layer conv7"
-    assert line({0: on_gpu(7), 1: on_gpu(7), 2: on_gpu(7, 7), 3: on_gpu(7)}).endswith(words)
-    assert line({rank: on_gpu(7, 7) for rank in range(4)}).endswith("while all wait for each other")
+    assert line({rank: on_gpu(rank, 7, *[7] * (rank == 2)) for rank in range(4)}).endswith(words)
+    assert line({rank: on_gpu(rank, 7, 7) for rank in range(4)}).endswith("while all wait for each other")
     # Rank 1 is behind in group 0 as it waits for rank 3 in group 1.
-    ranks = {0: on_gpu(7, 7), 1: on_gpu(6, others={"1": ([1, 3], 4, [(4, "exchange", "fc")])}), 2: on_gpu(7, 7)}
-    ranks[3] = on_gpu(7, 7, others={"1": ([1, 3], 3, [])})
+    waiting = {"1": ([1, 3], 4, [(4, "exchange", "fc")])}
+    ranks = {0: on_gpu(0, 7, 7), 1: on_gpu(1, 6, others=waiting), 2: on_gpu(2, 7, 7)}
+    ranks[3] = on_gpu(3, 7, 7, others={"1": ([1, 3], 3, [])})
     ranks[3].groups["0"][2].clear()
     assert "held up by rank 3 on host a, which has not begun exchange number 4 of layer fc" in line(ranks)

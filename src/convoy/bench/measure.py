@@ -43,7 +43,6 @@ from convoy.training import Recipe, choose_device
 from convoy.training.build import build_model
 from convoy.training.classification import ClassificationLoss, InputPipeline
 from convoy.training.derived import resolve
-from convoy.training.division import MEASURED, WARM_UP, divide_by_speed
 from convoy.training.division import text as text_of
 from convoy.training.optimizers import create_optimizer
 from convoy.training.precision import autocast_of, set_numerics
@@ -64,16 +63,16 @@ def _measure_convoy(task: MeasurementTask) -> RankTimes:
     session.model.train()
     stopwatch = Stopwatch(device)
     losses: list[Tensor] = []
-    first = _divide_by_speed(session, losses)
+    session.divide_by_speed()
     step = session.step()
 
     def update(batch: Batch, number: int) -> None:
-        result = step(batch, first + number)
-        if first + number == 0:
+        result = step(batch, number)
+        if number == 0:
             losses.extend(result.losses)
 
     with stopwatch.watch():
-        batches = session.batches(first, task.warm_up + task.updates)
+        batches = session.batches(0, task.warm_up + task.updates)
         run_updates(batches, update, stopwatch, task.warm_up, ranks.barrier)
     return RankTimes(
         **stopwatch.times(),
@@ -82,22 +81,6 @@ def _measure_convoy(task: MeasurementTask) -> RankTimes:
         overhead=stopwatch.overhead,
         microbatches=session.division.counts[ranks.sample_rank],
     )
-
-
-def _divide_by_speed(session: Session, losses: list[Tensor]) -> int:
-    """With `shares=auto`, divide the batch by each device's time for a microbatch; the number of updates that took."""
-    if session.recipe.parallel.shares != "auto" or session.ranks.num_sample_ranks == 1:
-        return 0
-    step, microbatch_s = session.step(), list[float]()
-    step.timed = True
-    with closing(session.batches(0, WARM_UP + MEASURED)) as batches:
-        for number, batch in enumerate(batches):
-            result = step(batch, number)
-            if number == 0:
-                losses.extend(result.losses)
-            microbatch_s.append(result.microbatch_s)
-    session.division, _ = divide_by_speed(microbatch_s, session.ranks, session.division)
-    return len(microbatch_s)
 
 
 @dataclass(frozen=True)

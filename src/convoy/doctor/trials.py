@@ -183,7 +183,7 @@ def _by_all(session: Session, change: Change, share: Budget, ranks: Ranks) -> tu
         began = time.perf_counter()
         parallel = session.recipe.parallel.model_copy(update=change.settings.get("parallel"))
         recipe = session.recipe.model_copy(update=change.settings | {"parallel": parallel})
-        other = set_up(recipe, session.device, None, ranks, session.data, keep=session.profiles is not None)
+        other = set_up(recipe, session.device, None, ranks, session.data, keep=session.keeps_times)
         if change.cause == "plan" and plan_text(other.plan) == plan_text(session.plan):
             return None
         setting_up_s = time.perf_counter() - began

@@ -54,7 +54,7 @@ class Watch:
     def facts(self, comparison: Comparison, last: int) -> Facts:
         """What the `last` updates have shown on all ranks, and the last look at their hosts. All ranks call it."""
         session, updates = self._recorder.session, list(self._recorder.recent)[-last:]
-        recipe, quantities, ranks, network = session.recipe, session.quantities, session.ranks, session.network
+        recipe, quantities, ranks = session.recipe, session.quantities, session.ranks
         samples = len(session.division.positions(ranks.sample_rank))
         wait_s, own_s, update_s = map(fmean, zip(*updates, strict=True))
         source = session.data.train
@@ -63,8 +63,8 @@ class Watch:
         of_ranks, of_updates, workers, places = zip(*ranks.gather(facts_here), strict=True)
         lengths = ("evaluate_every", "checkpoint_every", "updates_per_epoch", "total_updates")
         waiting = 0.0
-        if network.stages is not None:
-            waiting = bubble(network.schedule, len(session.division.passes(session.merge)), session.plan.num_stages)
+        if session.plan.num_stages > 1:
+            waiting = bubble(session.schedule, len(session.passes), session.plan.num_stages)
         return Facts(
             model=recipe.model.name,
             data=str(recipe.data.path),
@@ -83,7 +83,7 @@ class Watch:
             test_samples=-(-len(session.data.test) // ranks.num_sample_ranks),
             ahead=samples_ahead(max(1, samples)) / max(1, samples),
             **{name: getattr(quantities, name) for name in lengths},
-            mtbf_s=recipe.checkpoint.mtbf.seconds,
+            mtbf_s=recipe.checkpoint.mtbf_s,
             hosts=tuple(name for name, _ in dict.fromkeys(places)) if ranks.num > 1 else (),
             bubble=waiting,
         )

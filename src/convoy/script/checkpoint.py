@@ -66,11 +66,9 @@ def save(
     agree("convoy.save", network.groups)
     with together(network):
         things = _things(net, optimizer, scheduler, anything)
-    for thing in things.values():
-        thing.prepare()
-    with together(network):
         packed = Packed({name: thing.state() for name, thing in things.items()})
     about = {name: thing.about() for name, thing in things.items()}
+    # Of plain values rank 0's count: a time or a rank's own loss may differ. All else one rank would load from another.
     if network.groups.mesh.num_devices > 1:
         facts = packed.facts([name for name, thing in things.items() if type(thing) is _Thing])
         alike(network, facts | {f"{name} itself": json.dumps(thing, sort_keys=True) for name, thing in about.items()})
@@ -141,7 +139,8 @@ def load(
 
 @dataclass
 class _Thing:
-    """One of the values to save, by its name; subclasses are objects with a state."""
+    """One of the values to save, by its name; a plain one is returned by `convoy.load`, not loaded. Subclasses are
+    objects with a state."""
 
     name: str
     thing: Any
@@ -153,9 +152,6 @@ class _Thing:
         """What is to be known beside its state."""
         return {"kind": self.kind}
 
-    def prepare(self) -> None:
-        """Before its state is taken; all ranks call it."""
-
     def state(self) -> Any:
         return self.thing
 
@@ -163,7 +159,7 @@ class _Thing:
         raise ConvoyError(f"{self.name} is no object that takes a state: leave it away, convoy.load returns it")
 
     def load(self, saved: Any, about: Mapping[str, Any]) -> None:
-        """A plain value is returned by `convoy.load`, not loaded."""
+        raise NotImplementedError
 
 
 class _Object(_Thing):
@@ -177,9 +173,9 @@ class _Object(_Thing):
         return self.thing.state_dict()
 
     def check(self, saved: Any, about: Mapping[str, Any]) -> None:
-        now = type(self.thing).__name__
-        if about["of"] not in (now, "ShardedOptimizer"):  # which versions of before have wrapped around another
-            raise ConvoyError(f"{self.name} was saved from {about['of']}, and is {now} now: give one of that kind")
+        kind = type(self.thing).__name__
+        if about["of"] not in (kind, "ShardedOptimizer"):  # which versions of before have wrapped around another
+            raise ConvoyError(f"{self.name} was saved from {about['of']}, and is {kind} now: give one of that kind")
 
     def load(self, saved: Any, about: Mapping[str, Any]) -> None:
         try:
@@ -202,8 +198,10 @@ class _Module(_Thing):
 
     def state(self) -> Any:
         parts = Parts(self.thing)
+        if not parts.networks:
+            return parts.tensors()
         return {
-            name: Whole(partial(parts.whole, name, tensor), parts.shape(name, tensor)) if parts.networks else tensor
+            name: Whole(partial(parts.whole, name, tensor), parts.shape(name, tensor))
             for name, tensor in parts.tensors().items()
         }
 
@@ -217,8 +215,7 @@ class _Module(_Thing):
         parts = Parts(self.thing)
         parts.load(saved)
         for place, network in parts.networks.items():
-            draws = about["draws"].get(place)
-            if draws is not None:
+            if draws := about["draws"].get(place):
                 network.context.seed, network.passes = draws["seed"], draws["passes"]
 
 
@@ -227,11 +224,8 @@ class _Optimizer(_Object):
     named: NamedOptimizer
     kind = "an optimizer"
 
-    def prepare(self) -> None:
-        self.entries = self.named.entries()
-
     def state(self) -> Any:
-        return self.named.state(self.entries)
+        return self.named.state()
 
     def check(self, saved: Any, about: Mapping[str, Any]) -> None:
         super().check(saved, about)

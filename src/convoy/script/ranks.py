@@ -57,11 +57,12 @@ def together(network: Network) -> Iterator[None]:
         failure = error
         sentence = str(error) if isinstance(error, ConvoyError) else f"{type(error).__name__}: {error}"
     sentences = gather_objects(sentence, group)
-    first = next(((rank, text) for rank, text in enumerate(sentences) if text is not None), None)
+    refusal = next(((rank, text) for rank, text in enumerate(sentences) if text is not None), None)
     if failure is not None and (not isinstance(failure, ConvoyError) or group is None):
         raise failure
-    if first is not None:
-        raise ConvoyError(first[1] if sentences.count(first[1]) == len(sentences) else f"rank {first[0]}: {first[1]}")
+    if refusal is not None:
+        rank, text = refusal
+        raise ConvoyError(text if sentences.count(text) == len(sentences) else f"rank {rank}: {text}")
 
 
 def alike(network: Network, facts: Mapping[str, str]) -> None:

@@ -99,14 +99,14 @@ class _Step:
             )
         if self._recorded is None:
             return _without_graph(self._function(*args))
-        network, before = self._network, self._network.passes
+        network, passes_before = self._network, self._network.passes
         self._ran = None
         with self._on_stream():
-            outputs = iter(self._recorded(before, args))
+            outputs = iter(self._recorded(passes_before, args))
         ran = self._ran or self._of_recording  # batches of another shape may give something else
         assert ran is not None
         result, passes = ran
-        network.passes = before + passes  # a replay announces none, and a recording those of another call
+        network.passes = passes_before + passes  # a replay announces none, and a recording those of another call
         return replace(result, Tensor, lambda _: next(outputs))
 
     def _run(self, step: int, inputs: Sequence[Tensor]) -> list[Tensor]:

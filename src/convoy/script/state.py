@@ -86,10 +86,7 @@ def optimizer_state_dict(net: nn.Module, optimizer: Optimizer) -> dict[str, Any]
     network = network_of(net)
     agree("convoy.optimizer_state_dict", network.groups)
     with together(network):
-        adapter = NamedOptimizer(network.model, optimizer)
-    entries = adapter.entries()
-    with together(network):
-        state = adapter.state(entries)
+        state = NamedOptimizer(network.model, optimizer).state()
     alike(network, {f"optimizer/{name}": " ".join(entry) for name, entry in state["state"].items()})
     for entry in state["state"].values():
         entry |= {key: value.make() for key, value in entry.items() if isinstance(value, Whole)}
@@ -209,23 +206,15 @@ class NamedOptimizer:
             self.parameters |= zip(self.names[-1], group["params"], strict=True)
         self._parts = Parts(module)
 
-    def entries(self) -> dict[str, dict[str, Any]]:
-        """What this rank keeps for every parameter that has been stepped. All ranks call it."""
-        state = self.optimizer.state_dict()["state"]
-        numbered = enumerate(name for names in self.names for name in names)
-        return {name: dict(state[index]) for index, name in numbered if state.get(index)}
-
-    def like_parameter(self, name: str, value: Any) -> bool:
-        """Whether a value has the parameter's shape, and so is divided as the parameter is."""
-        return isinstance(value, Tensor) and value.dim() > 0 and value.shape == self.parameters[name].shape
-
-    def state(self, entries: Entries) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """The result of `optimizer_state_dict`, with divided tensors still to be made whole. Raises ConvoyError where a
         value of a divided parameter has another shape than the parameter."""
+        entries = self.optimizer.state_dict()["state"]
         return {
             "state": {
-                name: {key: self._whole(name, key, value) for key, value in entry.items()}
-                for name, entry in entries.items()
+                name: {key: self._whole(name, key, value) for key, value in entries[number].items()}
+                for number, name in enumerate(itertools.chain.from_iterable(self.names))
+                if entries.get(number)
             },
             "param_groups": [
                 {key: _copied(value) for key, value in group.items() if key not in _NOT_SAVED} | {"params": list(names)}
@@ -271,8 +260,9 @@ class NamedOptimizer:
         self.optimizer.load_state_dict({"state": state, "param_groups": merged})
 
     def _whole(self, name: str, key: str, value: Any) -> Any:
-        if self.like_parameter(name, value):
-            shape = self._parts.shape(name, self.parameters[name])
+        parameter = self.parameters[name]
+        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
+            shape = self._parts.shape(name, parameter)  # it is divided as the parameter is
             return Whole(partial(self._parts.whole, name, value), shape)
         if self._parts.divided(name) and not _is_number(value):
             raise ConvoyError(

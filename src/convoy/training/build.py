@@ -22,12 +22,13 @@ from convoy.errors import ConvoyError
 from convoy.failure import place_of
 from convoy.graph import tree
 from convoy.graph.given import prepare_given
-from convoy.graph.graph import CaptureError, Ref
+from convoy.graph.graph import CaptureError, Graph, Ref
 from convoy.ops import capture
 from convoy.planner import workload_of
 from convoy.planner.cost.pipeline import Staging
 from convoy.plans.fit import check_patterns
 from convoy.plans.plan import Plan
+from convoy.plans.schedule import PARTS_PER_STAGE
 from convoy.resources import host_memory
 from convoy.script.data import evaluating
 from convoy.training.classification import heads
@@ -98,7 +99,7 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
     return model, notes
 
 
-LARGE = 2**30  # bytes of weights from which on no rank builds a network as a whole
+LARGE = 2**30  # bytes of weights from which on no rank but the first has a whole network in its memory
 
 
 def build_for(
@@ -158,7 +159,7 @@ def check_layers(recipe: Recipe, plan: Plan) -> None:
         return
     check_patterns(plan, [name for name, _ in model.named_modules()])
     of_images = {"height", "width"} if recipe.data.channels else {"height", "width", "channel"}
-    if usual is None or {name for _, given in plan.layers for name in given.values()} & of_images:
+    if usual is None or {name for _, strategies in plan.layers for name in strategies.values()} & of_images:
         return
     size = recipe.data.image_size
     shape = (recipe.data.channels or usual[0], size or usual[1], size or usual[2])
@@ -167,66 +168,170 @@ def check_layers(recipe: Recipe, plan: Plan) -> None:
     Staging.of(plan, workload.graph, workload.outputs, workload.samples_of_passes)
 
 
-def probed(
-    plain: nn.Module,
-    recipe: Recipe,
-    shape: tuple[int, int, int],
-    sizes: tuple[int, ...],
-    device: torch.device,
-    change: str,
-    num_classes: int | None = None,
-    as_graph: bool = False,
-) -> Probe:
-    """Run a copy of the network on two microbatches of random images of a shape (channels, height, width), in training
-    and in evaluation; with `as_graph`, read it off the network's calls, as some rank has no numbers to run it with.
+@dataclass
+class TriedNetwork:
+    """A recipe's network on its device, and what it has shown there: how its batch may be cut, and run."""
 
-    A ConvoyError says that it cannot train on such images, with `change` as what a user could change, or gives other
-    than `num_classes` logits (None: any number).
-    """
-    samples = min(2, *sizes)
-    try:
-        if num_classes is not None:
-            logits = _logits(plain, torch.empty(1, *shape, device=device), as_graph)
-            if logits.shape != (1, num_classes):
+    recipe: Recipe
+    model: nn.Module  # the plain network; a session makes it its own
+    image_shape: tuple[int, int, int]  # channels, height and width
+    device: torch.device
+    probe: Probe
+
+    @staticmethod
+    def of(
+        recipe: Recipe,
+        model: nn.Module,
+        image_shape: tuple[int, int, int],
+        device: torch.device,
+        change: str,
+        num_classes: int | None = None,
+        as_graph: bool = False,
+    ) -> "TriedNetwork":
+        """Run a copy of the network on two microbatches of random images, in training and in evaluation; with
+        `as_graph`, read it off the network's calls, as some rank has no numbers to run it with.
+
+        A ConvoyError says that it cannot train on such images, with `change` as what a user could change, or gives
+        other than `num_classes` logits (None: any number).
+        """
+        sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
+        samples = min(2, *sizes)
+        try:
+            result = probe(model, image_shape, device, samples, lowered(recipe), recipe.batch_norm, not as_graph)
+            number = num_classes and _num_logits(model, result.graph, torch.zeros(1, *image_shape, device=device))
+            if number != num_classes:
                 raise ConvoyError(
-                    f"{recipe.model.name} gives {logits.shape[1]} logits for an image, but the data has {num_classes} "
-                    "classes: build the network for as many classes, or choose another model"
+                    f"{recipe.model.name} gives {number} logits for an image, but the data has {num_classes} classes: "
+                    "build the network for as many classes, or choose another model"
                 )
-        return probe(plain, shape, device, samples, lowered(recipe), recipe.batch_norm, not as_graph)
-    except (ConvoyError, torch.OutOfMemoryError):
-        raise
-    except (CaptureError, RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
-        reason, place = str(error).partition("\n")[0].rstrip("."), place_of(error)
-        where = f"; {type(error).__name__} at {place}" if place is not None else ""
-        raise ConvoyError(
-            f"{recipe.model.name} cannot train on images of {'×'.join(map(str, shape))} in microbatches of {min(sizes)}"
-            f" ({reason}{where}): change {change}"
-        ) from error
+        except (ConvoyError, torch.OutOfMemoryError):
+            raise
+        except (CaptureError, RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
+            reason, place = str(error).partition("\n")[0].rstrip("."), place_of(error)
+            where = f"; {type(error).__name__} at {place}" if place is not None else ""
+            raise ConvoyError(
+                f"{recipe.model.name} cannot train on images of {'×'.join(map(str, image_shape))} in microbatches of "
+                f"{min(sizes)} ({reason}{where}): change {change}"
+            ) from error
+        return TriedNetwork(recipe, model, image_shape, device, result)
+
+    def divisible_sizes(self, parts: int, useful: int | None = None) -> tuple[tuple[int, ...], str | None]:
+        """As `divisible_sizes`."""
+        return divisible_sizes(self.recipe, self.model, parts, self.probe, useful)
+
+    def microbatches_in_pass(self, sizes: tuple[int, ...], sharing: int = 1, passes: int = 1) -> tuple[int, str]:
+        """How many microbatches of each part of the batch run in one pass, and why. `sharing` devices work on a part,
+        each of which keeps its share of it alone: a pass takes as many times the microbatches. Where parts go through
+        stages, there are to be `passes`.
+        """
+        num, result = len(sizes), self.probe
+        if self.recipe.reproducible:
+            return 1, "reproducible: one by one"
+        if self.recipe.batch_norm != "microbatch":
+            return num, f"all {num}: batch_norm={self.recipe.batch_norm} is over the whole batch"
+        if result.draws and not result.owned:
+            return 1, "one by one: the network draws random numbers in a way of its own"
+        if not result.separable:
+            return 1, "one by one: the network couples the samples of a batch"
+        merge = result.merge(sizes, self.device, self._memory(), sharing)
+        exact = -(-num // passes)  # with a smaller pass at the end, if that makes as many as are asked for
+        if passes > 1 and merge > (most := exact if -(-num // exact) == passes else max(1, num // passes)):
+            return most, f"so that {-(-num // most)} passes go through the stages one after the other"
+        kept = f"{result.bytes_per_sample / 2**20:.2f} MiB a sample"
+        return merge, f"as many of {num} as fit the budget of a pass, {kept}"
+
+    def _memory(self) -> float:
+        """Bytes that a rank has: its part of the device's, or its limit; not what is free, as a run that goes on is to
+        have the same passes."""
+        on_gpu = self.device.type == "cuda"
+        total = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else host_memory()
+        return min(total / self.probe.on_device, self.recipe.parallel.memory_bytes or total)
+
+    def counts_of_passes(self, sizes: tuple[int, ...], merge: int, devices: int) -> tuple[int, ...]:
+        """Into how many passes through stages an update may be divided, of `merge` microbatches at a time: none where
+        the batch has given parts, or the network is compiled.
+        """
+        shares = self.recipe.parallel.shares
+        if devices == 1 or self.recipe.compile or (isinstance(shares, tuple) and len(shares) > 1):
+            return ()
+        finest, _ = self.divisible_sizes(devices, useful=self.recipe.batch)
+        samples = merge * max(sizes) // max(finest) * devices
+        counts = {-(-len(finest) // number) for number in range(1, min(len(finest), samples) + 1)}
+        if len(finest) == self.recipe.batch:  # of any size, so that the trainer makes as many as are usual for a plan
+            usual = {PARTS_PER_STAGE * stages for stages in range(2, devices + 1) if devices % stages == 0}
+            counts |= {number for number in usual if max(len(sizes), min(counts)) <= number <= len(finest)}
+        return tuple(sorted(counts))
+
+    def check_coupling(self, ranks: Ranks) -> None:
+        """Refuse microbatches of several ranks in one pass where more than batch norm couples the samples of a batch:
+        they would not be computed as each by itself. The model is this rank's part by now.
+        """
+        recipe, result = self.recipe, self.probe
+        if ranks.num_sample_ranks == 1 or recipe.batch_norm != "microbatch":
+            return
+        advice = f"choose a plan that does not divide samples, e.g. filter={ranks.num}, or"
+        what = None
+        if not result.separable:
+            what = coupled(self.model)
+        elif result.draws:
+            what = coupled_in_training(self.model)
+        if what is not None:
+            raise ConvoyError(
+                f"{what} computes with several samples at once, so a microbatch cannot run together with those of "
+                f"other devices: {advice} batch_norm=sync"
+            )
+        graph = result.graph
+        if recipe.reproducible and graph and coupling(graph) is None and coupling(graph, by_gradients=True) is not None:
+            raise ConvoyError(
+                f"weights of {recipe.model.name} are computed from others, whose gradients are not added in the same "
+                f"order on several devices: {advice} leave --reproducible away"
+            )
+
+    def why_not_recorded(self, devices: int, group: Group = None) -> str | None:
+        """Why updates of the network in one piece cannot be recorded and replayed on any GPU; None where that is
+        tried."""
+        if self.probe.draws and not self.probe.owned:
+            return f"{self.recipe.model.name} draws random numbers in a way of its own"
+        if self.recipe.reproducible and devices > 1:
+            return "reproducible adds gradients up in a fixed order, which sends from device to device"
+        if by_way_of_host(self.device, group):
+            return "gloo carries what the devices exchange, by way of the CPU"
+        return None
+
+    def are_recorded(self, why_not: str | None) -> bool:
+        """Whether updates are recorded and replayed here, unless there is a reason against it."""
+        return why_not is None and self.recipe.cuda_graphs == "auto" and graph_on(self.device) is not None
 
 
-def _logits(model: nn.Module, image: torch.Tensor, as_graph: bool) -> torch.Tensor:
-    """Of the main head; as a graph, without numbers."""
-    if as_graph:
-        graph = capture(model, [torch.empty(image.shape, device="meta")], training=False)
-        return heads(tree.replace(graph.output, Ref, lambda ref: torch.empty(graph.shape(ref.name), device="meta")))[0]
-    with evaluating(model), torch.no_grad():
-        return heads(model(torch.zeros_like(image)))[0]
+def _num_logits(model: nn.Module, graph: Graph | None, image: torch.Tensor) -> int:
+    """Of the main head."""
+    if graph is not None:
+        outputs = tree.replace(graph.output, Ref, lambda ref: torch.empty(graph.shape(ref.name), device="meta"))
+    else:
+        with evaluating(model), torch.no_grad():
+            outputs = model(image)
+    return heads(outputs)[0].shape[1]
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether a layer is batch norm."""
+    return any(isinstance(layer, _BatchNorm) for layer in model.modules())
 
 
 def divisible_sizes(
-    recipe: Recipe, model: nn.Module, parts: int, found: Probe | None = None, useful: int | None = None
+    recipe: Recipe, model: nn.Module, parts: int, result: Probe | None = None, useful: int | None = None
 ) -> tuple[tuple[int, ...], str | None]:
     """Samples of every microbatch, so small that each of the `parts` of the batch has one, where that changes no
     result; and a sentence where they are smaller than usual. There may still be fewer microbatches than parts.
 
-    Where the user has not said how large microbatches are, the recipe leaves their size open, and so does its run,
-    which can go on with other numbers of devices. More than `parts`, the `useful` ones let stages wait less for each
-    other.
+    Where the user has not said how large microbatches are, the recipe leaves their size open, and so do `config.yaml`
+    and checkpoints: the run can go on with other numbers of devices. More than `parts`, the `useful` ones let stages
+    wait less for each other.
     """
     sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
     is_set = recipe.microbatch != DEFAULT_MICROBATCH
     useful = useful or parts
-    if len(sizes) >= useful or parts > recipe.batch or is_set or _depends_on_microbatches(recipe, model, found):
+    if len(sizes) >= useful or parts > recipe.batch or is_set or _depends_on_microbatches(recipe, model, result):
         return sizes, None
     finer, most = microbatch_sizes(recipe.batch, useful), " at most" * (recipe.batch % useful > 0)
     why = "each device has one" if useful == parts else "stages wait less for each other"
@@ -236,89 +341,11 @@ def divisible_sizes(
     )
 
 
-def _depends_on_microbatches(recipe: Recipe, model: nn.Module, found: Probe | None) -> bool:
+def _depends_on_microbatches(recipe: Recipe, model: nn.Module, result: Probe | None) -> bool:
     """Whether it matters which samples are a microbatch, by more than the order of sums."""
     if recipe.reproducible or recipe.data.mix.on:  # the tree of sums has a leaf for each; partners are of the same
         return True
     if recipe.batch_norm != "microbatch":
         return False
-    couples = found is not None and (not found.separable or (found.draws and not found.owned))
-    return couples or any(isinstance(layer, _BatchNorm) for layer in model.modules())
-
-
-def merged(
-    recipe: Recipe,
-    found: Probe,
-    sizes: tuple[int, ...],
-    device: torch.device,
-    sharing: int = 1,
-    passes: int = 1,
-) -> tuple[int, str]:
-    """How many microbatches of each part of the batch run in one pass, and why. `sharing` devices work on a part; where
-    parts go through stages, there are to be `passes`.
-    """
-    num = len(sizes)
-    if recipe.reproducible:
-        return 1, "reproducible: one by one"
-    if recipe.batch_norm != "microbatch":
-        return num, f"all {num}: batch_norm={recipe.batch_norm} is over the whole batch"
-    merge = found.merge(sizes, device, _memory(recipe, found, device), sharing)
-    if found.draws and not found.owned:
-        return 1, "one by one: the network draws random numbers in a way of its own"
-    if not found.separable:
-        return 1, "one by one: the network couples the samples of a batch"
-    exact = -(-num // passes)  # with a smaller pass at the end, if that makes as many as are asked for
-    if passes > 1 and merge > (most := exact if -(-num // exact) == passes else max(1, num // passes)):
-        return most, f"so that {-(-num // most)} passes go through the stages one after the other"
-    return merge, f"as many of {num} as fit the budget of a pass, {found.bytes_per_sample / 2**20:.2f} MiB a sample"
-
-
-def _memory(recipe: Recipe, found: Probe, device: torch.device) -> float:
-    """Bytes that a rank has: its part of the device's, or its limit; not what is free, as a run that goes on is to have
-    the same passes."""
-    on_gpu = device.type == "cuda"
-    there = torch.cuda.get_device_properties(device).total_memory if on_gpu else host_memory()
-    return min(there / found.on_device, recipe.parallel.memory_bytes or there)
-
-
-def check_coupling(recipe: Recipe, found: Probe, model: nn.Module, ranks: Ranks) -> None:
-    """Refuse microbatches of several ranks in one pass where more than batch norm couples the samples of a batch: they
-    would not be computed as each by itself.
-    """
-    if ranks.num_sample_ranks == 1 or recipe.batch_norm != "microbatch":
-        return
-    what = None
-    if not found.separable:
-        what = coupled(model)
-    elif found.draws:
-        what = coupled_in_training(model)
-    if what is not None:
-        raise ConvoyError(
-            f"{what} computes with several samples at once, so a microbatch cannot run together with those of other "
-            f"devices: choose a plan that does not divide samples, e.g. filter={ranks.num}, or batch_norm=sync"
-        )
-    graph = found.graph
-    if recipe.reproducible and graph and coupling(graph) is None and coupling(graph, by_gradients=True) is not None:
-        raise ConvoyError(
-            f"weights of {recipe.model.name} are computed from others, whose gradients are not added in the same order "
-            f"on several devices: choose a plan that does not divide samples, e.g. filter={ranks.num}, or leave "
-            "--reproducible away"
-        )
-
-
-def why_not_recorded(
-    recipe: Recipe, found: Probe, devices: int, device: torch.device, group: Group = None
-) -> str | None:
-    """Why updates of a network in one piece cannot be recorded and replayed on any GPU; None where that is tried."""
-    if found.draws and not found.owned:
-        return f"{recipe.model.name} draws random numbers in a way of its own"
-    if recipe.reproducible and devices > 1:
-        return "reproducible adds gradients up in a fixed order, which sends from device to device"
-    if by_way_of_host(device, group):
-        return "gloo carries what the devices exchange, by way of the CPU"
-    return None
-
-
-def is_recorded(recipe: Recipe, device: torch.device, why_not: str | None) -> bool:
-    """Whether updates are recorded and replayed here."""
-    return graph_on(device) is not None and recipe.cuda_graphs == "auto" and why_not is None
+    couples = result is not None and (not result.separable or (result.draws and not result.owned))
+    return couples or has_batch_norm(model)

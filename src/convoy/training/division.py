@@ -1,6 +1,5 @@
-"""Which microbatches of a global batch each sample rank computes, in which passes; and how fast each rank is.
-
-Speeds are measured in the first updates for `--shares auto`, and watched for a rank that keeps the others waiting.
+"""Which microbatches of a global batch each sample rank computes, in which passes; and which rank keeps the others
+waiting.
 """
 
 import socket
@@ -27,7 +26,7 @@ class Pass:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Sizes of all ranks' microbatches, in the order of the ranks."""
-        return tuple(size for own in self.microbatches for size in own)
+        return tuple(size for sizes in self.microbatches for size in sizes)
 
     @cached_property
     def positions(self) -> list[int]:
@@ -53,8 +52,8 @@ class Division:
 
     def positions(self, rank: int) -> range:
         """A rank's positions in the global batch."""
-        own = self.microbatches(rank)
-        return range(self._starts[own.start], self._starts[own.stop])
+        numbers = self.microbatches(rank)
+        return range(self._starts[numbers.start], self._starts[numbers.stop])
 
     def passes(self, merge: int, late: bool = False) -> list[Pass]:
         """The passes of an update, of at most `merge` microbatches each, as many for every rank. A rank with too few
@@ -67,10 +66,10 @@ class Division:
     def _pass(self, number: int, num: int, late: bool) -> Pass:
         sizes, parts = [], []
         for rank in range(len(self.counts)):
-            own = self.microbatches(rank)
-            size, larger = divmod(len(own), num)
+            numbers = self.microbatches(rank)
+            size, larger = divmod(len(numbers), num)
             first = num - larger if late else 0  # of the passes with one more
-            start = own.start + number * size + min(max(0, number - first), larger)
+            start = numbers.start + number * size + min(max(0, number - first), larger)
             end = start + size + (first <= number < first + larger)
             sizes.append(self.sizes[start:end])
             parts.append(range(self._starts[start], self._starts[end]))
@@ -132,50 +131,48 @@ IN_A_ROW = 3
 
 
 class SlowRanks:
-    """Compares what the ranks need for the same number of samples, without their waits for each other.
-
-    Only those are compared that do the same work: ranks with samples, in the same place of their model groups. All
-    ranks make it.
-    """
+    """Compares what the ranks need for the same number of samples, without their waits for each other. All ranks make
+    it."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks.gather((ranks.sample_rank, socket.gethostname()))
-        self._places = _places([part for part, _ in self._ranks])
+        everyone = ranks.gather((ranks.sample_rank, socket.gethostname()))
+        self._parts, self._hosts = [part for part, _ in everyone], [host for _, host in everyone]
+        # Ranks that do the same work: those in the same place of their model groups.
+        self._places: dict[int, list[int]] = defaultdict(list)
+        for rank, part in enumerate(self._parts):
+            self._places[self._parts[:rank].count(part)].append(rank)
         self._begin()
         # Who was slow in the last stretch, in how many in a row, and after how many it is said.
         self._slow: tuple[int | None, int, int] = (None, 0, IN_A_ROW)
 
     def _begin(self) -> None:
-        self._seconds = [0.0] * len(self._ranks)
+        self._seconds = [0.0] * len(self._parts)
         self._updates, self._took_s = 0, 0.0
 
     def look(self, own_s: Sequence[float], updates: int, took_s: float, division: Division) -> str | None:
         """Take up some updates, which took all ranks together `took_s`, and give a sentence if there is anything to
-        say. `own_s` are seconds of every rank's own work in them; empty where they were not taken.
+        say. `own_s` are seconds of every rank's own work in them.
         """
-        if len(own_s) != len(self._ranks) or len(self._ranks) == 1:
+        if len(self._parts) == 1:
             return None
         self._seconds = [a + b for a, b in zip(self._seconds, own_s, strict=True)]
         self._updates += updates
         self._took_s += took_s
         if self._updates < STRETCH_UPDATES or self._took_s < STRETCH_S:
             return None
-        update_s, took_s = [s / self._updates for s in self._seconds], self._took_s / self._updates
+        update_s, update_of_all_s = [s / self._updates for s in self._seconds], self._took_s / self._updates
         self._begin()
-        return self._judge(update_s, took_s, division)
-
-    def _judge(self, update_s: Sequence[float], took_s: float, division: Division) -> str | None:
-        samples = [len(division.positions(part)) for part, _ in self._ranks]
+        samples = [len(division.positions(part)) for part in self._parts]
         per_sample = [s / n if n else 0.0 for s, n in zip(update_s, samples, strict=True)]
         losses = []
-        for place in self._places:
+        for place in self._places.values():
             busy = [rank for rank in place if samples[rank]]
             if len(busy) > 1:
                 worst = max(busy, key=per_sample.__getitem__)
                 middle = statistics.median_low(per_sample[rank] for rank in busy if rank != worst)
                 losses.append(((per_sample[worst] - middle) * samples[worst], worst, middle))
         lost_s, slowest, median_s = max(losses, default=(0.0, 0, 0.0))
-        if median_s == 0 or per_sample[slowest] < RATIO * median_s or lost_s < LOSS_SHARE * took_s:
+        if median_s == 0 or per_sample[slowest] < RATIO * median_s or lost_s < LOSS_SHARE * update_of_all_s:
             self._slow = (None, 0, IN_A_ROW)
             return None
         before, times, due = self._slow
@@ -184,33 +181,7 @@ class SlowRanks:
         if times < due:
             return None
         return (
-            f"rank {slowest} on host {self._ranks[slowest][1]} is slow: its part of an update takes it "
+            f"rank {slowest} on host {self._hosts[slowest]} is slow: its part of an update takes it "
             f"{1e3 * update_s[slowest]:.3g} ms, {per_sample[slowest] / median_s:.2g} times as long as the others need "
             "for as much, and they wait for it; if it stays so, give it less (--shares auto) or leave it out"
         )
-
-
-def _places(parts: Sequence[int]) -> list[list[int]]:
-    """The ranks by their place in their model group, from the part of the batch that every rank has."""
-    places = defaultdict(list)
-    for rank, part in enumerate(parts):
-        places[parts[:rank].count(part)].append(rank)
-    return list(places.values())
-
-
-WARM_UP, MEASURED = 3, 5  # updates before speeds are measured, and those in which they are
-
-
-def divide_by_speed(microbatch_s: Sequence[float], ranks: Ranks, division: Division) -> tuple[Division, list[float]]:
-    """The division by which the slowest rank ends soonest, as microbatches have taken this rank in so many updates, and
-    milliseconds that one takes each part of the batch; the same on every rank. All ranks call it.
-
-    Gradients were exchanged apart from it. What layers exchange is in it, so under plans that divide layers, or with
-    batch norm over the global batch, ranks that wait for others look slower than they are.
-    """
-    median = sorted(microbatch_s[WARM_UP:])[MEASURED // 2]
-    medians = ranks.gather((ranks.sample_rank, median))
-    times = [max(s for part, s in medians if part == rank) for rank in range(ranks.num_sample_ranks)]
-    if min(times) > 0:  # else a rank's only pass is the one that waits for the others
-        division = Division(division.sizes, soonest(len(division.sizes), times))
-    return division, [1e3 * time for time in times]

@@ -22,13 +22,13 @@ def choose_device(name: str | None) -> torch.device:
     """The device of this process: `cpu`, `cuda`, `cuda:1` …; None takes the first GPU where there is one. A ConvoyError
     where there is no such device.
     """
-    here = gpus()
-    if name is None and here.too_old:
-        raise ConvoyError(f"torch cannot use the GPUs here: {here.why}; --device cpu trains without")
+    present = gpus()
+    if name is None and present.too_old:
+        raise ConvoyError(f"torch cannot use the GPUs here: {present.why}; --device cpu trains without")
     if name is None:
-        if here.why and os.environ.get("RANK", "0") == "0":
-            _say_once(f"convoy: no GPU is used: {here.why}")
-        return torch.device("cuda:0" if here.number else "cpu")
+        if present.why and os.environ.get("RANK", "0") == "0":
+            _say_once(f"convoy: no GPU is used: {present.why}")
+        return torch.device("cuda:0" if present.number else "cpu")
     if name.isdecimal():
         raise ConvoyError(f"--device {name} is no device: use cpu, cuda or cuda:N, or --devices {name} for so many")
     try:
@@ -38,10 +38,10 @@ def choose_device(name: str | None) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConvoyError(f"--device {name} is not supported: use cpu, cuda or cuda:N")
     if device.type == "cuda":
-        if here.why:
-            raise ConvoyError(f"--device {name} is not to be used: {here.why}; --device cpu trains without")
-        if not 0 <= (device.index or 0) < here.number:
-            raise ConvoyError(f"--device {name} is not here: torch sees {here.number} GPUs; use --device cpu")
+        if present.why:
+            raise ConvoyError(f"--device {name} is not to be used: {present.why}; --device cpu trains without")
+        if not 0 <= (device.index or 0) < present.number:
+            raise ConvoyError(f"--device {name} is not here: torch sees {present.number} GPUs; use --device cpu")
         if device.index is not None:
             torch.cuda.set_device(device)  # what asks for "cuda" alone means this one: streams, events, random numbers
     return device

@@ -1,6 +1,5 @@
 """Exact evaluation: every sample counts once, whatever the batches are."""
 
-import heapq
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -47,7 +46,7 @@ class Evaluation:
     confusion: Tensor  # int64 [classes, classes], true labels in rows
     losses: list[float] = field(default_factory=list)  # cross-entropy, summed over the samples of each batch
     num_in_top5: int = 0
-    mistakes: list[WrongAnswer] = field(default_factory=list)  # the most confident; a heap while batches are added
+    mistakes: list[WrongAnswer] = field(default_factory=list)  # the most confident ones, these first
     bad: list[tuple[int, str]] = field(default_factory=list)  # samples that could not be read, with the reason
     seconds: float = 0.0
 
@@ -76,13 +75,13 @@ class Evaluation:
 
     def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
         """Name, samples, precision and recall of each class: 0 to 1, None where there is nothing to divide."""
-        right, true, taken = (
+        hits_of, samples_of, answers_of = (
             x.tolist() for x in (self.confusion.diagonal(), self.confusion.sum(1), self.confusion.sum(0))
         )
         return [
             {"class": name, "samples": samples, "precision": hits / answers if answers else None}
             | {"recall": hits / samples if samples else None}
-            for name, hits, samples, answers in zip(classes, right, true, taken, strict=True)
+            for name, hits, samples, answers in zip(classes, hits_of, samples_of, answers_of, strict=True)
         ]
 
     def save(self, run: Path, classes: list[str], name: Callable[[int], str]) -> dict[str, Any]:
@@ -119,18 +118,21 @@ class Evaluation:
         self.confusion.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
         wrong = (predicted != batch.labels).nonzero().flatten()
         if len(self.mistakes) == NUM_MISTAKES:
-            wrong = wrong[probability[wrong] >= self.mistakes[0].probability]
-        # Of a batch, no more can be among the worst. Ties go by the sample's number; topk would leave them open.
+            wrong = wrong[probability[wrong] >= self.mistakes[-1].probability]
+        # Ties go by the sample's number; topk would leave them open: saturated networks are wrong with probability 1 in
+        # many samples. Of a batch, no more than so many can be among the worst.
         order = np.lexsort((batch.samples[wrong].numpy(), probability[wrong].numpy()))[-NUM_MISTAKES:]
-        for i in wrong[order].tolist():
-            mistake = WrongAnswer(
+        mistakes = [
+            WrongAnswer(
                 probability[i].item(),
                 int(batch.samples[i]),
                 int(batch.labels[i]),
                 int(predicted[i]),
-                batch.images[i : i + 1].to("cpu")[0].clone(),
+                batch.images[i].clone(),
             )
-            (heapq.heappush if len(self.mistakes) < NUM_MISTAKES else heapq.heappushpop)(self.mistakes, mistake)
+            for i in wrong[order].tolist()
+        ]
+        self.mistakes = sorted(self.mistakes + mistakes, reverse=True)[:NUM_MISTAKES]
 
     @staticmethod
     def total(parts: Sequence["Evaluation"]) -> "Evaluation":

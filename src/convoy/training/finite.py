@@ -1,63 +1,32 @@
 """Losses and gradients that are not finite: which updates are skipped, and in which layer the numbers begin."""
 
-import contextlib
 import math
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from operator import itemgetter
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from convoy.comm.ranks import Ranks
 from convoy.engine.network import Network
-from convoy.engine.uncaptured import Uncaptured
 from convoy.errors import ConvoyError
 from convoy.plans.place import Placement
-from convoy.training.parallel import TrainedNetwork
-
-
-@dataclass(frozen=True)
-class NonFiniteLayer:
-    """Where numbers are not finite: a layer's output; its input, where what comes before is no layer; or the gradient
-    of its output.
-    """
-
-    of: Literal["output", "input", "gradient"]
-    layer: str
-    run: int  # the pass through the network, from 0
-
-    def __str__(self) -> str:
-        return f"the {self.of} of layer {self.layer}"
 
 
 class Origin:
-    """Looks at all that the layers of a network give, and keeps the first that is not finite."""
+    """Looks at all that the calls of a network give, and keeps the first layer whose output is not finite, or the
+    gradient of it; see `convoy.engine.program.Watch`."""
 
     def __init__(self) -> None:
-        self.found: NonFiniteLayer | None = None
-        self._run = -1
+        self.first: tuple[bool, int, str] | None = None  # whether it is the gradient; the pass, from 0; the layer
+        self._pass = -1
 
-    @contextmanager
-    def watching(self, model: nn.Module, engine: Network | None = None) -> Iterator[None]:
-        """While entered, look; `engine` is what runs the network, where that does not call its modules."""
-        with contextlib.ExitStack() as stack:
-            if engine is not None:
-                before, engine.watch = engine.watch, self.of_pass
-                stack.callback(setattr, engine, "watch", before)
-            else:
-                stack.enter_context(model.register_forward_pre_hook(self._entered))
-                for name, module in model.named_modules():
-                    if not any(True for _ in module.children()):
-                        stack.enter_context(module.register_forward_hook(partial(self._called, name)))
-            yield
-
-    def of_pass(self, placement: Placement | None = None) -> "Origin":
-        """A pass through the network begins; see `convoy.engine.program.Watch`."""
-        self._run += 1
+    def of_pass(self, placement: Placement) -> "Origin":
+        """A pass through the network begins."""
+        self._pass += 1
         return self
 
     def before(self, name: str) -> None:
@@ -67,22 +36,13 @@ class Origin:
         """A call has given its results; those between calls have no name."""
         for result in results if name else ():
             if isinstance(result, Tensor) and result.is_floating_point():
-                self._see("output", name, result)
+                self._look(name, False, result)
                 if result.requires_grad:
-                    result.register_hook(partial(self._see, "gradient", name))
+                    result.register_hook(partial(self._look, name, True))
 
-    def _entered(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.of_pass()
-
-    def _called(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        for value in inputs:
-            if isinstance(value, Tensor) and value.is_floating_point():
-                self._see("input", name, value)
-        self.after(name, output if isinstance(output, tuple | list) else [output])
-
-    def _see(self, of: Literal["output", "input", "gradient"], name: str, x: Tensor) -> None:
-        if self.found is None and not bool(torch.isfinite(x).all()):
-            self.found = NonFiniteLayer(of, name.partition("#")[0], self._run)
+    def _look(self, name: str, is_gradient: bool, x: Tensor) -> None:
+        if self.first is None and not bool(torch.isfinite(x).all()):
+            self.first = is_gradient, self._pass, name.partition("#")[0]
 
 
 ADVICE = "lower optimizer.lr, lengthen schedule.warmup or set clip_norm"
@@ -99,19 +59,6 @@ class NotFiniteError(ConvoyError):
         self.what, self.by, self.saved = what, by, saved
 
 
-@dataclass(frozen=True)
-class NonFiniteUpdate:
-    """An update whose loss or gradient is not finite, the same on every rank."""
-
-    update: int  # counted from 0
-    loss: float  # of the global batch
-    where: str  # in which layer on which ranks it begins, in words; empty where no layer was seen
-
-    def __str__(self) -> str:
-        what = f"the loss is {self.loss}" if not math.isfinite(self.loss) else "the gradient is not finite"
-        return f"{what} in update {self.update + 1:,}{self.where}"
-
-
 class FiniteGuard:
     """Looks at every update before the weights are changed. All ranks make the same calls.
 
@@ -119,7 +66,7 @@ class FiniteGuard:
     A scale of the loss lets gradients overflow, and copes with it: then `gradients` is False.
     """
 
-    def __init__(self, network: TrainedNetwork, ranks: Ranks, gradients: bool) -> None:
+    def __init__(self, network: Network, ranks: Ranks, gradients: bool) -> None:
         self._network, self._ranks, self._gradients = network, ranks, gradients
         self._buffers: list[Tensor] = []
 
@@ -131,7 +78,8 @@ class FiniteGuard:
         """Whether the update may be made; `losses` are those of this rank's passes."""
         numbers = list(losses)
         if self._gradients:
-            gradients = [gradient for gradient in self._network.own_gradients() if gradient.numel()]
+            parameters = self._network.model.parameters()
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None and parameter.numel()]
             # not their squares, whose sum overflows where no number does
             numbers += torch._foreach_norm(gradients, math.inf) if gradients else []
         # one read of the device, whatever the number of layers
@@ -144,23 +92,24 @@ class FiniteGuard:
         for buffer, before in zip(self._network.model.buffers(), self._buffers, strict=True):
             buffer.copy_(before)
 
-    def explain(self, update: int, losses: Sequence[Tensor], again: Callable[[], object]) -> NonFiniteUpdate:
-        """Where it began; `again` does the passes of this update again, on all ranks, and leaves nothing behind."""
+    def explain(self, update: int, losses: Sequence[Tensor], again: Callable[[], object]) -> str:
+        """What is not finite in an update, counted from 0, and in which layer on which ranks that begins, the same on
+        every rank; `again` does its passes again, on all ranks, and leaves nothing behind."""
         origin, network = Origin(), self._network
-        engine = network.engine
-        with origin.watching(network.model, None if isinstance(engine, Uncaptured) else engine):
+        watch, network.watch = network.watch, origin.of_pass  # of a network that is not captured nothing is seen
+        try:
             again()
+        finally:
+            network.watch = watch
         loss_share = sum(float(loss) for loss in losses)
-        reports = self._ranks.gather((origin.found, loss_share, socket.gethostname()))
+        reports = self._ranks.gather((origin.first, loss_share, socket.gethostname()))
         loss = sum(self._ranks.gather_samples(loss_share))
-        return NonFiniteUpdate(update, loss, _where([(layer, host) for layer, _, host in reports]))
-
-
-def _where(reports: Sequence[tuple[NonFiniteLayer | None, str]]) -> str:
-    """The earliest layer of those that the ranks name, with their hosts, and which of them do."""
-    layers = [layer for layer, _ in reports if layer is not None]
-    if not layers:
-        return ""
-    first = min(layers, key=lambda layer: (layer.of == "gradient", layer.run))
-    ranks = [f"rank {rank} on host {host}" for rank, (layer, host) in enumerate(reports) if layer == first]
-    return f", first in {first}" + (f" on {', '.join(ranks)}" if len(reports) > 1 else "")
+        what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite"
+        sentence = f"{what} in update {update + 1:,}"
+        origins = [first for first, _, _ in reports if first is not None]
+        if not origins:
+            return sentence
+        earliest = min(origins, key=itemgetter(0, 1))
+        sentence += f", first in the {'gradient' if earliest[0] else 'output'} of layer {earliest[2]}"
+        ranks = [f"rank {rank} on host {host}" for rank, (first, _, host) in enumerate(reports) if first == earliest]
+        return sentence + (f" on {', '.join(ranks)}" if len(reports) > 1 else "")

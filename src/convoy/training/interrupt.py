@@ -34,11 +34,11 @@ class Interrupt:
         self._as_before = ExitStack()
 
     def __enter__(self) -> Self:
-        ours, theirs = os.pipe()
-        os.set_blocking(theirs, False)
-        before = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(ours, before), daemon=True, name="convoy-signals").start()
-        self._as_before.callback(os.close, theirs)
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(read_end, before), daemon=True, name="convoy-signals").start()
+        self._as_before.callback(os.close, write_end)
         self._as_before.callback(signal.set_wakeup_fd, before, warn_on_full_buffer=False)
         for number in self.names:
             self._as_before.callback(signal.signal, number, signal.signal(number, self._note))
@@ -73,20 +73,22 @@ class Asking:
     """The question after each update, or before each batch of one evaluation, whether to stop; all ranks ask at the
     same time, and know the same.
 
-    They agree about once a second: between two meetings lie as many questions (`left`) as took that long before, by the
+    They agree about once a second: between two meetings lie as many questions as took that long before, by the
     clock of rank 0. Batches do not last as long as updates, so that every evaluation has a count of its own.
     """
 
     def __init__(self, ranks: Ranks, interrupt: Interrupt) -> None:
         self._ranks, self._interrupt = ranks, interrupt
-        self._wait = self.left = 1
+        self._wait = self._left = 1
         self._asked = time.perf_counter()
 
     def __call__(self) -> bool:
-        self.left -= 1
-        return self._interrupt.agreed is not None or (self.left <= 0 and self.meet())
+        self._left -= 1
+        if self._interrupt.agreed is None and self._left <= 0:
+            self._meet()
+        return self._interrupt.agreed is not None
 
-    def meet(self) -> bool:
+    def _meet(self) -> None:
         signal, ranks = self._interrupt.signal, self._ranks
         if ranks.num > 1:
             now = time.perf_counter()
@@ -95,7 +97,6 @@ class Asking:
             wish = _SIGNALS.index(signal or ""), wait if ranks.rank == 0 else 0
             with torch.inference_mode(False):  # what ranks exchange by must not become a part of an evaluation
                 number, self._wait = ranks.largest(*wish)
-            self.left, self._asked = self._wait, now
+            self._left, self._asked = self._wait, now
             signal = _SIGNALS[number] or None
-        self._interrupt.agreed = self._interrupt.agreed or signal
-        return self._interrupt.agreed is not None
+        self._interrupt.agreed = signal

@@ -1,27 +1,142 @@
-"""What is written and said of a run while it goes on: lines of metrics, the latest figures, ranks that are slow; and
-how it stands, in `summary.json`.
+"""What is written and said of a run while it goes on: `metrics.jsonl` for programs, TensorBoard events for people, the
+latest figures, ranks that are slow; and how it stands, in `summary.json`.
+
+What a full disk refuses of the metrics is kept, and written as soon as there is room. tensorboardX's own writer is not
+used: its thread and queue stop for good, and then block, when the disk is full.
 """
 
 import itertools
 import math
+import os
+import socket
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from io import FileIO
+from pathlib import Path
+from typing import Any, Self
 
 import torch
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
 from torch import Tensor
 
-from convoy.files import write_json
+from convoy.errors import ConvoyError
+from convoy.files import to_json, write_json
 from convoy.progress import Reporter
 from convoy.terminal import losses
 from convoy.training.division import SlowRanks
 from convoy.training.evaluate import Evaluation
-from convoy.training.metrics import MetricsWriter
 from convoy.training.records import RunProgress, RunSummary, SkippedImage, Status
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 from convoy.training.step import Update
+
+_VERSION = "brain.Event:2"
+
+
+def beginning(first_step: int) -> bytes:
+    """What a file begins with; it hides what earlier files have from `first_step` on."""
+    session = SessionLog(status=SessionLog.START)
+    return _record(Event(wall_time=time.time(), file_version=_VERSION)) + _record(
+        Event(wall_time=time.time(), step=first_step, session_log=session)
+    )
+
+
+def scalars(step: int, values: Mapping[str, float]) -> bytes:
+    """Finite numbers after so many updates, by name: one event for all of them, as the checksums of an event for each
+    take 250 µs a line, a twentieth of an update of LeNet."""
+    summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+    return _record(Event(wall_time=time.time(), step=step, summary=summary))
+
+
+def _record(event: Event) -> bytes:
+    """TFRecord: length, its checksum, content, its checksum."""
+    content: bytes = event.SerializeToString()
+    length = struct.pack("<Q", len(content))
+    return length + _checksum(length) + content + _checksum(content)
+
+
+def _checksum(content: bytes) -> bytes:
+    return struct.pack("<I", masked_crc32c(content))
+
+
+class MetricsWriter:
+    """Appends lines to the metrics of a run, each at once on disk's side of the process.
+
+    A line that cannot be written, because the disk is full, does not end the run: it is kept, and written with a later
+    one. That is said once, and again when all is written. `check` refuses a line after so many updates where the run
+    directory has gone, which open files do not notice.
+    """
+
+    def __init__(
+        self,
+        metrics: Path,
+        tensorboard: Path,
+        first_step: int = 0,
+        tell: Callable[[str], None] = lambda sentence: None,
+        check: Callable[[int], None] = lambda done: None,
+    ) -> None:
+        # A name in the form that TensorBoard looks for, and in whose order it reads.
+        events = tensorboard / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._lines, self._events = metrics, events
+        self._kept = {metrics: b"", events: b""}  # what waits for room
+        with ExitStack() as stack:
+            self._files = {path: stack.enter_context(_appended(path)) for path in self._kept}
+            self._open = stack.pop_all()
+        self._tell, self._check = tell, check
+        self._failed = False
+        self._append({events: beginning(first_step + 1)})
+
+    def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> None:
+        self._check(step)
+        line = {"split": split, "step": step, "epoch": round(epoch, 6), "time_s": round(time_s, 4), **values}
+        finite = {f"{split}/{k}": float(v) for k, v in values.items() if v is not None and math.isfinite(v)}
+        self._append({self._lines: f"{to_json(line)}\n".encode(), self._events: scalars(step, finite)})
+
+    def _append(self, contents: Mapping[Path, bytes]) -> None:
+        """Append, after what is kept from before."""
+        for path, content in contents.items():
+            self._kept[path] += content
+            reason = self._write(path)
+            if reason is not None and not self._failed:
+                self._failed = True
+                self._tell(f"{path} cannot be written ({reason}): the metrics are kept until it can")
+        if self._failed and not any(self._kept.values()):
+            self._failed = False
+            self._tell("the metrics are written again, those that were kept too")
+
+    def _write(self, path: Path) -> str | None:
+        """Write what is kept for a file, or say why not."""
+        try:
+            while self._kept[path]:
+                self._kept[path] = self._kept[path][self._files[path].write(self._kept[path]) :]
+        except OSError as error:
+            return str(error.strerror)
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *ending: object) -> None:
+        lost = {str(path): reason for path in self._kept if (reason := self._write(path)) is not None}
+        self._open.close()
+        if lost:
+            reason = next(iter(lost.values()))
+            self._tell(f"the last metrics could not be written to {' and '.join(lost)} ({reason})")
+
+
+def _appended(path: Path) -> FileIO:
+    """A file whose end is written to; its folder is made, no other one."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        return path.open("ab", buffering=0)
+    except OSError as error:
+        raise ConvoyError(f"cannot write to {path} ({error.strerror}): free what is in its way") from error
+
 
 SHOW_EVERY_S = 0.2  # so often it is said how many updates are done
 
@@ -73,10 +188,10 @@ class Log:
         self._progress.time_s = time.perf_counter() - self._clock
         return self._progress.time_s
 
-    def show(self, done: int) -> None:
-        """So many updates are done."""
+    def show(self, done: int, text: str | None = None) -> None:
+        """So many updates are done; `text` has the newest figures."""
         self.shown = time.perf_counter()
-        self._reporter.advance(done)
+        self._reporter.advance(done, text)
 
     def collect(self) -> None:
         """Add up what the ranks have since the last time: one after the other and in double precision, so that neither
@@ -104,7 +219,7 @@ class Log:
         sums.data_wait_s += max(part[2] for part in parts)
         sums.before_s += sum(update.seconds for update in updates) + time.perf_counter() - began
         train = self._session.data.train
-        for _, sample, reason in sorted((one for part in parts for one in part[3]), key=lambda picture: picture[0]):
+        for _, sample, reason in sorted((bad for part in parts for bad in part[3]), key=lambda picture: picture[0]):
             self._progress.add_bad(train.name(sample), reason, "train")
 
     def train(self, done: int) -> None:
@@ -119,36 +234,24 @@ class Log:
         else:
             progress.data_wait_s += sums.data_wait_s
         progress.num_images += sums.num_images
-        top1 = sums.num_correct / sums.num_images if sums.num_images else math.nan
-        values = {"loss": sums.mean_loss, "top1": top1, "images_per_s": sums.num_images / max(seconds, 1e-9)}
-        rate = session.quantities.schedule.lr(done - 1)
-        self._write("train", done, **values, data_wait_s=sums.data_wait_s, **left_out, lr=rate)
+        loss, top1 = sums.mean_loss, sums.num_correct / sums.num_images if sums.num_images else math.nan
+        speed, rate = sums.num_images / max(seconds, 1e-9), session.quantities.schedule.lr(done - 1)
+        numbers = {"loss": loss, "top1": top1, "images_per_s": speed, "data_wait_s": sums.data_wait_s}
+        self._write("train", done, **numbers, **left_out, lr=rate)
         if session.device.type == "cpu":
             slow = self._slow.look(ranks_s, sums.num_updates, seconds, session.division)
             if slow is not None:
                 self._tell(slow)
-        self.shown = time.perf_counter()
-        if done == 1:  # which takes longer than all that follow: its speed says nothing
-            self._reporter.advance(done)
-            return
         wait = sums.data_wait_s / max(seconds, 1e-9)
-        self._reporter.advance(
-            done,
-            f"{self._place(done, '.2f')}  loss {values['loss']:.3f}  top-1 {values['top1']:.1%}  "
-            f"{values['images_per_s']:,.0f} images/s  data wait {wait:.0%}",
-        )
+        line = f"loss {loss:.3f}  top-1 {top1:.1%}  {speed:,.0f} images/s  data wait {wait:.0%}"
+        # The first update takes longer than all that follow: its speed says nothing.
+        self.show(done, None if done == 1 else f"{self._place(done, '.2f')}  {line}")
 
     def test(self, done: int, result: Evaluation) -> None:
         """A line on an evaluation."""
-        self._write(
-            "test",
-            done,
-            loss=result.loss,
-            top1=result.top1,
-            top5=result.top5,
-            images=result.num_images,
-            images_per_s=result.num_images / max(result.seconds, 1e-9),
-        )
+        speed = result.num_images / max(result.seconds, 1e-9)
+        scores = {"loss": result.loss, "top1": result.top1, "top5": result.top5}
+        self._write("test", done, **scores, images=result.num_images, images_per_s=speed)
         total = self._session.quantities.total_updates
         end = f"{total:,}" if self._counts_updates else _number(self._epoch(total))
         self._reporter.say(

@@ -37,8 +37,8 @@ def check_precision(precision: str | None, device: torch.device) -> None:
             return
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-    other = "bf16 or fp32" if precision == "fp16" else "fp32"
-    raise ConvoyError(f"precision={precision} does not train on {device} here ({reason}): choose {other}")
+    choices = "bf16 or fp32" if precision == "fp16" else "fp32"
+    raise ConvoyError(f"precision={precision} does not train on {device} here ({reason}): choose {choices}")
 
 
 class Scaler(torch.amp.GradScaler):

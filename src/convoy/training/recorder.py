@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, median_low
 from typing import Any, NamedTuple, Protocol
@@ -22,12 +22,10 @@ from convoy.engine.stages import StagedNetwork
 from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.files import to_json, write_text
 from convoy.launch.host import HostLoad, HostWatch, beside_others
-from convoy.ops.registry import under_autocast
 from convoy.planner import Scored
 from convoy.planner.comparison import Both, Comparison, Group, groups_beside, of_all_stages, parts_beside, stages_beside
 from convoy.planner.cost.costs import Times
 from convoy.planner.cost.local_op import LocalOp
-from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.layers import busiest_ranks
 from convoy.planner.profiling import mean
@@ -35,7 +33,6 @@ from convoy.planner.remembered import measured_ops, recalled, remember_run
 from convoy.planner.text import trace
 from convoy.plans.place import Placement
 from convoy.plans.timeline import Summary, Timeline
-from convoy.training.precision import lowered
 from convoy.training.session import Session
 from convoy.training.step import StepPart, TrainingStep, Update, wait_for
 from convoy.training.workloads import measuring
@@ -82,7 +79,7 @@ class Recorder:
         self.numbers = numbers or (RECORDED if session.is_recorded else EARLY)
         self.num = 0  # updates so far
         self.recent = deque[tuple[float, float, float]](maxlen=remembered)  # their waits, own work and seconds
-        self.host = HostWatch() if session.profiles is not None else None  # what else the machine does meanwhile
+        self.host = HostWatch() if session.keeps_times else None  # what else the machine does meanwhile
         self.clock = clock or DeviceClock(session.device)
         # Of the first updates, beginning and end of those that were only timed, and those that were watched.
         self.timed: list[tuple[Any, Any]] = []
@@ -103,20 +100,17 @@ class Recorder:
         """Whether from this update on only times are taken."""
         return self._count > max(*self.numbers.watched, *self.numbers.separate)
 
-    def ask(self, update: int, counts: bool = True) -> None:
-        """The batch of an update is asked for. One that does not count is not among the first: it is neither watched
-        nor compared with a prediction."""
+    def ask(self, update: int) -> None:
+        """The batch of an update is asked for."""
         current.update = update
         current.to("data")
         self._asked = time.perf_counter()
-        self._count += counts
+        self._count += 1
         self._now = self._began = None
-        if self.done or not counts:
-            return
-        if self._count in self.numbers.watched or self._count in self.numbers.separate:
+        if self._count in (*self.numbers.watched, *self.numbers.separate):
             self._now = WatchedUpdate(self.clock)
             self._now.mark("input")
-        elif self._count > WARM_UP:
+        elif WARM_UP < self._count <= self.numbers.last:
             self._began = self.clock.now()
 
     def update(self, step: TrainingStep, batch: Batch, number: int, waits: bool = False) -> Update:
@@ -140,17 +134,16 @@ class Recorder:
 
     @contextlib.contextmanager
     def _watching(self, step: TrainingStep, watched: WatchedUpdate) -> Iterator[None]:
-        engine = step.network.engine if self.session.why_unwatched is None else None
-        parameters = list(step.network.model.parameters()) if engine is not None else []
+        engine, sees_calls = step.network, self.session.why_unwatched is None
+        parameters = list(step.network.model.parameters()) if sees_calls else []
         separate = self._count in self.numbers.separate
 
         def mark(part: StepPart) -> None:
             current.to(part)
             watched.mark(part)
 
-        step.mark, step.timed = mark, separate and engine is not None
-        if engine is not None:
-            engine.watch = watched.of_pass
+        step.mark, step.separate = mark, separate and sees_calls
+        engine.watch = watched.of_pass if sees_calls else None
         if isinstance(engine, StagedNetwork):
             engine.watch_wait = watched.wait
         try:
@@ -158,9 +151,7 @@ class Recorder:
                 yield
             watched.mark("rest")
         finally:
-            step.mark, step.timed = current.to, False
-            if engine is not None:
-                engine.watch = None
+            step.mark, step.separate, engine.watch = current.to, False, None
             if isinstance(engine, StagedNetwork):
                 engine.watch_wait = contextlib.nullcontext
         (self.separate if separate else self.watched).append(watched)
@@ -203,24 +194,21 @@ def compare(
     """
     session, ranks, recipe = recorder.session, recorder.session.ranks, recorder.session.recipe
 
-    def typed(placement: Placement) -> Placement:
-        return replace(placement, graph=under_autocast(placement.graph, lowered(recipe), session.device.type))
-
     timelines = [update.timeline(ranks.rank, ranks.num == 1) for update in recorder.watched]
     times = _RankTimes(
         [recorder.clock.between(*ends) for ends in recorder.timed],
         [timeline.total for timeline in timelines],
         Summary.median([timeline.summary(ranks.rank) for timeline in timelines]) if timelines else None,
-        measured_ops(recorder.separate, ranks.rank, recipe.batch_norm, session.normed_samples, typed),
+        measured_ops(recorder.separate, ranks.rank, recipe.batch_norm, session.normed_samples, session.typed),
         recorder.host.read() if recorder.host is not None else None,
     )
     placements = recorder.watched[0].placements if timelines else []
-    placement = typed(placements[0]) if placements else None
+    placement = session.typed(placements[0]) if placements else None
     recorder.forget()
     everyone = ranks.gather(times)
-    shown: list[Timeline] = []
+    middle: list[Timeline] = []
     if timelines and trace_file is not None:
-        shown = ranks.gather(timelines[middle_update([rank.watched for rank in everyone])])
+        middle = ranks.gather(timelines[middle_update([rank.watched for rank in everyone])])
 
     def first() -> Comparison:
         notes = [session.why_unwatched] if session.why_unwatched is not None else []
@@ -228,9 +216,9 @@ def compare(
         if prediction is None and placement is not None and store is not None:
             prediction = _recalled(session, store, placement)
             notes.append(_NOT_PREDICTED if prediction is None else _FROM_STORE)
-        if shown and trace_file is not None:
+        if middle and trace_file is not None:
             predicted = {"predicted": prediction.timeline} if prediction is not None else {}
-            measured = Timeline(tuple(span for timeline in shown for span in timeline.spans))
+            measured = Timeline(tuple(span for timeline in middle for span in timeline.spans))
             with contextlib.suppress(OSError):  # a full disk is no reason to stop a training
                 write_text(trace_file, to_json(trace(**predicted, measured=measured)))
         disturbed = beside_others([rank.load for rank in everyone if rank.load is not None])
@@ -250,14 +238,10 @@ def middle_update(lengths: Sequence[Sequence[float]]) -> int:
 
 def _recalled(session: Session, store: ProfileStore, placement: Placement) -> Scored | None:
     """What the store predicts of the plan, before it learns more."""
-    passes = session.division.passes(session.merge)
-    recipe, network = session.recipe, session.network
-    staging = None
-    if network.stages is not None:
-        samples = tuple(len(piece.positions) for piece in passes)
-        staging = Staging(session.plan.mesh, network.stages.staged(placement), samples, network.schedule)
+    recipe, passes = session.recipe, session.passes
     machine = measuring(recipe, session.device, session.ranks.on_host)
     costs = recipe.batch_norm, session.normed_samples, session.is_recorded
+    staging = session.staging(placement)
     return recalled(store, machine, recipe.optimizer.name, session.plan, placement, len(passes), *costs, staging)
 
 
@@ -271,7 +255,7 @@ def _compared(
 ) -> Comparison:
     """What rank 0 makes of it; the store learns the mean of the ranks that had an operation."""
     session = recorder.session
-    recipe, mesh, network = session.recipe, session.plan.mesh, session.network
+    recipe, mesh = session.recipe, session.plan.mesh
     machine = measuring(recipe, session.device, session.ranks.on_host)
     local_ops: dict[LocalOp, list[Times]] = {}
     for of_rank in everyone:
@@ -285,19 +269,19 @@ def _compared(
     if scored is not None:
         of_stages, rank = busiest_ranks(scored), scored.timeline.busiest
     else:
-        seen = [of_rank.parts for of_rank in everyone]
-        computing = [parts.parts["forward"] + parts.parts["backward"] if parts is not None else 0.0 for parts in seen]
+        summaries = [of_rank.parts for of_rank in everyone]
+        computing = [part.parts["forward"] + part.parts["backward"] if part is not None else 0.0 for part in summaries]
         stages = ([r for r in range(mesh.num_devices) if mesh.stage_of(r) == s] for s in range(session.plan.num_stages))
         of_stages = tuple(max(members, key=computing.__getitem__) for members in stages)
         rank = max(of_stages, key=computing.__getitem__)
-    shown = everyone[rank]
-    before = [scored.timeline.summary(one) for one in (rank, *of_stages)] if scored is not None else []
-    after = [parts for parts in (everyone[one].parts for one in (rank, *of_stages)) if parts is not None]
-    update_s = max(median(of_rank.timed) for of_rank in everyone) if shown.timed else None
-    if store is not None and update_s is not None and shown.parts is not None:
-        without_input_s = update_s - shown.parts.parts.get("input", 0.0)
+    busiest = everyone[rank]
+    before = [scored.timeline.summary(member) for member in (rank, *of_stages)] if scored is not None else []
+    after = [parts for parts in (everyone[member].parts for member in (rank, *of_stages)) if parts is not None]
+    update_s = max(median(of_rank.timed) for of_rank in everyone) if busiest.timed else None
+    if store is not None and update_s is not None and busiest.parts is not None:
+        without_input_s = update_s - busiest.parts.parts.get("input", 0.0)
         remember_run(store, machine, recipe.model.name, recipe.batch, session.plan, without_input_s)
-    if shown.parts is None:
+    if busiest.parts is None:
         notes = [f"the run was too short to be watched: that takes {recorder.numbers.watched[0]} updates"]
     elif len(of_stages) > 1:
         names = f"{', '.join(map(str, of_stages[:-1]))} and {of_stages[-1]}"
@@ -305,21 +289,21 @@ def _compared(
     both = of_all_stages(before), of_all_stages(after)
     groups: tuple[Group, ...] = ()
     if placement is not None:
-        stage_of = network.stages.staged(placement).stages if network.stages is not None else ()
-        groups = groups_beside(placement, *both, stage_of)
+        staged = session.network.staged(placement)
+        groups = groups_beside(placement, *both, () if staged is None else staged.stages)
     return Comparison(
         model=recipe.model.name,
         plan=str(session.plan),
         devices=session.ranks.num,
         batch=recipe.batch,
         rank=rank,
-        timed=len(shown.timed),
-        watched=len(shown.watched),
+        timed=len(busiest.timed),
+        watched=len(busiest.watched),
         learned=learned,
         update=Both(scored.seconds if scored is not None else None, update_s),
         parts=parts_beside(*both),
         groups=groups,
         stages=stages_beside(before[1:], after[1:]) if len(of_stages) > 1 and len(after) > len(of_stages) else (),
         notes=tuple(notes),
-        one_device_s=session.one_device_s,
+        one_device_s=session.chosen.one_device_s,
     )

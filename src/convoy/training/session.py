@@ -1,49 +1,87 @@
-"""The live objects of one run, and what they do together: batches, updates, evaluations."""
+"""The live objects of one run: put together under a plan, with what is said of that to the user; and what they do
+together: batches, updates, evaluations.
+"""
 
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from convoy import models
 from convoy.comm.ranks import Ranks
-from convoy.data import Batch, DataSet, Order, training_batches
-from convoy.engine import Probe
+from convoy.data import Batch, DataSet, Order, num_workers, training_batches
+from convoy.data.loader import first_workers
+from convoy.engine.coupling import microbatch_sizes
+from convoy.engine.network import Network
 from convoy.engine.recorded import Recorded, graph_on
+from convoy.engine.stages import StagedNetwork
 from convoy.engine.uncaptured import Uncaptured
+from convoy.errors import TooLargeError
+from convoy.ops.memory import memory_in_stages, what_is_recomputed
+from convoy.ops.registry import under_autocast
 from convoy.planner import Scored
+from convoy.planner.cost.calibrated import Calibrated
+from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.pipeline import Staging
+from convoy.planner.cost.prediction import most as most_of
+from convoy.planner.cost.prediction import rank_memory
 from convoy.planner.cost.store import ProfileStore
+from convoy.planner.workload import memory_of_updates
+from convoy.plans.explain import rows_of_stages
+from convoy.plans.fit import note_on_hosts
+from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
-from convoy.training.build import is_recorded, why_not_recorded
+from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, bubble
+from convoy.training.build import TriedNetwork, has_batch_norm
 from convoy.training.classification import InputPipeline
 from convoy.training.code import Code
-from convoy.training.derived import Quantities
-from convoy.training.division import Division
+from convoy.training.derived import Quantities, derive
+from convoy.training.division import Division, Pass, divide, soonest, text
 from convoy.training.evaluate import Evaluation, evaluate
+from convoy.training.exchange import Exchange, divided_network
 from convoy.training.finite import FiniteGuard
-from convoy.training.parallel import TrainedNetwork
+from convoy.training.optimizers import create_optimizer, learning_rate
+from convoy.training.precision import Scaler, lowered
 from convoy.training.recipe import Recipe
 from convoy.training.records import Derived, StageRecord
-from convoy.training.state import RunState
+from convoy.training.state import AveragedWeights, RunState
 from convoy.training.step import TrainingStep
+from convoy.units import plural, rough_percent, size
+
+
+@dataclass(frozen=True)
+class ChosenPlan:
+    """The plan that runs; where the planner chose it, sentences about that, and what it predicted."""
+
+    plan: Plan
+    notes: tuple[str, ...] = ()
+    scored: Scored | None = None
+    # Microbatches of each part of the batch with which devices end at the same time that are not equally fast; None: as
+    # even as can be, or as the recipe says.
+    shares: tuple[int, ...] | None = None
+    staging: Staging | None = None  # in which passes, and in which order, it goes through the stages
+    one_device_s: float | None = None  # predicted seconds of an update on one device
 
 
 @dataclass
-class Prepared:
+class Prepared(TriedNetwork):
     """What a session is made of, whatever the plan."""
 
-    recipe: Recipe
     data: DataSet
     quantities: Quantities
-    model: nn.Module  # the plain network; a session makes it its own
-    probe: Probe  # what the network has shown when it was tried out
-    device: torch.device
     ranks: Ranks
-    profiles: ProfileStore | None  # learns what was measured; None keeps nothing
+    keeps_times: bool  # what is measured is kept for later plans, and what is kept is used
     derived: list[Derived]  # what follows from the recipe, for the log and the report
+    notes: list[str]  # sentences about what was decided, likewise
     code: Code  # what the plain network computes
+
+    @property
+    def profiles(self) -> ProfileStore | None:
+        """What learns from measurements; None keeps nothing."""
+        return ProfileStore() if self.keeps_times else None
 
     def new_pipeline(self) -> InputPipeline:
         """What takes the data's pictures to the device."""
@@ -51,19 +89,12 @@ class Prepared:
         return InputPipeline(self.data, self.device, memory_format)
 
     def batches_of(
-        self,
-        positions: range,
-        first_update: int,
-        num_updates: int,
-        told: Callable[[int], None] = lambda _: None,
-        workers: int | None = None,
+        self, positions: range, first_update: int, num_updates: int, told: Callable[[int], None] = lambda _: None
     ) -> Generator[Batch, None, None]:
-        """The samples at some positions of the batches of some updates, made by as many `workers` as the recipe says,
-        or as are said here; `told` learns of more of them."""
-        config = self.recipe.data if workers is None else self.recipe.data.model_copy(update={"workers": workers})
+        """The samples at some positions of the batches of some updates; `told` learns of more worker processes."""
         return training_batches(
             self.data,
-            config,
+            self.recipe.data,
             Order(len(self.data.train), self.recipe.batch, self.recipe.seed),
             first_update=first_update,
             num_updates=num_updates,
@@ -73,39 +104,55 @@ class Prepared:
             told=told,
         )
 
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width."""
-        return self.data.channels, self.data.image_size, self.data.image_size
-
-    @property
-    def why_not_recorded(self) -> str | None:
-        """Why updates cannot be recorded and replayed on any GPU; None where that is tried."""
-        return why_not_recorded(self.recipe, self.probe, self.ranks.num, self.device, self.ranks.group)
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether updates are recorded and replayed here."""
-        return is_recorded(self.recipe, self.device, self.why_not_recorded)
-
 
 @dataclass
 class Session(Prepared):
     """The live objects of one run."""
 
-    plan: Plan  # how the ranks divide the work
+    chosen: ChosenPlan  # how the ranks divide the work
     division: Division  # which microbatches are whose
-    network: TrainedNetwork  # the model as it is trained under the plan
+    schedule: Schedule  # of passes through stages
     counts: models.Counts  # parameters and FLOPs of the whole model
     pipeline: InputPipeline
     state: RunState
     merge: int  # microbatches that run in one pass; 1 where the network needs them one by one
-    notes: list[str]  # sentences about what was decided, for the log and the report
-    scored: Scored | None = None  # what was predicted of the plan; None where nothing was
-    # Predicted seconds of an update on one device; None where nothing was, or one runs.
-    one_device_s: float | None = None
-    stages: list[StageRecord] = field(default_factory=list)  # of the network; none where it is in one piece
-    workers: int = 0  # processes of this rank that make pictures ready, by now
+    stages: list[StageRecord]  # of the network; none where it is in one piece
+    workers: int  # processes of this rank that make pictures ready, by now
+
+    @property
+    def plan(self) -> Plan:
+        return self.chosen.plan
+
+    @property
+    def scored(self) -> Scored | None:
+        """What was predicted of the plan; None where nothing was."""
+        return self.chosen.scored
+
+    @property
+    def plan_with_cuts(self) -> Plan:
+        """The plan that runs, with the layers at which stages begin, whether somebody has said these or not: as on
+        other devices the cuts are others, they are kept here, and the recipe asks for none."""
+        network = self.network
+        return replace(self.plan, stages=network.stages.begins) if isinstance(network, StagedNetwork) else self.plan
+
+    @property
+    def network(self) -> Network:
+        """The model as it is trained under the plan."""
+        return self.state.exchange.network
+
+    @property
+    def passes(self) -> list[Pass]:
+        """Those of an update."""
+        return self.division.passes(self.merge, late=not self.recipe.reproducible)
+
+    def typed(self, placement: Placement) -> Placement:
+        """A placement with the types that autocast gives its values."""
+        return replace(placement, graph=under_autocast(placement.graph, lowered(self.recipe), self.device.type))
+
+    def staging(self, placement: Placement) -> Staging | None:
+        """How the passes of an update go through the stages, if there are any."""
+        staged, samples = self.network.staged(placement), tuple(len(piece.positions) for piece in self.passes)
+        return None if staged is None else Staging(placement.mesh, staged, samples, self.schedule)
 
     @property
     def normed_samples(self) -> int:
@@ -115,23 +162,29 @@ class Session(Prepared):
     @property
     def why_unwatched(self) -> str | None:
         """Why the calls of the network cannot be watched; None where they can."""
-        if isinstance(self.network.engine, Uncaptured):
+        if isinstance(self.network, Uncaptured):
             return "layers are not watched in a network that is not seen as one graph"
         return "layers are not watched in a compiled network" if self.recipe.compile else None
 
     @property
-    def plan_with_cuts(self) -> Plan:
-        """The plan that runs, with the layers at which stages begin, whether somebody has said these or not."""
-        stages = self.network.stages
-        return self.plan if stages is None else replace(self.plan, stages=stages.stages.begins)
+    def reason_not_recorded(self) -> str | None:
+        """Why updates cannot be recorded and replayed on any GPU; None where that is tried."""
+        if isinstance(self.network, StagedNetwork):
+            return "the plan has stages, which send to each other"
+        return self.why_not_recorded(self.ranks.num, self.ranks.group)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether updates are recorded and replayed here."""
+        return self.are_recorded(self.reason_not_recorded)
 
     def evaluate(self, is_asked_to_stop: Callable[[], bool] = lambda: False) -> Evaluation:
         """Evaluate what the run would deliver now, with averaged weights if there are any, on all of the test split.
         `is_asked_to_stop` is called before each batch, the same on all ranks, and ends in a StoppedError; nothing has
         changed then.
         """
-        self.network.synchronize()
-        announce = partial(setattr, self.network.engine, "samples")
+        self.state.exchange.synchronize()
+        announce = partial(setattr, self.network, "samples")
         size, num_classes = self.evaluation_batch(), len(self.data.classes)
         with self.state.delivered() as model:
             return evaluate(
@@ -159,15 +212,28 @@ class Session(Prepared):
 
         return self.batches_of(self.division.positions(self.ranks.sample_rank), first_update, num_updates, more_workers)
 
+    def divide_by_speed(self) -> str | None:
+        """With `shares=auto`, let the slowest rank end soonest, and say so. All ranks call it, before an update.
+
+        It is measured here, not by the planner, which has measured no call of a plan that is given.
+        """
+        ranks, sizes = self.ranks, self.division.sizes
+        if self.recipe.parallel.shares != "auto" or ranks.num_sample_ranks == 1:
+            return None
+        seconds = self.step().microbatch_seconds(ranks)
+        self.division = Division(sizes, soonest(len(sizes), seconds))
+        times = ", ".join(f"{1e3 * time:.3g}" for time in seconds)
+        shares = f"shares {text(self.division.counts)} of {len(sizes)} microbatches"
+        return f"{shares}, by measured times of {times} ms a microbatch"
+
     def guard(self) -> FiniteGuard:
         """What looks at every update before it is made."""
         return FiniteGuard(self.network, self.ranks, gradients=not self.state.scaler.is_enabled())
 
     def step(self) -> TrainingStep:
         """The function that does one weight update. All ranks call it."""
-        recipe = self.recipe
-        passes = self.division.passes(self.merge, late=not recipe.reproducible)
-        self.network.divide(self.division, len(passes))
+        recipe, passes = self.recipe, self.passes
+        self.state.exchange.divide(self.division, len(passes))
         step = TrainingStep(
             recipe,
             self.state,
@@ -176,20 +242,174 @@ class Session(Prepared):
             passes,
             rank=self.ranks.sample_rank,
             reseed=self.probe.draws,
-            last_waits=recipe.reproducible and self.ranks.num > 1,
+            order=self.schedule,
             guard=self.guard() if recipe.on_nan == "skip" else None,
         )
         graph = graph_on(self.device)
         if graph is not None and self.is_recorded:
-            context, abandon = self.network.context, self.network.abandon
+            context, abandon = self.network.context, self.state.exchange.abandon
             step.recorded = Recorded(
                 step.to_record, self.model, context, graph, agree=self.ranks.first_of, abandon=abandon
             )
         return step
 
-    @property
-    def why_not_recorded(self) -> str | None:
-        """Why updates cannot be recorded and replayed on any GPU; None where that is tried."""
-        if self.network.stages is not None:
-            return "the plan has stages, which send to each other"
-        return super().why_not_recorded
+
+def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
+    """The session under a plan, with the planner's shares and stages where the recipe gives none; a TooLargeError where
+    it is predicted to need more memory than is allowed. All ranks call it."""
+    recipe, data, ranks, model, plan = ready.recipe, ready.data, ready.ranks, ready.model, chosen.plan
+    staging = chosen.staging if plan.num_stages > 1 else None
+    sizes = ready.quantities.sizes
+    if staging is not None:  # microbatches small enough for as many passes as the planner has found
+        sizes, _ = ready.divisible_sizes(plan.parts, plan.parts * len(staging.samples))
+    counts = models.count(model, ready.image_shape)
+    example = torch.empty(sizes[0], *ready.image_shape, device=ready.device)
+    schedule = recipe.parallel.schedule or (staging.schedule if staging is not None else "1f1b")
+    network = divided_network(model.train(), plan, example, recipe)
+    exchange = Exchange(network, recipe)
+    ranks.follow(plan.mesh, network.sample_axes)
+    num_passes = 1
+    if plan.num_stages > 1:
+        of_part = len(staging.samples) if staging is not None else PARTS_PER_STAGE * plan.num_stages
+        num_passes = of_part * ranks.num_sample_ranks
+    sharing = ranks.num // ranks.num_sample_ranks
+    merge, why_merged = ranks.broadcast(ready.microbatches_in_pass(sizes, sharing, num_passes))
+    ready.check_coupling(ranks)
+    shares = recipe.parallel.shares if ranks.num_sample_ranks > 1 else None
+    given_shares = shares if isinstance(shares, tuple) else None
+    if chosen.shares is not None and given_shares is None:
+        division = Division(sizes, chosen.shares)
+    else:
+        division = divide(sizes, ranks.num_sample_ranks, given_shares)
+    workers, why = num_workers(data, recipe.data)
+    if (num_first := first_workers(recipe.data, workers)) < workers:
+        why += "; half of them begin, others follow when batches are waited for"
+    samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
+    numbers = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes)
+    in_one_pass = Derived("microbatches in one pass", merge, why_merged, "tried before training: docs/numerics.md")
+    scaler = Scaler(ready.device, recipe.precision, ranks.any if exchange.divides_gradients else None)
+    averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
+    optimizer = create_optimizer(model, recipe.optimizer, ready.quantities.lr)
+    facts = vars(ready) | {"quantities": replace(ready.quantities, sizes=sizes)}
+    session = Session(
+        **facts | {"derived": [*numbers, *ready.derived, in_one_pass]},
+        chosen=chosen,
+        division=division,
+        schedule=schedule,
+        counts=counts,
+        pipeline=ready.new_pipeline(),
+        state=RunState(exchange, optimizer, scaler, averaged),
+        merge=merge,
+        stages=[],
+        workers=num_first,
+    )
+    session.notes = [*recipe.notes(), *data.notes, *ready.notes, *chosen.notes, *_notes(session)]
+    session.derived += _rows(session)
+    return session
+
+
+def _notes(session: Session) -> Iterator[str]:
+    """Sentences on what follows from the plan; the session has its stages after that."""
+    recipe, plan, network, passes = session.recipe, session.plan, session.network, session.passes
+    yield from note_on_hosts(plan, session.ranks.on_host)
+    if recipe.parallel.shares is not None and session.ranks.num_sample_ranks == 1:
+        yield "--shares has no effect: the plan does not divide the batch"
+    limit = recipe.parallel.memory_bytes
+    is_staged, is_captured = isinstance(network, StagedNetwork), not isinstance(network, Uncaptured)
+    if is_captured and (limit is not None or is_staged or network.recomputes):
+        most = max((tuple(map(len, piece.parts)) for piece in passes), key=max)
+        placement = session.typed(network.example_placement(True, most))  # of the largest pass
+        staging = session.staging(placement)
+        in_flight = [] if staging is None else [staging.in_flight(stage) for stage in range(staging.number)]
+        if staging is not None:
+            session.stages = _stages(placement, staging, in_flight)
+            yield _cuts(session, len(passes))
+        if limit is not None:
+            _check_memory(session, placement, staging, limit)
+        recomputation = None
+        if network.recomputes:
+            recomputation = what_is_recomputed(placement, network.staged(placement), in_flight)
+        if recomputation is not None:
+            yield recomputation
+    elif limit is not None:
+        yield "--memory-limit has no effect: the memory of a network that cannot be captured is not predicted"
+    if not is_staged and recipe.parallel.schedule is not None:
+        yield "--schedule has no effect: the plan has no stages"
+
+
+def _stages(placement: Placement, staging: Staging, in_flight: list[int]) -> list[StageRecord]:
+    memory = memory_in_stages(placement, staging.staged, in_flight)
+    records = []
+    for row in rows_of_stages(placement, staging.staged):
+        held = max((memory[rank] for rank in row.ranks), key=lambda of_rank: of_rank.total)
+        sent = {"forward": row.received_bytes.forward, "backward": row.received_bytes.backward}
+        kept = {name: getattr(held, name) for name in ("parameters", "gradients", "activations")}
+        records.append(StageRecord(layer=row.begins, ranks=list(row.ranks), takes=list(row.takes), **sent, **kept))
+    return records
+
+
+def _check_memory(session: Session, placement: Placement, staging: Staging | None, limit: float) -> None:
+    update = memory_of_updates(partial(optimizer_for, recipe=session.recipe))
+    costs = Costs(Calibrated({}), update=update, on_cpu=session.device.type == "cpu")
+    needed = most_of(rank_memory(placement, costs, staging)).total
+    if needed > limit:
+        raise TooLargeError(
+            f"the plan {session.plan} needs {size(needed)} on a device for weights, gradients, optimizer and "
+            f"activations, and --memory-limit is {session.recipe.parallel.memory_limit}: let --plan auto look for one "
+            "that fits, or add --recompute or smaller microbatches"
+        )
+
+
+def optimizer_for(parameters: list[nn.Parameter], recipe: Recipe) -> Optimizer:
+    """That of a recipe, for some parameters."""
+    return create_optimizer(
+        nn.ParameterList(parameters), recipe.optimizer, learning_rate(recipe.optimizer, recipe.batch)
+    )
+
+
+def _cuts(session: Session, passes: int) -> str:
+    """Where the stages begin, how the batch goes through them, and what to do where they wait for much of the time."""
+    recipe, plan, schedule = session.recipe, session.plan, session.schedule
+    begins = ", ".join(f"stage {number} from {stage.layer}" for number, stage in enumerate(session.stages, 1))
+    waiting = bubble(schedule, passes, plan.num_stages)
+    sentence = f"{begins}; {plural(passes, 'pass', 'passes')}, {schedule}, stages wait about {rough_percent(waiting)} "
+    sentence += "of the time"
+    finest = min(PARTS_PER_STAGE * plan.num_stages, recipe.batch // plan.parts)
+    if waiting < 0.25:
+        return sentence
+    if recipe.batch_norm != "microbatch":
+        every = f"batch_norm={recipe.batch_norm} takes all microbatches at once"
+        return f"{sentence}: {every}, and batch_norm=microbatch one after the other"
+    if finest <= passes:
+        return f"{sentence}: a larger --batch can have more microbatches"
+    normed = " (another training, as batch norm is of each microbatch)" if has_batch_norm(session.model) else ""
+    fewer = rough_percent(bubble(schedule, finest, plan.num_stages))
+    return f"{sentence}: with --microbatches {finest * plan.parts} about {fewer}{normed}"
+
+
+def _rows(session: Session) -> Iterator[Derived]:
+    """Rows for the log and the report about devices and plan."""
+    section, plan, division, num_devices = session.recipe.parallel, session.plan, session.division, session.ranks.num
+    if session.stages:
+        through = f"through {plan.num_stages} stages"
+        yield Derived("passes in an update", len(session.passes), through, "docs/plans.md")
+        predicted = "predicted to be faster" if session.chosen.staging is not None else "the default"
+        why = "as said" if section.schedule is not None else predicted
+        yield Derived("schedule", session.schedule, why, "changes no result: docs/plans.md")
+    if num_devices == 1:
+        return
+    yield Derived("devices", num_devices, f"plan {plan}", "no part of the experiment: docs/numerics.md")
+    parts = len(division.counts)
+    if parts > 1:
+        if section.shares is not None:
+            shared = "measured" if section.shares == "auto" else "in the shares given"
+        elif division.counts == microbatch_sizes(len(division.sizes), parts):
+            shared = "as even as can be"
+        else:
+            shared = "by the speeds that the planner measured"
+        formula = f"{len(division.sizes)} over {parts}, {shared}"
+        source = "each computes its own samples; the sum is that of one device"
+        yield Derived("microbatches of each part", text(division.counts), formula, source)
+    approximate = section.approximation(plan)
+    if approximate is not None:
+        yield Derived("approximate", approximate, "as said", "the result depends on the devices")

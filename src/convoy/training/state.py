@@ -13,27 +13,27 @@ from torch.optim import Optimizer
 
 from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError, Kinds, in_file
 from convoy.comm.ranks import received
-from convoy.script.state import Entries, NamedOptimizer, Parts
-from convoy.training.parallel import TrainedNetwork
+from convoy.script.state import NamedOptimizer, Parts
+from convoy.script.values import Whole
+from convoy.training.exchange import Exchange
 
 
 class AveragedWeights:
-    """Averages of a model's parameters; call `update` after each weight update.
+    """Averages of a model's parameters, by their names; buffers, the running statistics of batch norm among them, are
+    those of the trained model.
 
     average ← d · average + (1 - d) · weights, with d = min(decay, (1 + t) / (10 + t)) after t updates, so that the
-    first weights are soon forgotten (the rule of TensorFlow's ExponentialMovingAverage with `num_updates`). Buffers,
-    the running statistics of batch norm among them, are those of the trained model.
+    first weights are soon forgotten (the rule of TensorFlow's ExponentialMovingAverage with `num_updates`).
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         assert 0 < decay < 1, decay
         self.decay = decay
         self.num_updates = 0
-        # By the parameters' names.
         self.averages = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
     def update(self, model: nn.Module) -> None:
-        """Take the weights of now into the average."""
+        """Take the weights of now into the average, after each weight update."""
         averages = list(self.averages.values())
         weights: list[Tensor] = [parameter.detach() for parameter in model.parameters()]
         if self.num_updates == 0:
@@ -71,11 +71,12 @@ def effective_decay(decay: float, num_updates: int) -> float:
 class RunState:
     """What changes while a run goes on.
 
-    A checkpoint holds whole tensors under serial names, whatever parts of them this rank has. Where a method lets the
-    optimizer's state drift apart (local SGD), it has that of the second and later sample ranks as `optimizer-1.…`.
+    A checkpoint holds whole tensors under serial names, whatever parts of them this rank has: `model.NAME`, `ema.NAME`
+    and `optimizer.KEY.NAME`. Where a method lets the optimizer's state drift apart (local SGD), that of the second and
+    later sample ranks is `optimizer-1.…`.
     """
 
-    network: TrainedNetwork
+    exchange: Exchange
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
     averaged: AveragedWeights | None = None  # of the weights (EMA), if there are any
@@ -83,7 +84,7 @@ class RunState:
     @property
     def model(self) -> nn.Module:
         """The network's, with this rank's part of the weights."""
-        return self.network.model
+        return self.exchange.network.model
 
     @contextmanager
     def delivered(self) -> Iterator[nn.Module]:
@@ -100,75 +101,78 @@ class RunState:
 
         def wholes() -> Iterator[Tensor]:
             with self.delivered() as model:
-                own = Parts(model).tensors()
+                tensors = Parts(model).tensors()
                 for name in in_file(kinds):
-                    yield self.network.engine.whole(name, own[name]).cpu()
+                    yield self.exchange.network.whole(name, tensors[name]).cpu()
 
         return kinds, wholes()
+
+    def _sections(self) -> dict[str, Mapping[str, Tensor]]:
+        """This rank's parts of all but the optimizer's state."""
+        sections: dict[str, Mapping[str, Tensor]] = {"model": Parts(self.model).tensors()}
+        return sections if self.averaged is None else sections | {"ema": self.averaged.averages}
 
     def contents(self, loop: Mapping[str, Any]) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
         """The state, with the loop's own values beside it: the tensors, whole, by name and one after the other, some of
         them the live ones; and all else. All ranks call it, and go through the tensors.
         """
-        named = NamedOptimizer(self.model, self.optimizer)
-        entries = named.entries()
+        state = NamedOptimizer(self.model, self.optimizer).state()
         scalars = {
-            name: {key: value for key, value in entry.items() if not isinstance(value, Tensor) and value is not None}
-            for name, entry in entries.items()
+            name: numbers
+            for name, entry in state["state"].items()
+            if (numbers := {k: v for k, v in entry.items() if not isinstance(v, Tensor | Whole) and v is not None})
         }
         groups = [
             {key: value for key, value in group.items() if isinstance(value, int | float) and key != "fused"}
-            for group in self.optimizer.param_groups
+            for group in state["param_groups"]
         ]
-        values = {
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for kind, section in self._sections().items():
+                for name, tensor in section.items():
+                    yield f"{kind}.{name}", self.exchange.network.whole(name, tensor)
+            for name, entry in state["state"].items():
+                for key, value in entry.items():
+                    if isinstance(value, Tensor):
+                        yield f"{_optimizer(0)}.{key}.{name}", value
+                    elif isinstance(value, Whole):
+                        for i, version in enumerate(self.exchange.versions(value.make())):
+                            yield f"{_optimizer(i)}.{key}.{name}", version
+
+        return tensors(), {
             "loop": dict(loop),
-            "optimizer": {"scalars": {name: entry for name, entry in scalars.items() if entry}, "groups": groups},
+            "optimizer": {"scalars": scalars, "groups": groups},
             "scaler": self.scaler.state_dict(),
             "ema": None if self.averaged is None else self.averaged.num_updates,
         }
-        return self._tensors(named, entries), values
-
-    def _tensors(self, named: NamedOptimizer, entries: Entries) -> Iterator[tuple[str, Tensor]]:
-        averages = {} if self.averaged is None else self.averaged.averages
-        for kind, tensors in (("model", Parts(self.model).tensors()), ("ema", averages)):
-            for name, tensor in tensors.items():
-                yield f"{kind}.{name}", self.network.engine.whole(name, tensor)
-        for name, entry in entries.items():
-            for key, value in entry.items():
-                if isinstance(value, Tensor):
-                    versions = self.network.versions(name, value) if named.like_parameter(name, value) else [value]
-                    for i, version in enumerate(versions):
-                        yield f"{_optimizer(i)}.{key}.{name}", version
 
     def unpack(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Take over a checkpoint's state, and give the loop's own values, as `contents` took them. A
         DamagedCheckpointError, with nothing changed, where the checkpoint is of another model.
         """
-        values, sections, parts = checkpoint.values, _sections(checkpoint), Parts(self.model)
-        own = {"model": parts.tensors(), "ema": {} if self.averaged is None else self.averaged.averages}
-        for kind, tensors in own.items():
-            want = {name: parts.shape(name, tensor) for name, tensor in tensors.items()}
-            saved = {name: tuple(tensor.shape) for name, tensor in sections[kind].items()}
-            misfits = [name for name in want.keys() | saved.keys() if want.get(name) != saved.get(name)]
-            if misfits and tensors:
+        values, saved, parts = checkpoint.values, _sections(checkpoint), Parts(self.model)
+        for kind, tensors in self._sections().items():
+            shapes = {name: parts.shape(name, tensor) for name, tensor in tensors.items()}
+            saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved[kind].items()}
+            if misfits := [n for n in shapes.keys() | saved_shapes.keys() if shapes.get(n) != saved_shapes.get(n)]:
                 raise DamagedCheckpointError(
                     f"checkpoint step-{checkpoint.step:08d} is of another model: {kind}.{min(misfits)} does not fit"
                 )
         named = NamedOptimizer(self.model, self.optimizer)
         scalars = values["optimizer"]["scalars"]
         entries: dict[str, dict[str, Any]] = {name: dict(scalars.get(name, {})) for name in named.parameters}
-        kinds = sorted(kind for kind in sections if kind.startswith("optimizer"))
+        kinds = sorted(kind for kind in saved if kind.startswith("optimizer"))
         for kind in kinds:
-            for place, tensor in sections[kind].items():
+            for place, tensor in saved[kind].items():
                 key, _, name = place.partition(".")
                 # Where ranks take different ones, all of them ask for all.
                 value = received(tensor) if len(kinds) > 1 else tensor
-                if kind in (_optimizer(0), _optimizer(self.network.version)) and name in entries:  # else frozen since
+                if kind in (_optimizer(0), _optimizer(self.exchange.version)) and name in entries:  # else frozen since
                     entries[name][key] = value
         named.load(entries, values["optimizer"]["groups"])
-        parts.load(sections["model"])
+        parts.load(saved["model"])
         if self.averaged is not None:
-            averages = {name: parts.part(name, received(average)) for name, average in sections["ema"].items()}
+            averages = {name: parts.part(name, received(average)) for name, average in saved["ema"].items()}
             self.averaged.load(averages, values["ema"])
         if values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])

@@ -5,7 +5,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -18,11 +18,15 @@ from convoy.comm.ranks import Ranks
 from convoy.data import Batch, mix
 from convoy.engine.profiling import steady
 from convoy.engine.recorded import Recorded
+from convoy.engine.stage import Flight
+from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
+from convoy.plans.schedule import Action
+from convoy.plans.schedule import Schedule as StageOrder
 from convoy.training.classification import ClassificationLoss, InputPipeline, heads, num_correct
 from convoy.training.division import Pass
-from convoy.training.finite import FiniteGuard, NonFiniteUpdate
+from convoy.training.finite import FiniteGuard
 from convoy.training.precision import autocast_of
 from convoy.training.recipe import Recipe
 from convoy.training.schedules import Schedule
@@ -36,8 +40,18 @@ def wait_for(device: torch.device) -> None:
 
 
 StepPart = Literal["input", "forward", "backward", "gradient", "update", "rest"]
-# A pass between its forward and its backward pass: its loss (None in all stages but the last), outputs and targets.
-_RunningPass = tuple[Tensor | None, Any, Tensor]
+_Inputs = Callable[[Pass], tuple[Tensor, Tensor]]  # images and targets of a pass
+_WARM_UP, _MEASURED = 3, 5  # passes over the batch before microbatches are timed, and those in which they are
+
+
+@dataclass
+class _RunningPass:
+    """A pass between its forward and its backward pass; the loss and outputs are None in all stages but the last."""
+
+    loss: Tensor | None
+    outputs: Any
+    targets: Tensor
+    flight: Flight | None  # on its way through this rank's stage, if there are any
 
 
 @dataclass
@@ -51,8 +65,7 @@ class Update:
     images: int  # of the global batch
     losses: list[Tensor] = field(default_factory=list)
     correct: list[Tensor] = field(default_factory=list)
-    microbatch_s: float = 0.0  # to compute one, without waiting for other ranks; only where the step is `timed`
-    bad: NonFiniteUpdate | None = None  # why the weights were left as they are; None where they were changed
+    bad: str | None = None  # why the weights were left as they are; None where they were changed
     seconds: float = 0.0  # from asking for its batch to its end
     wait_s: float = 0.0  # for its batch
     # Work by the clock of the host, without waits for other ranks; 0 on a GPU, which that clock does not see.
@@ -71,16 +84,17 @@ class TrainingStep:
     passes: list[Pass]  # those of an update
     rank: int  # this rank's place among the parts of each pass
     reseed: bool  # torch's generators before each pass, for networks that draw numbers by themselves
-    last_waits: bool = False  # the last pass waits for other ranks all the same, so its time says nothing
+    order: StageOrder = "1f1b"  # of passes through stages
     guard: FiniteGuard | None = None  # leaves out updates that are not finite; None makes all
-    timed: bool = False  # take the time of the passes, and exchange gradients after them instead of meanwhile
+    separate: bool = False  # exchange gradients after the passes, not meanwhile
     mark: Callable[[StepPart], None] = current.to  # told of the parts of an update as they begin
-
-    recorded: Recorded | None = None  # replays the passes; None: not recorded yet, they run as ever
+    recorded: Recorded | None = None  # replays the passes; None where they run as ever
     records: bool = False  # the passes are to be recorded
 
     def __post_init__(self) -> None:
-        self.network, self.optimizer, self.scaler = self.state.network, self.state.optimizer, self.state.scaler
+        self.exchange, self.optimizer, self.scaler = self.state.exchange, self.state.optimizer, self.state.scaler
+        self.network = self.exchange.network
+        self._stage = self.network if isinstance(self.network, StagedNetwork) else None
         self.num_samples = self.recipe.batch
         self._mixing = self.recipe.data.mix if self.recipe.data.mix.on else None
         self._autocast = autocast_of(self.recipe, self.pipeline.device)
@@ -94,33 +108,72 @@ class TrainingStep:
             self.guard.begin()
         result = self._whole_gradient(batch, update)
         if self.guard is not None and not self.guard.passes(result.losses):
-            return self._left_out(batch, update, result, self.guard)
+            self.guard.restore()
+            bad = self.guard.explain(update, result.losses, lambda: self._whole_gradient(batch, update, replays=False))
+            self._undo(self.guard)
+            self.exchange.updated(update)
+            return Update(self.num_samples, bad=bad)
         rate = self.schedule.lr(update)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self.recipe.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            self.network.clip(self.recipe.clip_norm)
+            self.exchange.clip(self.recipe.clip_norm)
         self.mark("update")
-        with self.network.stepping(self.optimizer):
+        with self.exchange.stepping(self.optimizer):
             self.scaler.step(self.optimizer)
         self.mark("rest")
         self.scaler.update()
-        self.network.updated()
+        self.exchange.updated(update)
         if self.state.averaged is not None:
             self.state.averaged.update(self.network.model)
         return result
+
+    def _undo(self, guard: FiniteGuard) -> None:
+        guard.restore()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def microbatch_seconds(self, ranks: Ranks) -> list[float]:
+        """Seconds of a microbatch on the slowest rank of each part of the batch, by passes that change nothing. All
+        ranks call it.
+
+        Gradients are exchanged apart from it; in the tree of a reproducible run that begins with the last backward
+        pass, which is left out. What layers exchange is in it, so under plans that divide layers, or with batch norm
+        over the global batch, ranks that wait for others look slower than they are.
+        """
+        guard, batch = FiniteGuard(self.network, ranks, gradients=False), random_batch(self)
+        last_part = "backward" if self.recipe.reproducible else "gradient"
+        ends: list[float] = []
+
+        def mark(part: StepPart) -> None:
+            current.to(part)
+            if part == last_part:
+                wait_for(self.pipeline.device)
+                ends.append(time.perf_counter())
+
+        seconds = []
+        guard.begin()
+        self.separate, self.mark = True, mark
+        for number in range(_WARM_UP + _MEASURED):
+            began = time.perf_counter()
+            self._whole_gradient(batch, number)
+            seconds.append(ends[-1] - began)
+        self.separate, self.mark = False, current.to
+        self._undo(guard)
+        microbatches = sum(len(piece.microbatches[self.rank]) for piece in self.passes)
+        medians = ranks.gather((ranks.sample_rank, statistics.median(seconds[_WARM_UP:]) / max(1, microbatches)))
+        return [max(s for part, s in medians if part == number) for number in range(ranks.num_sample_ranks)]
 
     def _whole_gradient(self, batch: Batch, update: int, replays: bool = True) -> Update:
         """Leave the gradient of the global batch in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
         labels = self.pipeline.labels(batch)
         inputs = partial(self._input, batch, labels, update)
-        if self.recorded is None or not (replays and self.records) or self.timed:
+        if self.recorded is None or not (replays and self.records) or self.separate:
             return self._passes(update, inputs)
-        given = [tensor for piece in self.passes for tensor in inputs(piece)]
+        tensors = [tensor for piece in self.passes for tensor in inputs(piece)]
         self.mark("forward")
-        losses, correct = self.recorded(update, given)
+        losses, correct = self.recorded(update, tensors)
         self.mark("rest")
         return Update(self.num_samples, list(losses.unbind()), list(correct.unbind()))
 
@@ -132,68 +185,83 @@ class TrainingStep:
         nothing = inputs[0].new_zeros(0)
         return [torch.stack(tensors) if tensors else nothing for tensors in (result.losses, result.correct)]
 
-    def _passes(self, update: int, inputs: Callable[[Pass], tuple[Tensor, Tensor]]) -> Update:
-        result = self._gradient(update, inputs)
+    def _passes(self, update: int, inputs: _Inputs) -> Update:
+        result, stage = Update(self.num_samples), self._stage
+        *earlier, final = self.passes
+        passes = [piece for piece in earlier if piece.parts[self.rank] or not self._leaves_out(update, piece)]
+        passes.append(final)
+        samples = [tuple(map(len, piece.parts)) for piece in passes]
+        in_turn: list[Action] = [action for n in range(len(passes)) for action in (("forward", n), ("backward", n))]
+        running: dict[int, _RunningPass] = {}
+        for kind, number in in_turn if stage is None else stage.begin_update(self.order, len(passes)):
+            is_last = number == len(passes) - 1 and not self.separate
+            if kind == "forward":
+                running[number] = self._forward(inputs, update, passes[number], samples[number:])
+            elif kind == "backward":
+                self._backward(running.pop(number), running.values(), is_last, result)
+            elif stage is not None:
+                self.mark("backward")
+                stage.compute_weight_gradients(number, is_last)
+                self.exchange.is_due = not is_last
+                self.mark("rest")
         self.mark("gradient")
-        self.network.finish_update()
+        self.exchange.finish()
         self.mark("rest")
         return result
 
-    def _left_out(self, batch: Batch, update: int, result: Update, guard: FiniteGuard) -> Update:
-        """Change nothing, and find out why."""
-        guard.restore()
-        bad = guard.explain(update, result.losses, lambda: self._whole_gradient(batch, update, replays=False))
-        guard.restore()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.network.updated()
-        return Update(self.num_samples, microbatch_s=result.microbatch_s, bad=bad)
+    def _announce(self, update: int, piece: Pass) -> None:
+        self.network.context.enter(update, piece.positions, piece.sizes, self.pipeline.device)
 
-    def _gradient(self, update: int, inputs: Callable[[Pass], tuple[Tensor, Tensor]]) -> Update:
-        result, seconds = Update(self.num_samples), 0.0
-        running: dict[int, _RunningPass] = {}
-        *others, final = self.passes
-        passes = [piece for piece in others if piece.parts[self.rank] or not self.network.leaves_out(update, piece)]
-        passes.append(final)
-        for kind, number in self.network.order(passes):
-            began, last = time.perf_counter(), number == len(passes) - 1
-            if kind == "forward":
-                running[number] = self._forward(inputs, update, passes[number])
-            elif kind == "backward":
-                self._backward(running.pop(number), last and not self.timed, result)
-            else:
-                self.mark("backward")
-                self.network.compute_weight_gradients(number, last and not self.timed)
-                self.mark("rest")
-            if self.timed and not (last and self.last_waits):
-                wait_for(self.pipeline.device)
-                seconds += time.perf_counter() - began
-        timed = self.passes[: -1 if self.last_waits else None]
-        result.microbatch_s = seconds / max(1, sum(len(piece.microbatches[self.rank]) for piece in timed))
-        return result
+    def _leaves_out(self, update: int, piece: Pass) -> bool:
+        """Whether this rank leaves out a pass without samples that is not the last: no other needs it there.
 
-    def _forward(self, inputs: Callable[[Pass], tuple[Tensor, Tensor]], update: int, piece: Pass) -> _RunningPass:
+        Through GoogLeNet a pass without images takes a device of 0.3 of a core a tenth of a second. Batch norm then
+        gets the positions of the others' microbatches, on which the weights of this rank's own depend.
+        """
+        if self.recipe.reproducible or not self.network.silent:
+            return False
+        self._announce(update, piece)
+        owners = [rank for rank, sizes in enumerate(piece.microbatches) for _ in sizes]
+        self.network.context.statistics.record_left_out(self.network.context.starts, owners)
+        return True
+
+    def _forward(self, inputs: _Inputs, update: int, piece: Pass, samples: Sequence[tuple[int, ...]]) -> _RunningPass:
+        """Run a pass; `samples` are those of every sample rank in it, and in the passes after it."""
         self.mark("input")
         images, targets = inputs(piece)
         self.mark("rest")
-        self.network.enter(update, piece)
+        self.network.samples = samples[0]
+        self._announce(update, piece)
         if self.reseed:
             torch.manual_seed(fold(self.recipe.seed, update, piece.parts[self.rank].start))
+        flight = None
         with self._autocast:
             self.mark("forward")
-            outputs = self.network.forward(images)
+            if self._stage is None:
+                outputs = self.network.model(images)
+            else:
+                flight = self._stage.forward_pass((images,), samples[0], then=samples[1:])
+                outputs = self._stage.output_of(flight) if self._stage.is_last else None
             self.mark("rest")
             loss = None if outputs is None else self._part_of_mean(outputs, targets)
-        return loss, outputs, targets
+        return _RunningPass(loss, outputs, targets, flight)
 
-    def _backward(self, running: _RunningPass, last: bool, result: Update) -> None:
-        loss, outputs, targets = running
+    def _backward(self, running: _RunningPass, later: Collection[_RunningPass], is_last: bool, result: Update) -> None:
+        loss, stage = running.loss, self._stage
         self.mark("backward")
-        with _deterministic():
-            self.network.backward(None if loss is None else self.scaler.scale(loss), last)
+        with _deterministic(), self.exchange.in_pass(is_last):
+            if loss is not None:
+                self.scaler.scale(loss).backward()
+            if stage is not None and running.flight is not None:
+                if loss is not None:
+                    stage.send_gradients(running.flight)
+                else:
+                    flights = [piece.flight for piece in later if piece.flight is not None]
+                    stage.backward_pass(running.flight, then=flights)
         self.mark("rest")
-        if loss is not None and len(targets):
-            result.losses.append(loss.detach() * self._share if self.network.local_mean else loss.detach())
-            result.correct.append(num_correct(outputs, targets))
+        if loss is not None and len(running.targets):
+            result.losses.append(loss.detach() * self._share if self.exchange.local_mean else loss.detach())
+            result.correct.append(num_correct(running.outputs, running.targets))
 
     @property
     def _share(self) -> float:
@@ -201,19 +269,19 @@ class TrainingStep:
 
     def _input(self, batch: Batch, labels: Tensor, update: int, piece: Pass) -> tuple[Tensor, Tensor]:
         """Images and targets of a pass, of this rank's batch."""
-        start = piece.parts[self.rank].start - self.passes[0].parts[self.rank].start
-        end = start + len(piece.parts[self.rank])
+        part, sizes = piece.parts[self.rank], piece.microbatches[self.rank]
+        start = part.start - self.passes[0].parts[self.rank].start
+        end = start + len(part)
         images, targets = self.pipeline(batch, start, end), labels[start:end]
         if self._mixing is None:
             return images, targets
-        sizes, first = piece.microbatches[self.rank], piece.parts[self.rank].start
         return mix(
             images,
             targets,
             num_classes=len(self.pipeline.data.classes),
             config=self._mixing,
             sizes=list(sizes),
-            keys=[fold(self.recipe.seed, update, first + sum(sizes[:i])) for i in range(len(sizes))],
+            keys=[fold(self.recipe.seed, update, part.start + sum(sizes[:i])) for i in range(len(sizes))],
         )
 
     def _part_of_mean(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -221,7 +289,7 @@ class TrainingStep:
         if len(targets) == 0:  # nothing, but with an edge to the network, whose other ranks compute
             return torch.stack([logits.sum() for logits in heads(outputs)]).sum() * 0
         loss = self._loss(outputs, targets)
-        whole = self.num_samples * self._share if self.network.local_mean else self.num_samples
+        whole = self.num_samples * self._share if self.exchange.local_mean else self.num_samples
         return loss * (len(targets) / whole) if len(targets) < whole else loss
 
 
@@ -231,8 +299,8 @@ def _deterministic() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        name, found, _ = str(error).partition(" does not have a deterministic implementation")
-        if not found:
+        name, is_known, _ = str(error).partition(" does not have a deterministic implementation")
+        if not is_known:
             raise
         raise ConvoyError(
             f"reproducible: torch has no deterministic {name}, which this network needs on this device: leave "

@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Self
 
@@ -36,39 +36,25 @@ _LIMIT_S, _BEFORE = 600.0, 0.9
 
 @dataclass(frozen=True)
 class RankState:
-    """A rank as another one sees it, by the update, part, layer and collective where it is."""
+    """A rank as it has last written itself down for the others."""
 
-    host: str
+    name: str  # with its stage and host
+    place: str  # where it is, in words
     update: int
-    part: str
-    layer: str
-    collective: str
+    waits: bool  # for other ranks
     still_s: float  # since it moved, when it wrote that
     count: int  # how often it has written
-    heard: float = field(default_factory=time.monotonic)  # when it wrote that, as its reader has noticed
     # What it has given its GPU to exchange, by names of groups.
     groups: dict[str, GroupState] = field(default_factory=dict)
-    stage: int = 0  # of the network, from 1; 0: there are none
-    late: str = ""  # who has not delivered which samples, while it waits for some
+    heard: float = field(default_factory=time.monotonic)  # when it wrote that, as its reader has noticed
 
     @property
     def silent_s(self) -> float:
         return time.monotonic() - self.heard
 
-    def name(self, rank: int) -> str:
-        """The rank, with its stage and host."""
-        return f"rank {rank}{f' (stage {self.stage})' if self.stage else ''} on host {self.host}"
-
-    def place(self) -> str:
-        """Its position, in words."""
-        what = f" ({self.collective})" if self.collective != "wait" else ""
-        waits = f", waiting for other ranks{what}" if self.collective else ""
-        late = f" ({self.late})" if self.late else ""
-        return f"{place_in_words(self.update, self.part, self.layer)}{late}{waits}"
-
     def works(self, timeout_s: float) -> bool:
         """Whether it moves, and waits for nobody."""
-        return not self.collective and self.still_s + self.silent_s <= timeout_s
+        return not self.waits and self.still_s + self.silent_s <= timeout_s
 
 
 def collective_limit_s(timeout_s: float) -> float:
@@ -88,42 +74,42 @@ def explain(
 
     A rank that has written nothing for `silence_s` does not run; `option` says how long one may stand still.
     """
-    own = ranks[rank]
+    own_state = ranks[rank]
     if num_ranks == 1:
         return (
-            f"nothing has moved for {in_words(timeout_s)}{option}: {own.place()}; see whether the file system of the "
-            "data answers, then go on with --resume"
+            f"nothing has moved for {in_words(timeout_s)}{option}: {own_state.place}; see whether the file system of "
+            "the data answers, then go on with --resume"
         )
     missing = [other for other in range(num_ranks) if other not in ranks]
-    silent = [other for other, seen in ranks.items() if other != rank and seen.silent_s > silence_s]
+    silent = [other for other, state in ranks.items() if other != rank and state.silent_s > silence_s]
     late = _late(ranks)
-    busy = [other for other, seen in ranks.items() if not seen.collective and other not in silent]
+    busy = [other for other, state in ranks.items() if not state.waits and other not in silent]
     if missing or silent:
         held = f"held up by {_named([*silent, *missing], ranks)}, not heard of any more"
     elif late is not None:
         members, why = late
-        others = [other for other in members if other != rank]
-        held = f"held up by {_named(others, ranks)}, {why}" if others else f"{why}: the others wait for it"
+        late_ranks = [other for other in members if other != rank]
+        held = f"held up by {_named(late_ranks, ranks)}, {why}" if late_ranks else f"{why}: the others wait for it"
     elif busy == [rank]:
         held = "and the others wait for it"
     elif busy:
         held = f"held up by {_named(busy, ranks)}"
     else:
-        first = min(seen.update for seen in ranks.values())
-        behind = [other for other, seen in ranks.items() if seen.update == first]
+        earliest = min(state.update for state in ranks.values())
+        behind = [other for other, state in ranks.items() if state.update == earliest]
         where = f", {_named(behind, ranks)} behind the others" if len(behind) < len(ranks) else ""
         held = f"while all wait for each other{where}"
     lines = [
-        f"{own.name(rank)} has not moved for {in_words(timeout_s)}{option}: {own.place()}, {held}",
+        f"{own_state.name} has not moved for {in_words(timeout_s)}{option}: {own_state.place}, {held}",
         "last positions:",
     ]
     for other in range(num_ranks):
         if other not in ranks:
             lines.append(f"  rank {other}: nothing is known of it")
             continue
-        seen = ranks[other]
-        since = f"not heard of for {in_words(seen.silent_s)}" if other in silent else f"for {in_words(seen.still_s)}"
-        lines.append(f"  {seen.name(other)}: {seen.place()} ({since})")
+        state = ranks[other]
+        since = f"not heard of for {in_words(state.silent_s)}" if other in silent else f"for {in_words(state.still_s)}"
+        lines.append(f"  {state.name}: {state.place} ({since})")
     return "\n".join(lines)
 
 
@@ -131,8 +117,8 @@ def _late(ranks: Mapping[int, RankState]) -> tuple[list[int], str] | None:
     """Who holds the others' GPUs up, and by what: the ranks that have enqueued the fewest collectives of a group, or
     whose GPU alone does not finish one, first those that wait for nobody themselves. None where no GPU waits."""
     late: list[tuple[list[int], str]] = []
-    for name in dict.fromkeys(name for seen in ranks.values() for name in seen.groups):
-        members = next(seen.groups[name][0] for seen in ranks.values() if name in seen.groups)
+    for name in dict.fromkeys(name for state in ranks.values() for name in state.groups):
+        members = next(state.groups[name][0] for state in ranks.values() if name in state.groups)
         states = {rank: ranks[rank].groups.get(name, (members, 0, [])) for rank in members if rank in ranks}
         waiting = [rank for rank, (_, _, still) in states.items() if still]
         if not waiting:
@@ -144,7 +130,7 @@ def _late(ranks: Mapping[int, RankState]) -> tuple[list[int], str] | None:
             late += [(behind, f"which has not begun {_collective(*min(rows))}")] if rows else []
         elif len(waiting) < len(states):
             late.append((waiting, f"whose GPU does not finish {_collective(*states[waiting[0]][2][0])}"))
-    free = [(members, why) for members, why in late if not all(_first(ranks[rank]) for rank in members)]
+    free = [(members, why) for members, why in late if not all(_first(ranks[rank].groups) for rank in members)]
     return next(iter([*free, *late]), None)
 
 
@@ -152,9 +138,9 @@ def _collective(number: int, name: str, layer: str) -> str:
     return f"{name} number {number}" + (f" of layer {layer}" if layer else "")
 
 
-def _first(seen: RankState) -> str:
+def _first(groups: Mapping[str, GroupState]) -> str:
     """The first collective that a rank's GPU is not through with; empty where there is none."""
-    return next((_collective(*still[0]) for _, _, still in seen.groups.values() if still), "")
+    return next((_collective(*still[0]) for _, _, still in groups.values() if still), "")
 
 
 def say_and_end(sentence: str) -> None:
@@ -191,7 +177,6 @@ class Watchdog:
         self._store: Files | Store | None = None
         self._count = 0
         self._stop = threading.Event()
-        self._host = socket.gethostname()
         self._known: dict[int, RankState] = {}
         self._groups: dict[str, GroupState] = {}
         if store is None or ranks.num == 1:
@@ -251,26 +236,30 @@ class Watchdog:
     def _is_stuck(self, still_s: float) -> bool:
         if self._num == 1:
             return still_s > self.timeout_s and self._position.late is not None and not self._patient
-        waits = bool(self._own().collective)
+        waits = self._own().waits
         if self._patient:
             return waits and still_s > _BEFORE * collective_limit_s(self.timeout_s)
-        others = [seen for rank, seen in self._known.items() if rank != self._rank]
-        return still_s > self.timeout_s and not (waits and any(seen.works(self.timeout_s) for seen in others))
+        states = [state for rank, state in self._known.items() if rank != self._rank]
+        return still_s > self.timeout_s and not (waits and any(state.works(self.timeout_s) for state in states))
 
     def _own(self) -> RankState:
-        at = self._position
+        at, collective, late = self._position, self._position.collective, ""
         still_s = time.monotonic() - at.moved
+        # Only what NCCL's threads have completed is read: to ask a CUDA event keeps Python's lock, and stands still
+        # while another thread holds CUDA's, in the very case that this is for.
         with contextlib.suppress(Exception):  # of the device; the main thread meets it too
             self._groups = self._given.state()
-        groups = self._groups
-        where = at.update, at.part, at.layer, at.collective
-        late = ""
-        with contextlib.suppress(Exception):  # the batch has just come
-            late = at.late() if at.late is not None and still_s > 2 * self._interval_s else ""
-        seen = RankState(self._host, *where, still_s, self._count, groups=groups, stage=self._stage, late=late)
-        # a host that moves is only ahead of its GPU
-        waits = not at.collective and still_s > 2 * self._interval_s and _first(seen)
-        return replace(seen, collective=f"{_first(seen)} on the GPU") if waits else seen
+        if still_s > 2 * self._interval_s:
+            with contextlib.suppress(Exception):  # the batch has just come
+                late = f" ({at.late()})" if at.late is not None else ""
+            # a host that moves is only ahead of its GPU
+            if not collective and (unfinished := _first(self._groups)):
+                collective = f"{unfinished} on the GPU"
+        name = f"rank {self._rank}{f' (stage {self._stage})' if self._stage else ''} on host {socket.gethostname()}"
+        what = f" ({collective})" if collective != "wait" else ""
+        waits = f", waiting for other ranks{what}" if collective else ""
+        place = f"{place_in_words(at.update, at.part, at.layer)}{late}{waits}"
+        return RankState(name, place, at.update, bool(collective), still_s, self._count, self._groups)
 
     def _write(self) -> None:
         if self._store is None:
@@ -282,9 +271,9 @@ class Watchdog:
         if self._store is None:
             return
         for rank, text in enumerate(self._store.multi_get([str(rank) for rank in range(self._num)])):
-            seen = RankState(**{**json.loads(text), "heard": time.monotonic()})
-            if rank not in self._known or self._known[rank].count != seen.count:
-                self._known[rank] = seen
+            state = RankState(**{**json.loads(text), "heard": time.monotonic()})
+            if rank not in self._known or self._known[rank].count != state.count:
+                self._known[rank] = state
 
     def _sentence(self, still_s: float) -> str:
         known = {**self._known, self._rank: self._own()}
@@ -293,5 +282,5 @@ class Watchdog:
 
 
 def _named(ranks: Sequence[int], known: Mapping[int, RankState]) -> str:
-    parts = [known[rank].name(rank) if rank in known else f"rank {rank}" for rank in sorted(ranks)]
+    parts = [known[rank].name if rank in known else f"rank {rank}" for rank in sorted(ranks)]
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

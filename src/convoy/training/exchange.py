@@ -1,0 +1,148 @@
+"""The network of a run as this rank's part of it, and how the gradients of all ranks' passes become those of the global
+batch.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from convoy.comm.collectives import all_gather
+from convoy.engine.gradients.local_sgd import LocalSgd
+from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
+from convoy.engine.gradients.reducer import GradientReducer
+from convoy.engine.gradients.tree import TreeReducer
+from convoy.engine.network import Network
+from convoy.engine.parallelize import take_part
+from convoy.engine.stages import StagedNetwork
+from convoy.errors import ConvoyError
+from convoy.plans.plan import Plan
+from convoy.training.division import Division
+from convoy.training.recipe import Recipe
+
+
+def divided_network(model: nn.Module, plan: Plan, example: Tensor, recipe: Recipe) -> Network:
+    """Make the plain model, on its device, this rank's part of it, in place. All ranks call it; a ConvoyError says that
+    a layer cannot be divided as the plan says. `example` are images of one microbatch; only shape, type and device
+    matter."""
+    network = take_part(
+        model,
+        plan,
+        example,
+        batch_norm=recipe.batch_norm,
+        loss="part",
+        seed=recipe.seed,
+        compile=recipe.compile,
+        recompute=recipe.recompute,
+        devices=plan.mesh.num_devices,
+    )
+    if network.counts_passes and plan.mesh.num_devices > 1:
+        why = network.captured.partition(", as ")[2]
+        raise ConvoyError(
+            f"{why}, but how many passes an update has depends on the plan, so that results would too: take that "
+            "out of forward, or train with convoy.parallelize in a loop of your own"
+        )
+    network.context.statistics.in_order = recipe.reproducible
+    network.context.in_turns = True
+    if isinstance(network, StagedNetwork):
+        network.returns_memory = recipe.parallel.memory_limit is not None
+    return network
+
+
+class Exchange:
+    """Adds the gradients of an update's passes over the ranks: as they are, in bf16, in the fixed tree over the
+    microbatches of a reproducible run, or, with local SGD, only over ranks that have the same samples. All ranks make
+    the same calls."""
+
+    def __init__(self, network: Network, recipe: Recipe) -> None:
+        self.network, self._recipe = network, recipe
+        # The loss is to be the mean over this rank's own samples, and its optimizer's state its own: local SGD alone.
+        self.local_mean = recipe.parallel.local_sgd is not None
+        self.version = network.sample_rank if self.local_mean else 0  # which of the optimizer's states is this rank's
+        self.is_due = False  # whether gradients of passes are there that no exchange has taken with it
+        self._tree: TreeReducer | None = None
+        self._local: LocalSgd | None = None
+        parameters = [(name, p, network.layouts[name]) for name, p in network.model.named_parameters()]
+        self._split = [(p, tuple(sorted(layout.split_axes))) for _, p, layout in parameters]
+        unreduced = frozenset(network.sample_axes if self.local_mean else ())
+        self._reduced = [
+            (p, tuple(sorted(layout.copied - unreduced))) for name, p, layout in parameters if network.owns(name)
+        ]
+        compression = torch.bfloat16 if recipe.parallel.gradient_compression == "bf16" else None
+        if network.reducer is not None and (recipe.reproducible or compression or self.local_mean):
+            network.reducer.remove()
+            network.reducer = None  # where the tree adds gradients, once it is known who has which microbatches
+            if not recipe.reproducible:
+                network.reducer = GradientReducer(self._reduced, network.groups, compress=compression)
+
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether ranks hold other gradients than each other, of parts or of their own samples."""
+        return self.local_mean or any(axes for _, axes in self._split)
+
+    def divide(self, division: Division, num_passes: int) -> None:
+        """Divide the updates from the next on so, in so many passes each."""
+        groups, axes, every = self.network.groups, self.network.sample_axes, self._recipe.parallel.local_sgd
+        if self._tree is not None:
+            self._tree.set_shares(division.counts, num_passes)
+        elif self._recipe.reproducible:
+            self._tree = TreeReducer(self._reduced, groups, sample_axes=axes, shares=division.counts, passes=num_passes)
+        if every is not None:
+            weight = len(division.positions(self.network.sample_rank))
+            self._local = LocalSgd(list(self.network.model.parameters()), groups, axes, every=every, weight=weight)
+
+    @contextmanager
+    def in_pass(self, is_last: bool) -> Iterator[None]:
+        """While entered, a backward pass runs. After the `last` one, gradients of all passes are added over the ranks,
+        as they are: the loss is its pass's part of the global mean."""
+        reducer = self.network.reducer
+        is_last = is_last and self.network.context.postponed is None
+        with nullcontext() if is_last or reducer is None else reducer.paused():
+            yield
+        self.is_due = reducer is not None and not is_last  # the last pass takes with it what those before have left
+
+    def finish(self) -> None:
+        """After the last pass: `.grad` and buffers become those of the global batch."""
+        if self.is_due and self.network.reducer is not None:
+            self.network.reducer.reduce()
+        self.is_due = False
+        if self._tree is not None:
+            self._tree.finish()
+        self.network.context.statistics.fold(self.network.groups)
+        if isinstance(self.network, StagedNetwork):
+            self.network.finish_update()
+
+    def abandon(self) -> None:
+        """Forget the passes of an update that broke off before `finish`."""
+        self.is_due = False
+        self.network.abandon()
+        if self._tree is not None:
+            self._tree.abandon()
+
+    def clip(self, max_norm: float) -> None:
+        """Scale the gradient down to a norm, taken over the whole parameters."""
+        clip_grad_norm(self._split, self.network.groups, max_norm)
+
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        """While entered, norms that the optimizer takes are those of whole tensors."""
+        if type(optimizer).__module__.startswith("torch.") or not any(axes for _, axes in self._split):
+            return nullcontext()
+        return WholeNorms(self._split, self.network.groups)
+
+    def updated(self, update: int) -> None:
+        """The optimizer has changed the weights in an update."""
+        if self._local is not None:
+            self._local.step(update)
+
+    def synchronize(self) -> None:
+        """Before an evaluation or a checkpoint: let all ranks have the same weights, where a method lets them drift."""
+        if self._local is not None:
+            self._local.average()
+
+    def versions(self, whole: Tensor) -> list[Tensor]:
+        """A whole as each sample rank has it, where a method lets them drift apart, else once."""
+        axes = self.network.sample_axes if self.local_mean else ()
+        return list(all_gather(whole.contiguous(), self.network.groups.of(axes)))
