@@ -55,7 +55,8 @@ def _of_part(placement: Placement, costs: Costs, staging: Staging | None, stage:
     graph, passes, in_flight = placement.graph, 1, 1
     if staging is not None:
         passes, in_flight = len(staging.samples), staging.in_flight(stage)
-    counted, ranks = predict_memory(placement, in_flight), ranks_of(placement.mesh, stage)
+    mesh, counted = placement.mesh, predict_memory(placement, in_flight)
+    ranks: Sequence[int] = range(mesh.num_devices) if staging is None else ranks_of(mesh, stage)
     if not graph.training:
         return {
             r: RankMemory(counted[r].parameters, 0, counted[r].buffers, counted[r].activations, 0, 0) for r in ranks

@@ -42,7 +42,9 @@ class _Stage:
     """What the ranks of a stage do; a network in one piece is one stage."""
 
     def __init__(self, placement: Placement, costs: Costs, staging: Staging | None, number: int) -> None:
-        self.number, self.ranks = number, ranks_of(placement.mesh, number)
+        mesh, self.number = placement.mesh, number
+        # all of them where a plan with stages runs in one piece, as it is profiled
+        self.ranks: Sequence[int] = range(mesh.num_devices) if staging is None else ranks_of(mesh, number)
         self.received = staging.staged.received(number) if staging is not None else ()
         self.sent = staging.staged.sent(number) if staging is not None else ()
         self.placement = placement if staging is None else staging.staged.part(placement, number)
