@@ -3,7 +3,7 @@
 Of ranks that do the same, the tasks of one stand for all. A network that is not divided into stages is one stage.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate, chain, count
 
 from convoy.planner.cost.costs import Costs, HostCost, Times
