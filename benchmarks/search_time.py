@@ -20,11 +20,12 @@ from measuring import harness
 from measuring.ranks import run_ranks
 
 from convoy import models
-from convoy.hardware.catalog import machine
+from convoy.hardware.catalog import Hop, machine
 from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.gradients import Update
-from convoy.planner.cost.link import Assumed, Rate
+from convoy.planner.cost.link import assumed
 from convoy.planner.machines import PRECISIONS, Prediction, predict
+from convoy.planner.search.layers import Constraints
 from convoy.planner.search.search import search
 from convoy.planner.search.stages import search_stages
 from convoy.planner.workload import Workload, workload_of
@@ -33,7 +34,7 @@ from convoy.plans.mesh import Mesh
 NETWORKS = ("resnet152", "googlenet", "densenet121")
 COSTS = Costs(
     Roofline(flops_per_s=5e13, bytes_per_s=1e12, overhead_s=5e-6),
-    Assumed(Rate(2e-5, 2e10 / 3), Rate(2e-5, 2e10), per_host=8).links(),
+    assumed(Hop(2e-5, 2e10 / 3), Hop(2e-5, 2e10), per_host=8),
     Update(per_byte=5e-12, state=1.0),
     on_cpu=False,
 )
@@ -46,7 +47,7 @@ def measure(network: str, sizes: tuple[int, ...], batch: int, limit: float | Non
     workload = workload_of(model, torch.empty(1, 3, 224, 224), batch, name=network)
     before, mesh = _peak(), Mesh(("node", "gpu")[-len(sizes) :], sizes)
     start, worked = time.perf_counter(), time.process_time()
-    found = search(workload, mesh.num_devices, COSTS, on=[mesh], memory_limit=limit)
+    found = search(workload, mesh.num_devices, COSTS, Constraints(memory_limit=limit, meshes=[mesh]))
     times = f"{time.perf_counter() - start:.2f} s ({time.process_time() - worked:.2f} s of a core)"
     exact = ", ".join(("exact" if found.exact else "not exact", *found.notes))
     cells = [network, times, f"{_peak():.0f} MB ({before:.0f} MB)", exact]
@@ -63,7 +64,9 @@ def _cut(workload: Workload, devices: int, limit: float | None, known: float) ->
     """Search plans with stages, in any number of equal passes."""
     counts = tuple(number for number in range(1, workload.batch + 1) if workload.batch % number == 0)
     start, worked = time.perf_counter(), time.process_time()
-    found = search_stages(replace(workload, counts=counts), devices, COSTS, memory_limit=limit, known=known)
+    found = search_stages(
+        replace(workload, counts=counts), devices, COSTS, Constraints(memory_limit=limit), known=known
+    )
     times = f"{time.perf_counter() - start:.2f} s ({time.process_time() - worked:.2f} s of a core)"
     best = found[0] if found else None
     plan = f"{best.plan.mesh} in {best.passes} passes, {best.schedule}: {1e3 * best.seconds:.2f} ms" if best else "none"

@@ -312,5 +312,5 @@ def constant(rows: Sequence[Row], without: str) -> float:
 
 def peak_rate(row: Row) -> float:
     """Images a second of one device if it did nothing but multiply at its peak."""
-    flops = 6 * float((work(row.network).macs * work(row.network).count).sum())
+    flops = 6 * float((work(row.network).rows.macs * work(row.network).rows.count).sum())
     return arithmetic(row.device, row.precision).peak / flops

@@ -22,7 +22,7 @@ from convoy.hardware.catalog import Device, device_named
 from convoy.hardware.exchange import Site
 from convoy.hardware.speed import Software, Work
 from convoy.ops import capture
-from convoy.planner.machines import work_of
+from convoy.planner.cost.cataloged import work_of
 from measuring.networks import BUILT
 
 KEYS = ("source", "model", "dataset", "gpu", "interconnect", "n_gpus", "batch_per_gpu", "scheme")

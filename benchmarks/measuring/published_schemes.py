@@ -40,7 +40,7 @@ def several(one: Times, row: Row, given: Mapping[str, Coefficients], count: int 
         slower = lateness(alone, row.precision, row.software.framework, count, row.site, factor)
         if scheme.kind == "replicated" and _is_slow_at_norms(row):
             # TensorFlow 1.15 to 2.3 on several GPUs; where it compiles, or has cuDNN 8, it does not happen
-            normalized = float((one.forward + one.backward)[work(row.network).kind == KINDS.index("norm")].sum())
+            normalized = float((one.forward + one.backward)[work(row.network).rows.kind == KINDS.index("norm")].sum())
             slower += 0.3 * factor("norms") * normalized * min(3.0, math.log2(count)) / 3
     seconds, feed = alone + exposed + slower, _feed(row, count, factor)
     seconds = (seconds**4 + feed**4) ** 0.25 if feed else seconds
@@ -102,14 +102,14 @@ def _exchange(row: Row, count: int, messages: float, factor: Factor) -> tuple[fl
 def _divided(row: Row, count: int, rate: float) -> float:
     """Dense layers by model: their activations travel instead of their gradients (Krizhevsky, 2014)."""
     asked, scheme = work(row.network), row.scheme
-    linear, convolutions = (asked.kind == KINDS.index(kind) for kind in ("linear", "conv"))
-    dense = float((asked.count * asked.weights)[linear].sum())
-    activations = float((asked.count * (asked.read + asked.written))[linear].sum()) * row.images
+    linear, convolutions = (asked.rows.kind == KINDS.index(kind) for kind in ("linear", "conv"))
+    dense = float((asked.rows.count * asked.rows.weights)[linear].sum())
+    activations = float((asked.rows.count * (asked.rows.read + asked.rows.written))[linear].sum()) * row.images
     if scheme.kind == "one-weird-trick":
         reduced = 2 * (count - 1) / count * (asked.parameters - dense) * scheme.itemsize
         return (reduced + 2 * activations * (count - 1) * scheme.itemsize) / rate
     # convolutions by model exchange all activations
-    everything = float((asked.count * asked.written)[convolutions].sum()) * row.images * 2
+    everything = float((asked.rows.count * asked.rows.written)[convolutions].sum()) * row.images * 2
     part = 0.5 if scheme.kind == "hybrid" else 1.0
     gradients = asked.parameters * scheme.itemsize if scheme.kind == "hybrid" else 0.0
     return float((part * everything * scheme.itemsize + gradients) / rate)

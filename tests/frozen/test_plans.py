@@ -5,19 +5,22 @@ from functools import cache
 import pytest
 import torch
 
+from convoy.hardware.catalog import Hop
 from convoy.models import create
 from convoy.planner import Workload, score, workload_of
-from convoy.planner.cost.additive import Additive, additive_seconds
+from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.gradients import Update
-from convoy.planner.cost.link import Assumed, Rate
+from convoy.planner.cost.link import assumed
 from convoy.planner.planner import propose
+from convoy.planner.search.layers import ANY, Constraints
 from convoy.planner.search.prices import AXIS_STRATEGIES
 from convoy.planner.search.search import search
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from frozen.golden import golden, unlike
+from planner.search.nets import additive_seconds
 
 NETWORKS = {  # pixels of the images
     "alexnet": 96,
@@ -31,12 +34,12 @@ NETWORKS = {  # pixels of the images
 BATCH = 32
 SLOW_CORE = Costs(
     Calibrated({}),  # nothing is measured: a slow core by its roofline
-    Assumed(Rate(5e-5, 1e9), overlap=True, cpu_share=0.5).links(),
+    assumed(Hop(5e-5, 1e9), overlap=True, cpu_share=0.5),
     Update(per_byte=1e-10, per_tensor=1e-5, state=1.0),
 )
 GPU = Costs(
     Roofline(flops_per_s=2e12, bytes_per_s=2e11, overhead_s=5e-6),
-    Assumed(Rate(2e-5, 4e9), Rate(1e-5, 2e10), per_host=2).links(),
+    assumed(Hop(2e-5, 4e9), Hop(1e-5, 2e10), per_host=2),
     Update(per_byte=1e-11, per_tensor=1e-5, state=1.0),
     on_cpu=False,
 )
@@ -70,7 +73,7 @@ def test_the_plan_that_is_found(network: str, mesh: str) -> None:
     """Where another plan is found its regret is said: how much longer it takes by the predictions of today."""
     (on, costs, among), job = MESHES[mesh], workload(network)
     sums = Additive(costs, job.graph, job.passes)
-    best = search(job, on.num_devices, costs, on=[on], among=among).best
+    best = search(job, on.num_devices, costs, Constraints(meshes=[on], strategies=among)).best
     plan = best.plan
     now = {"plan": plan.to_yaml().splitlines(), "sum": best.seconds, **predicted(network, plan, costs)}
     stored = golden("plans.json", f"{network} on {mesh}", now)
@@ -90,6 +93,6 @@ def test_the_predictions_of_given_plans(network: str) -> None:
 
 @pytest.mark.parametrize("network", ["vgg11", "resnet18"])
 def test_the_cuts_that_are_found(network: str) -> None:
-    proposals = propose(workload(network), 2, SLOW_CORE, (), None, [])
+    proposals = propose(workload(network), 2, SLOW_CORE, ANY, [])
     now = [[str(plan), *plan.stages, passes] for plan, passes in proposals if plan.num_stages > 1]
     assert unlike(now, golden("plans.json", f"{network} in stages", now)) == []

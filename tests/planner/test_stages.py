@@ -7,22 +7,24 @@ import torch
 from torch import nn
 
 from convoy.errors import TooLargeError
+from convoy.hardware.catalog import Hop
 from convoy.models import create
 from convoy.planner import Workload, score, workload_of
 from convoy.planner.cost.costs import Costs, Roofline
-from convoy.planner.cost.link import Links, Rate
+from convoy.planner.cost.link import Links, ring
 from convoy.planner.planner import propose
+from convoy.planner.search.layers import Constraints
 from convoy.planner.search.stages import search_stages
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 
 SERIAL, STAGES = Plan(Mesh((), ())), Plan.parse("stage=2")
-GIGABIT = Rate(5e-5, 1.1e8)
+GIGABIT = Hop(5e-5, 1.1e8)
 SLOW_CORE = Roofline(flops_per_s=5e10, bytes_per_s=1e10, overhead_s=0.0)
 
 
 def costs(times: Roofline = SLOW_CORE, slowdowns: tuple[float, ...] = ()) -> Costs:
-    links = Links(otherwise=lambda ranks: GIGABIT.link(len(ranks), overlap=True, cpu_share=0.3))
+    links = Links(otherwise=lambda ranks: ring(GIGABIT, len(ranks), overlap=True, cpu_share=0.3))
     return Costs(times, links, batch_norm="microbatch", slowdowns=slowdowns)
 
 
@@ -54,4 +56,4 @@ def test_the_schedule_and_the_passes_are_those_that_fit_or_a_sentence_says_what_
     assert result.staging.schedule == "1f1b" and result.passes > free.passes
     still = r"^no plan fits: stage=4 in 32 passes, of equal work, still needs "
     with pytest.raises(TooLargeError, match=still):  # four stages need less than any plan without stages
-        propose(network(), 4, costs(), (), 1e5, [])
+        propose(network(), 4, costs(), Constraints(memory_limit=1e5), [])

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from convoy.hardware.catalog import Hop
 from convoy.models import create
 from convoy.planner import Planned, score, workload_of
 from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import Update
-from convoy.planner.cost.link import Assumed, Rate
+from convoy.planner.cost.link import assumed
 from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.explanation import Explanation
 from convoy.planner.text import explanation_text
@@ -32,7 +33,7 @@ def with_delay(local_op: LocalOp) -> Times:
 def costs(
     times: Callable[[LocalOp], Times] = by_flops, gbytes: float = 1e3, update: Update | None = None, **around: HostCost
 ) -> Costs:
-    links = Assumed(Rate(0.0, gbytes * 1e9), overlap=False).links()
+    links = assumed(Hop(0.0, gbytes * 1e9), overlap=False)
     return Costs(times=times, links=links, update=update or Update(), **around)
 
 

@@ -2,17 +2,18 @@
 
 import torch
 
+from convoy.hardware.catalog import Hop
 from convoy.models import create
 from convoy.planner import Planned, score, workload_of
 from convoy.planner.cost.costs import Costs, Times
-from convoy.planner.cost.link import Assumed, Rate
+from convoy.planner.cost.link import assumed
 from convoy.planner.explanation import Explanation
 from convoy.plans.plan import Plan
 from convoy.report.plan_page import plan_page
 
 
 def page_of(plan: str) -> str:
-    links = Assumed(Rate(0.0, 1e9)).links()
+    links = assumed(Hop(0.0, 1e9))
     costs = Costs(lambda call: Times(call.flops.forward / 1e10, call.flops.backward / 1e10), links)
     workload = workload_of(create("lenet"), torch.empty(1, 1, 28, 28), 32, name="lenet")
     serial, scored = (score(workload, Plan.parse(text), costs) for text in ("serial", plan))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -26,11 +26,7 @@ IMAGENET = 1_281_167  # images of an epoch where nobody says
 
 def run(request: PlanRequest, recipe: Recipe) -> int:
     """Predict, print and write the result; the exit status."""
-
-    @cache
-    def workload(precision: str, microbatch: int) -> Workload:
-        return _workload(request, recipe, precision, microbatch)
-
+    workload = cache(partial(_workload, request, recipe))
     predictions = [_predicted(request, recipe, machine, workload) for machine in request.machines]
     images, what = _training(request, recipe)
     name = recipe.model.name
@@ -39,30 +35,26 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
         "out": lambda: f"# {command_of(request.arguments)}\n{predictions[0].plan.to_yaml()}",
         "html": lambda: machines_page(name, predictions, images, request.prices, what, command_of(request.arguments)),
     }
+    prices: Sequence[float | None] = request.prices or [None] * len(predictions)
     show(
         request,
         files,
-        lambda: [_document(one, number, request, images) for number, one in enumerate(predictions)],
-        lambda: head + "\n".join([*_lines(predictions, images, request.prices, what, len(request.plans)), ""]),
+        lambda: [prediction.document(images, price) for prediction, price in zip(predictions, prices, strict=True)],
+        lambda: head + "\n".join([*_lines(predictions, images, prices, what, len(request.plans)), ""]),
     )
     return 0
-
-
-def _precision(recipe: Recipe, machine: Machine) -> str:
-    """The recipe's precision; else bf16 on devices that have it, as in training."""
-    if recipe.precision in PRECISIONS:
-        return str(recipe.precision)
-    return usual_precision(machine)
 
 
 def _predicted(
     request: PlanRequest, recipe: Recipe, machine: Machine, workload: Callable[[str, int], Workload]
 ) -> Prediction:
-    """The prediction for one machine, with microbatches so small that each device has one."""
-    precision, count = _precision(recipe, machine), len(machine.devices)
+    """The prediction for one machine, with microbatches so small that each device has one; in the recipe's precision,
+    else in bf16 on devices that have it, as in training."""
+    precision = str(recipe.precision) if recipe.precision in PRECISIONS else usual_precision(machine)
     usual = min(recipe.batch, recipe.microbatch or -(-recipe.batch // (recipe.microbatches or 1)))
-    size = min(usual, recipe.batch // count) if recipe.batch_norm == "microbatch" else 0
+    size = min(usual, recipe.batch // len(machine.devices)) if recipe.batch_norm == "microbatch" else 0
     lowered = PRECISIONS[precision] is not None  # where channels lie innermost unless somebody says otherwise
+    channels_last = lowered if recipe.channels_last is None else recipe.channels_last
     net = workload(precision, size)
     prediction = predict(
         net,
@@ -72,11 +64,7 @@ def _predicted(
         plans=request.plans,
         memory_limit=recipe.parallel.memory_bytes,
         images_per_second=request.images_per_second,
-        software=replace(
-            OURS,
-            channels_last=lowered if recipe.channels_last is None else recipe.channels_last,
-            compiled=recipe.compile,
-        ),
+        software=replace(OURS, channels_last=channels_last, compiled=recipe.compile),
     )
     if size == usual or recipe.batch_norm != "microbatch" or all(call.op != "batch_norm" for call in net.graph.calls):
         return prediction
@@ -115,47 +103,40 @@ def _training(request: PlanRequest, recipe: Recipe) -> tuple[float, str]:
     return epochs.value * images, f"{epochs.value:g} epochs of {images:,} images"
 
 
-def _document(one: Prediction, number: int, request: PlanRequest, images: float) -> dict[str, object]:
-    document = one.document() | {"days": round(one.days(images), 4)}
-    if request.prices:
-        document["price"] = round(one.price(images, request.prices[number]), 2)
-    return document
-
-
 def _lines(
-    predictions: Sequence[Prediction], images: float, prices: Sequence[float], what: str, num_plans: int
+    predictions: Sequence[Prediction], images: float, prices: Sequence[float | None], what: str, num_plans: int
 ) -> Iterator[str]:
     """A table of the machines, and what is to be said of each. `images` are those of the whole training, `what` is that
-    in words; `prices` are of an hour of one device of each machine, or empty."""
-    hours: Sequence[float | None] = prices or [None] * len(predictions)
-    rows = [one.row(images, hour) for one, hour in zip(predictions, hours, strict=True)]
+    in words; `prices` are of an hour of one device of each machine, None where they are not known."""
+    rows = [prediction.row(images, price) for prediction, price in zip(predictions, prices, strict=True)]
     yield from table([*rows[0]], [[*row.values()] for row in rows], [*rows[0]][2:])
-    yield f"days{' and price, in the currency of --price,' if prices else ''} of {what}"
-    for one in predictions:
+    yield f"days{' and price, in the currency of --price,' if prices[0] is not None else ''} of {what}"
+    for prediction in predictions:
         yield ""
-        yield f"{one.machine.label}: held back by {one.held_back_by}"
-        if num_plans > 1 and one.planned is not None:
-            for scored in one.planned.candidates:
-                rate = one.best * one.planned.best.seconds / scored.seconds
+        yield f"{prediction.machine.label}: held back by {prediction.held_back_by}"
+        if num_plans > 1 and prediction.planned is not None:
+            for scored in prediction.planned.candidates:
+                rate = prediction.best * prediction.planned.best.seconds / scored.seconds
                 yield f"  plan {scored.plan}: {rate:,.0f} images/s"
-        if len(one.machine.devices) > 1:
-            yield from _plan_lines(one, "the plan" if num_plans == 1 else "fastest plan")
-        for change in one.changes[:4]:
+        if len(prediction.machine.devices) > 1:
+            yield from _plan_lines(prediction, "the plan" if num_plans == 1 else "fastest plan")
+        for change in prediction.changes[:4]:
             yield f"  {change.text}: {change.gain:.2f} × as fast"
-        for note in one.notes:
+        for note in prediction.notes:
             yield f"  note: {note}"
 
 
-def _plan_lines(one: Prediction, what: str) -> Iterator[str]:
+def _plan_lines(prediction: Prediction, what: str) -> Iterator[str]:
     """The fastest plan, and how it divides layers with weights where it is neither data parallelism nor stages."""
-    plan, planned = one.plan, one.planned
-    if plan == Plan.by_samples(len(one.machine.devices)) or planned is None:
+    plan, planned = prediction.plan, prediction.planned
+    if plan == Plan.by_samples(len(prediction.machine.devices)) or planned is None:
         yield f"  {what}: data parallelism"
         return
     passes = f" in {planned.best.passes} passes" if planned.best.passes > 1 else ""
     if planned.best.staging is not None:
         passes += f", schedule {planned.best.staging.schedule}"
-    yield f"  {what}: {plan}{passes}, {one.gain:.2f} times the {one.images_per_s:,.0f} images/s of data parallelism"
+    rate = f"the {prediction.images_per_s:,.0f} images/s of data parallelism"
+    yield f"  {what}: {plan}{passes}, {prediction.gain:.2f} times {rate}"
     if plan.num_stages > 1:
         return
     groups: dict[str, list[str]] = {}

@@ -2,14 +2,16 @@
 
 import csv
 import difflib
-import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from convoy.documents import parse
 from convoy.errors import ConvoyError
@@ -70,22 +72,25 @@ def link_named(text: str) -> Hop:
     return Hop(_LATENCY, number * (1e9 if unit == "gb" else 1e6), "as said")
 
 
-@dataclass(frozen=True)
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@pydantic_dataclass(frozen=True)
 class Device:
     """A device, as its data sheet says."""
 
     name: str
     generation: str  # of the architecture: the part of the peak that layers reach changes with it
-    processors: int  # multiprocessors
-    fp32: float  # peak arithmetic in TFLOP/s; 0 for tf32 and fp16 without faster units for them
-    tf32: float
-    fp16: float
-    memory_gb: float
-    gbytes_per_s: float
-    launch_us: float  # to start a kernel
-    host: str  # name of the usual link between such devices in a host
-    peer: bool  # devices of a host copy to each other without passing through the host's memory
-    source: str  # of these numbers
+    processors: Annotated[int, Field(gt=0)]  # multiprocessors
+    fp32: Positive  # peak arithmetic in TFLOP/s; 0 for tf32 and fp16 without faster units for them
+    memory_gb: Positive
+    gbytes_per_s: Positive
+    tf32: float = 0.0
+    fp16: float = 0.0
+    launch_us: float = 5.0  # to start a kernel
+    host: str = "pcie4"  # name of the usual link between such devices in a host
+    peer: bool = True  # devices of a host copy to each other without passing through the host's memory
+    source: str = ""  # of these numbers
 
     @property
     def tensor_cores(self) -> bool:
@@ -113,18 +118,8 @@ class Machine:
 
 
 def _device(row: Mapping[str, Any]) -> Device:
-    numbers = {name: float(row.get(name) or 0) for name in ("fp32", "tf32", "fp16")}
-    numbers["launch_us"] = float(row.get("launch_us") or 5)
-    numbers |= {name: float(row[name]) for name in ("memory_gb", "gbytes_per_s")}
-    return Device(
-        name=str(row["name"]),
-        generation=str(row["generation"]),
-        processors=int(row["processors"]),
-        host=str(row.get("host") or "pcie4"),
-        peer=str(row.get("peer", "yes")).lower() in ("yes", "true", "1"),
-        source=str(row.get("source", "")),
-        **numbers,
-    )
+    """The device of a row; a ValidationError where it is none."""
+    return Device(**{field.name: row[field.name] for field in fields(Device) if row.get(field.name) not in ("", None)})
 
 
 @cache
@@ -151,32 +146,31 @@ def device_named(name: str, added: Mapping[str, Device] | None = None) -> Device
     )
 
 
-_POSITIVE = ("processors", "fp32", "memory_gb", "gbytes_per_s")
-_FIELDS = ("generation", *_POSITIVE)
-
-
 def read_devices(path: Path) -> dict[str, Device]:
     """Devices of a YAML file: a mapping of names to the columns of the catalog. Mistakes in it are ConvoyErrors."""
     document = parse(read_text(path, "devices"), str(path))
     if not isinstance(document, dict):
         raise ConvoyError(f"{path}: devices are a mapping of names to numbers, e.g. my-gpu: {{fp32: 12.5, …}}")
+    generations = list(dict.fromkeys(listed.generation for listed in devices().values()))
     read = {}
     for name, row in document.items():
-        lacking = [field for field in _FIELDS if not isinstance(row, dict) or field not in row]
-        if lacking:
-            raise ConvoyError(f"{path}: {name} lacks {', '.join(lacking)}")
         try:
-            device = _device({"name": str(name).lower(), "source": str(path), **row})
+            columns = row if isinstance(row, dict) else {}
+            device = _device({"name": str(name).lower(), "source": str(path), **columns})
             link_named(device.host)
-            generations = dict.fromkeys(listed.generation for listed in devices().values())
-            if device.generation not in generations:
-                hint = did_you_mean(device.generation, list(generations), otherwise=f"one of {', '.join(generations)}")
-                raise ConvoyError(f"generation is {device.generation}{hint}")
-        except (TypeError, ValueError, ConvoyError) as error:
+        except ValidationError as error:
+            mistakes = error.errors()
+            if lacking := [str(mistake["loc"][0]) for mistake in mistakes if mistake["type"] == "missing"]:
+                raise ConvoyError(f"{path}: {name} lacks {', '.join(lacking)}") from error
+            wrong = f"{mistakes[0]['loc'][0]} is {mistakes[0]['input']}"
+            raise ConvoyError(
+                f"{path}: {name}: {wrong}, but {mistakes[0]['msg'].replace('Input should', 'has to')}"
+            ) from error
+        except ConvoyError as error:
             raise ConvoyError(f"{path}: {name}: {error}") from error
-        for field in _POSITIVE:
-            if not 0 < getattr(device, field) < math.inf:
-                raise ConvoyError(f"{path}: {name}: {field} is {getattr(device, field)}, but has to be more than 0")
+        if device.generation not in generations:
+            hint = did_you_mean(device.generation, generations, otherwise=f"one of {', '.join(generations)}")
+            raise ConvoyError(f"{path}: {name}: generation is {device.generation}{hint}")
         read[device.name] = device
     return read
 

@@ -5,14 +5,16 @@ A call takes the time of its arithmetic and of its bytes, the longer of them and
 (Williams, Waterman and Patterson, "Roofline", 2009). The arithmetic reaches a part of the peak that depends on the
 device's generation, on the precision, and on how much of it there is in each direction: a sum over few channels, few
 filters or few pixels fill the multiplying units badly. `coefficients.json` holds what `benchmarks/published.py` fitted
-to published measurements.
+to published measurements: logarithms of factors on these counts, held near 0, so that a device without data is
+predicted by its data sheet. A regression on the tables alone could not say what holds a machine back.
 """
 
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from importlib import resources
 from typing import Any, Protocol
@@ -49,22 +51,15 @@ class Item:
     first: bool = False  # its input has no gradient
 
 
+# Columns that grow with the images: those of `Work` are of one image
+_OF_IMAGES = ("macs", "read", "written")
+
+
 @dataclass(frozen=True)
 class Work:
-    """All calls of a network for one image, equal ones together: columns of numbers."""
+    """All calls of a network for one image, equal ones together."""
 
-    kind: npt.NDArray[np.int64]  # of each row, by its place in `KINDS`
-    count: Array  # calls that a row stands for
-    macs: Array  # for one image and one call, like `read` and `written`
-    read: Array
-    written: Array
-    weights: Array  # this and the columns below as in `Item`
-    window: Array
-    depth: Array
-    width: Array
-    groups: Array
-    strided: Array
-    first: Array
+    rows: Any  # as numpy's records: `count` calls that a row stands for, and of each the fields of `Item`
     parameters: float  # elements that are trained
     tensors: int  # number of parameters
     kept: float  # elements that the backward pass of one image needs
@@ -72,27 +67,16 @@ class Work:
 
     @staticmethod
     def of(items: Iterable[Item], parameters: float, tensors: int, kept: float, image: float, images: float) -> "Work":
-        """The work of calls over so many images."""
-        counted: dict[Item, int] = {}
-        for item in items:
-            counted[item] = counted.get(item, 0) + 1
-        rows = list(counted)
-
-        def column(name: str, divisor: float = 1.0) -> Array:
-            return np.array([float(getattr(row, name)) / divisor for row in rows])
-
-        return Work(
-            kind=np.array([KINDS.index(row.kind) for row in rows], dtype=np.int64),
-            count=np.array([float(counted[row]) for row in rows]),
-            macs=column("macs", images),
-            read=column("read", images),
-            written=column("written", images),
-            **{name: column(name) for name in ("weights", "window", "depth", "width", "groups", "strided", "first")},
-            parameters=parameters,
-            tensors=tensors,
-            kept=kept,
-            image=image,
-        )
+        """The work of calls over so many images. The kind is a place in `KINDS`."""
+        counted = Counter(items)
+        columns: dict[str, Any] = {"count": np.array(list(counted.values()), np.float64)}
+        columns["kind"] = np.array([KINDS.index(item.kind) for item in counted], np.int64)
+        for field in fields(Item)[1:]:
+            numbers = np.array([float(getattr(item, field.name)) for item in counted])
+            columns[field.name] = numbers / images if field.name in _OF_IMAGES else numbers
+        types = [(name, column.dtype) for name, column in columns.items()]
+        rows = np.rec.fromarrays(list(columns.values()), dtype=types)
+        return Work(rows, parameters, tensors, kept, image)
 
 
 # By name; all are logarithms of factors, so that 0 changes nothing. What is not there is 0.
@@ -202,10 +186,11 @@ def times(
     bandwidth = device.gbytes_per_s * 1e9 * 0.75 * factor(f"bandwidth {device.generation}")
     year = f" {software.generation}" if software.generation else ""
     start = device.launch_us * 1e-6 * factor(f"launch{year}")
-    launch = start * work.count
+    rows = work.rows
+    launch = start * rows.count
     ways = []
     for way in (0, 1):
-        of_memory = moved[way] * work.count / bandwidth
+        of_memory = moved[way] * rows.count / bandwidth
         overlapped = (seconds[way] ** 2 + of_memory**2) ** 0.5
         ways.append(scale * (overlapped + (1 + way) * launch))
     # weights, gradients and momentum are read, two of them written
@@ -216,52 +201,56 @@ def times(
         forward=ways[0],
         backward=ways[1],
         arithmetic=float(scale * seconds.sum()),
-        memory=float(scale * (moved * work.count).sum() / bandwidth),
+        memory=float(scale * (moved * rows.count).sum() / bandwidth),
         launch=float(3 * scale * launch.sum()),
         update=float(update),
         fixed=0.0 if year else float(2e-3 * factor("fixed")),
         host=host,
-        issuing=float(host * (3 * work.count.sum() + work.tensors)),
+        issuing=float(host * (3 * rows.count.sum() + work.tensors)),
     )
 
 
 def _arithmetic(work: Work, images: float, device: Device, units: Arithmetic, factor: "Factor", wide: bool) -> Array:
     """Seconds at the peak, forward and backward, of all calls of each row, where shapes are as they are."""
-    kind = "wide" if wide else "plain"
-    area = work.macs * images / np.maximum(1, work.depth * work.window * work.width * work.groups)
-    area = np.where(work.macs > 0, area, 1.0)
-    sums = work.depth * work.window
+    kind, rows = "wide" if wide else "plain", work.rows
+    window, grouped = rows.window, rows.groups > 1
+    area = rows.macs * images / np.maximum(1, rows.depth * window * rows.width * rows.groups)
+    area = np.where(rows.macs > 0, area, 1.0)
+    sums = rows.depth * window
     filling = sums / (sums + 16 * factor(f"sums {kind}"))
-    filling = filling * work.width / (work.width + 16 * factor(f"width {kind}"))
-    tiles = area * np.maximum(work.width, 32) * work.groups / 4096 / device.processors
+    filling = filling * rows.width / (rows.width + 16 * factor(f"width {kind}"))
+    tiles = area * np.maximum(rows.width, 32) * rows.groups / 4096 / device.processors
     filling = filling * tiles / (tiles + factor(f"tiles {kind}"))
-    filling = filling * np.where(
-        (work.window == 9) & (work.strided == 0) & (work.groups == 1), factor(f"3x3 {kind}"), 1
-    )
-    filling = filling * np.where((work.window > 9) & (work.groups == 1), factor(f"large {kind}"), 1)
-    filling = filling * np.where((work.window > 1) & (work.window < 9), factor(f"1x7 {kind}"), 1)
-    filling = filling * np.where(work.groups > 1, factor(f"groups {kind}"), 1)
-    filling = filling * np.where(work.kind == _LINEAR, factor(f"linear {kind}"), 1)
-    forward = 2 * work.macs * images * work.count / units.peak / np.maximum(filling, 1e-4)
-    backward = forward * (1 - 0.5 * work.first) * 2 * factor(f"backward {kind}")
+    for name, where in (
+        ("3x3", (window == 9) & (rows.strided == 0) & ~grouped),
+        ("large", (window > 9) & ~grouped),
+        ("1x7", (window > 1) & (window < 9)),
+        ("groups", grouped),
+        ("linear", rows.kind == _LINEAR),
+    ):
+        filling = filling * np.where(where, factor(f"{name} {kind}"), 1)
+    forward = 2 * rows.macs * images * rows.count / units.peak / np.maximum(filling, 1e-4)
+    backward = forward * (1 - 0.5 * rows.first) * 2 * factor(f"backward {kind}")
     return np.stack([forward, backward])
 
 
 def _bytes(work: Work, images: float, units: Arithmetic, software: Software, factor: "Factor", wide: bool) -> Array:
     """Bytes that a call of each row moves, forward and backward."""
-    elements = (work.read + work.written) * images
-    passes = _PASSES[:, work.kind]
-    between = np.isin(work.kind, (_NORM, _POINT))
+    rows = work.rows
+    elements = (rows.read + rows.written) * images
+    passes = _PASSES[:, rows.kind]
+    between = np.isin(rows.kind, (_NORM, _POINT))
     by = "compiled" if software.compiled else "kernels" if software.kernels else ""
     fused = 0.6 * factor(f"{by} {software.generation}".strip()) if by else 1.0
     passes = passes * np.where(between, fused, 1.0)
     if wide and units.itemsize == 2 and not software.channels_last and not software.compiled:
         # cuDNN has the tensor cores' kernels for channels innermost only, and turns tensors around
         old = software.cudnn < 8
-        passes = passes + np.where(work.kind == _CONV, factor("turning" if old else "turning 8"), 0.0)
+        passes = passes + np.where(rows.kind == _CONV, factor("turning" if old else "turning 8"), 0.0)
         passes = passes * np.where(between & old, factor("halves"), 1.0)
-    passes = passes * np.where(work.kind == _NORM, factor("norm"), 1.0)
-    return passes * elements * units.itemsize + np.array([[1.0], [2.0]]) * 4 * work.weights
+    passes = passes * np.where(rows.kind == _NORM, factor("norm"), 1.0)
+    moved: Array = passes * elements * units.itemsize + np.array([[1.0], [2.0]]) * 4 * rows.weights
+    return moved
 
 
 class Factor(Protocol):

@@ -1,16 +1,15 @@
 """Plans and predictions for machines that are not at hand.
 
-Data parallelism is predicted by `convoy.hardware.exchange`, with the range that its errors on published tables have.
-Other plans are searched for, and predicted by their timelines, with costs from the same model; they are given as so
-many times as fast as data parallelism, so that what both predictions have in common cancels.
+Data parallelism is predicted by `convoy.hardware.data_parallel`, with the range that its errors on published tables
+have. Other plans are searched for, and predicted by their timelines, with costs from the same model; they are given as
+so many times as fast as data parallelism, so that what both predictions have in common cancels.
 """
 
 import contextlib
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,103 +17,21 @@ import torch
 from torch import nn
 
 from convoy.errors import ConvoyError, TooLargeError
-from convoy.graph.graph import Graph
 from convoy.hardware.catalog import Device, Machine, machine, read_devices
-from convoy.hardware.exchange import Site, Step, fitted, inside_link, is_through_host, network_link, several, site_of
-from convoy.hardware.speed import KIND_OF, OURS, Item, Software, Work, coefficients_of, times
-from convoy.ops import place
-from convoy.planner.cost.costs import Costs, LayerTimes, Times
+from convoy.hardware.data_parallel import Change, DataParallel, units
+from convoy.hardware.exchange import Step, site_of
+from convoy.hardware.speed import OURS, Software
+from convoy.planner.cost.cataloged import bandwidth, links_of, times_on, work_of
+from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.gradients import Update
-from convoy.planner.cost.link import Curve, Link, Links, Ranks
-from convoy.planner.cost.local_op import VIEWS, BatchNorm, LocalOp, local_op
+from convoy.planner.cost.local_op import BatchNorm
 from convoy.planner.planner import Planned, propose, score
+from convoy.planner.search.layers import Constraints
 from convoy.planner.workload import Workload, workload_of
 from convoy.plans.mesh import STAGE, Mesh
-from convoy.plans.place import COMPUTE, Batch
+from convoy.plans.place import COMPUTE
 from convoy.plans.plan import Plan
 from convoy.units import size
-
-_SIZES = (0, *(1 << power for power in range(10, 31, 2)))
-
-
-def _times_of(device: Device, precision: str, software: Software) -> LayerTimes:
-    """Seconds of operations on a device of the catalog."""
-
-    @cache
-    def of_item(item: Item, needs_gradient: bool) -> Times:
-        one = times(Work.of([item], 0, 0, 0, 0, 1), 1, device, precision, software)
-        forward, backward = float(one.forward[0]), float(one.backward[0])
-        return Times(forward, backward, one.host, 2 * one.host) if needs_gradient else Times(forward, 0.0, one.host)
-
-    def of_op(local_op: LocalOp, /) -> Times:
-        if local_op.is_empty or local_op.op in VIEWS:
-            return Times()
-        if local_op.op in ("redistribute", "copy"):
-            rate, launch = _bandwidth(device), device.launch_us * 1e-6
-            return Times(*(num_bytes / rate + launch if num_bytes else 0.0 for num_bytes in local_op.bytes))
-        return of_item(_item(local_op), any(operand.gradient for operand in local_op.inputs))
-
-    return of_op
-
-
-def _bandwidth(device: Device) -> float:
-    """Bytes a second of a device's memory, as programs reach them."""
-    return 0.75e9 * device.gbytes_per_s
-
-
-def work_of(graph: Graph) -> Work:
-    """The work of a network on one device."""
-    plan, images = Plan(Mesh((), ())), graph.shape(graph.inputs[0])[0]
-    placement = place(graph, plan, Batch(plan.mesh, (), (range(images),)), ())
-    items = [_item(local_op(placed, placement, 0)) for placed in placement.calls if placed.call.op not in VIEWS]
-    elements = [math.prod(value.shape) for value in graph.parameters()]
-    kept, image = sum(item.written for item in items) / images, math.prod(graph.shape(graph.inputs[0])) / images
-    return Work.of(items, float(sum(elements)), len(elements), kept, image, images)
-
-
-def _item(one: LocalOp) -> Item:
-    weights, read = (
-        float(sum(operand.numel for operand in one.inputs if operand.role == role))
-        for role in ("parameter", "activation")
-    )
-    written = float(sum(operand.numel for operand in one.outputs))
-    kind = KIND_OF.get(one.op, "pool" if "pool" in one.op else "pointwise")
-    if kind not in ("conv", "linear"):
-        return Item(kind, 0.0, read, written, weights)
-    shape, groups, stride = one.inputs[1].shape, one.option("groups") or 1, one.option("stride")
-    assert isinstance(groups, int)
-    # filters of a transposed convolution lie the other way round
-    outer, inner = (shape[1], shape[0] // groups) if one.option("transposed") else (shape[0] // groups, shape[1])
-    strided = isinstance(stride, tuple) and any(isinstance(step, int) and step > 1 for step in stride)
-    sizes = math.prod(shape[2:]), inner, outer, groups, strided, not one.inputs[0].gradient
-    return Item(kind, one.flops.forward / 2, read, written, weights, *sizes)
-
-
-def _links_of(site: Site, share: float) -> Callable[[Ranks], Link]:
-    """Links between any ranks: a ring inside each host, and one between the hosts, whose network other groups use at
-    the same time. `share` is the part of a message's time that it takes from the computation beside it."""
-
-    def link(ranks: Ranks, /) -> Link:
-        hosts = len({rank // site.per_host for rank in ranks})
-        local = -(-len(ranks) // hosts)
-        inside = inside_link(site, site.per_host, fitted)
-        latency, whole, hop = 2 * (local - 1) * inside.latency, 2 * (local - 1) / local / inside.rate, inside.rate
-        if hosts > 1:
-            between = network_link(site, fitted)
-            groups = max(1, site.per_host // local)
-            latency += 2 * (hosts - 1) * between.latency
-            whole += 2 * (hosts - 1) / hosts * groups / between.rate
-            hop = min(hop, between.rate / site.per_host)
-        start = (len(ranks) - 1) * inside.latency
-        return Link(
-            Curve(tuple((size, latency + whole * size) for size in _SIZES)),
-            Curve(tuple((size, start + size / hop) for size in _SIZES)),
-            overlap=True,
-            cpu_share=share,
-        )
-
-    return link
-
 
 # What a network may be trained in, and the type of autocast
 PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -132,14 +49,6 @@ AMONG = ("sample", "replicate", "filter", "channel")
 _ROOM = 0.92  # the part of a device's memory that a framework leaves
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change, and how many times as many images a second there would be with it."""
-
-    text: str
-    gain: float
-
-
 @dataclass(frozen=True, repr=False)
 class Prediction:
     """What a machine is predicted to do."""
@@ -150,7 +59,7 @@ class Prediction:
     images_per_s: float  # of data parallelism, whether it fits into the memory or not
     within: float  # the factor, over or under, that nine in ten published values were within
     alone: float  # images a second of one device with the whole batch, the mean of unequal ones
-    step: Step  # of data parallelism
+    held_back_by: str  # the resource that data parallelism waits for most: a link by its name
     planned: Planned | None  # None where no plan was searched for
     # How many times as fast as data parallelism the fastest plan is: at least 1, unless data parallelism does not fit
     # into the memory or plans were given
@@ -204,7 +113,9 @@ class Prediction:
             **({"price": f"{self.price(images, hour):,.2f}"} if hour is not None else {}),
         }
 
-    def document(self) -> dict[str, Any]:
+    def document(self, images: float, hour: float | None) -> dict[str, Any]:
+        """The same for programs; arguments as for `row`."""
+        price = {} if hour is None else {"price": round(self.price(images, hour), 2)}
         return {
             "machine": self.machine.text,
             "between": self.machine.between,
@@ -222,17 +133,11 @@ class Prediction:
             "passes": self.planned.best.passes if self.planned is not None else 1,
             "faster_than_data_parallel": round(self.gain, 3),
             "curve": [[count, round(rate, 1)] for count, rate in self.curve],
-            "changes": [{"what": one.text, "gain": round(one.gain, 3)} for one in self.changes],
+            "changes": [{"what": change.text, "gain": round(change.gain, 3)} for change in self.changes],
             "notes": list(self.notes),
+            "days": round(self.days(images), 4),
+            **price,
         }
-
-    @property
-    def held_back_by(self) -> str:
-        """The resource that data parallelism waits for most: a link by its name."""
-        resource = self.step.holds_back
-        if resource != "link":
-            return "memory bandwidth" if resource == "memory" else resource
-        return "host memory" if is_through_host(self.machine) else self.machine.link.partition("-")[0]
 
 
 def plan_on(
@@ -314,28 +219,22 @@ def predict(
             f"a batch of {batch} is too small for the {count} devices of {machine.text}: raise --batch, or ask for "
             "fewer"
         )
-    if precision == "bf16" and (lacking := [one.name for one in machine.devices if not has_bf16(one)]):
+    if precision == "bf16" and (lacking := [device.name for device in machine.devices if not has_bf16(device)]):
         raise ConvoyError(f"{lacking[0]} does not compute in bf16: choose fp32 or fp16")
-    parallel = _DataParallel(work_of(workload.graph), machine, precision, software)
+    parallel = DataParallel(work_of(workload.graph), machine, precision, software)
     shares = parallel.shares(batch)
-    done = parallel.step(shares)
-    rate = batch / done.seconds
-    if images_per_second is not None and images_per_second * count < rate:
-        rate = images_per_second * count
-        done = replace(done, feed=batch / count / images_per_second)
+    done, feed = parallel.step(shares), images_per_second or math.inf
+    rate = min(batch / done.seconds, feed * count)
+    if rate < batch / done.seconds:
+        done = replace(done, feed=batch / count / feed)
     room = memory_limit or _ROOM * min(device.memory_gb for device in machine.devices) * 1e9
-    if len(set(shares)) > 1:
-        workload = replace(workload, shares=shares)
-    notes = []
+    workload = replace(workload, shares=shares) if len(set(shares)) > 1 else workload
     planned, gain = None, 1.0
+    notes = [f"plans other than data parallelism are looked for on up to {SEARCHED} devices"]
     if count <= SEARCHED:
         planned, gain = _planned(workload, parallel, done, fixes, plans, room)
-    else:
-        notes.append(f"plans other than data parallelism are looked for on up to {SEARCHED} devices")
-    if planned is not None:
-        notes += planned.notes
-    rates_alone = (batch / parallel.alone(device, batch) for device in machine.devices)
-    alone = statistics.fmean(min(rate_alone, images_per_second or rate_alone) for rate_alone in rates_alone)
+        notes = list(planned.notes)
+    alone = statistics.fmean(min(batch / parallel.alone(device, batch), feed) for device in machine.devices)
     if count > 1 and alone > rate * gain:
         notes.append(f"one device alone is faster: {alone:,.0f} images/s")
     return Prediction(
@@ -343,13 +242,13 @@ def predict(
         precision,
         batch,
         rate,
-        math.exp(width(machine, software)),
+        parallel.within,
         alone,
-        done,
+        parallel.holds_back(done),
         planned,
         gain,
-        _curve(parallel, batch),
-        _changes(parallel, shares, done),
+        parallel.curve(batch),
+        parallel.changes(shares, done),
         tuple(notes),
     )
 
@@ -364,58 +263,18 @@ def has_bf16(device: Device) -> bool:
     return device.generation in ("ampere", "ada", "hopper", "blackwell", "tpu")
 
 
-def units(device: Device, precision: str) -> str:
-    """What the device computes with: fp32 on devices that have it is TF32, as PyTorch's convolutions are."""
-    if precision in ("bf16", "fp16"):
-        return "fp16"
-    return "tf32" if precision == "tf32" or device.tf32 else "fp32"
-
-
-@dataclass(frozen=True)
-class _DataParallel:
-    """Data parallelism of a network on a machine."""
-
-    work: Work
-    machine: Machine
-    precision: str
-    software: Software
-
-    def step(self, shares: Sequence[int]) -> Step:
-        """The step of the device that takes longest, where each has so many images."""
-        pairs, site = set(zip(self.machine.devices, shares, strict=True)), site_of(self.machine)
-        steps = [self._of(device, max(images, 1), len(shares), site) for device, images in pairs]
-        return max(steps, key=lambda one: one.seconds)
-
-    def alone(self, device: Device, images: float) -> float:
-        """Seconds of a step of one device by itself."""
-        return self._of(device, images, 1, site_of(Machine("", (device,), 1, device.host))).seconds
-
-    def shares(self, batch: int) -> tuple[int, ...]:
-        """The images of each device by which all end at about the same time: as they are equal, even ones."""
-        devices = self.machine.devices
-        speed_of = {device: 1 / self.alone(device, batch / len(devices)) for device in set(devices)}
-        speeds = [speed_of[device] for device in devices]
-        ends = [round(batch * sum(speeds[: number + 1]) / sum(speeds)) for number in range(len(devices))]
-        return tuple(end - before for before, end in zip((0, *ends), ends, strict=False))
-
-    def _of(self, device: Device, images: float, count: int, site: Site) -> Step:
-        precision = units(device, self.precision)
-        one = times(self.work, images, device, precision, self.software)
-        return several(one, self.work, precision, self.software.framework, count, site)
-
-
-def _costs(workload: Workload, parallel: _DataParallel, done: Step) -> Costs:
+def _costs(workload: Workload, parallel: DataParallel, done: Step) -> Costs:
     """What a step costs, with the times of the first device and how many times as long the others compute. As much of
     the messages shows as in published tables."""
-    machine, software, first = parallel.machine, parallel.software, parallel.machine.devices[0]
+    machine, first = parallel.machine, parallel.machine.devices[0]
     share = min(0.6, max(0.05, done.exposed / done.exchange)) if done.exchange else 0.1
     images = workload.batch / len(machine.devices)
     seconds_of = {device: parallel.alone(device, images) for device in set(machine.devices)}
     slowdowns = tuple(seconds_of[device] / seconds_of[first] for device in machine.devices)
     return Costs(
-        _times_of(first, units(first, parallel.precision), software),
-        Links(otherwise=_links_of(site_of(machine), share)),
-        Update(per_byte=5 / _bandwidth(first), per_tensor=first.launch_us * 1e-6),
+        times_on(first, units(first, parallel.precision), parallel.software),
+        links_of(site_of(machine), share),
+        Update(per_byte=5 / bandwidth(first), per_tensor=first.launch_us * 1e-6),
         batch_norm=workload.batch_norm,
         microbatch=workload.microbatch,
         on_cpu=False,
@@ -425,7 +284,7 @@ def _costs(workload: Workload, parallel: _DataParallel, done: Step) -> Costs:
 
 def _planned(
     workload: Workload,
-    parallel: _DataParallel,
+    parallel: DataParallel,
     done: Step,
     fixes: Sequence[str],
     plans: Sequence[Plan],
@@ -443,26 +302,27 @@ def _planned(
         on = [Mesh(("gpu",), (count,))]  # all devices as one axis, and also as hosts of devices where there are several
         if machine.hosts > 1 and machine.per_host > 1:
             on.append(Mesh(("node", "gpu"), (machine.hosts, machine.per_host)))
+        constraints = Constraints(tuple(fixes), room, on, AMONG)
         # on more devices cuts take long to search; one pass goes through stages one after the other, which saves memory
         cut = count <= STAGED and len(workload.counts) > 1
         fast = workload if cut else replace(workload, counts=())
-        proposed = propose(fast, count, costs, fixes, None, [], on, AMONG)
+        proposed = propose(fast, count, costs, replace(constraints, memory_limit=None), [])
         predictions = [score(workload, plan, costs, passes, room) for plan, passes in proposed]
-        if all(one.memory.total > room for one in predictions):
+        if all(scored.memory.total > room for scored in predictions):
             with contextlib.suppress(TooLargeError):
-                proposed = propose(workload, count, costs, fixes, room, [], on, AMONG)
+                proposed = propose(workload, count, costs, constraints, [])
                 predictions += [score(workload, plan, costs, passes, room) for plan, passes in proposed]
-    fitting = [one for one in predictions if one.memory.total <= room]
+    fitting = [scored for scored in predictions if scored.memory.total <= room]
     if not fitting:
         device = min(machine.devices, key=lambda device: device.memory_gb)
-        least = min(one.memory.total for one in predictions)
+        least = min(scored.memory.total for scored in predictions)
         raise TooLargeError(
             f"a batch of {workload.batch} needs {size(least)} on each {device.name}, {size(int(least - room))} more "
             f"than the {size(int(room))} that there are: lower --batch, or ask for more devices",
             least,
         )
-    best = sorted(fitting, key=lambda one: one.seconds)
-    plain = next((one for one in predictions if one.plan == Plan.by_samples(count)), None)
+    best = sorted(fitting, key=lambda scored: scored.seconds)
+    plain = next((scored for scored in predictions if scored.plan == Plan.by_samples(count)), None)
     if plain in best and not plans and plain.seconds < WORTH * best[0].seconds:
         best = best[best.index(plain) :]  # what is hardly faster is no gain
     plain = plain or score(workload, Plan.by_samples(count), costs)
@@ -482,49 +342,3 @@ def _repeated(workload: Workload, plan: Plan) -> int:
     same = [set(strategies) == {"replicate"} for strategies in over]
     axes = zip(plan.mesh.names, plan.mesh.sizes, same, strict=False)
     return math.prod(size for name, size, repeats in axes if repeats and name != STAGE)
-
-
-def _curve(parallel: _DataParallel, batch: int) -> tuple[tuple[int, float], ...]:
-    """Images a second of data parallelism on 1, 2, 4, … of the devices, each with as many images; of equal ones also on
-    twice as many, in the same host or in twice the hosts."""
-    machine, count = parallel.machine, len(parallel.machine.devices)
-    numbers, devices = {1 << power for power in range(count.bit_length())} | {count}, machine.devices * 2
-    points = []
-    for number in sorted(numbers | ({2 * count} if len(set(devices)) == 1 else set())):
-        if number <= machine.per_host or number % machine.per_host == 0:
-            inside = number if machine.hosts == 1 else min(number, machine.per_host)
-            part = replace(parallel, machine=replace(machine, devices=devices[:number], per_host=inside))
-            images = max(number, batch * number // count)
-            points.append((number, images / part.step(part.shares(images)).seconds))
-    return tuple(points)
-
-
-def _changes(parallel: _DataParallel, shares: Sequence[int], done: Step) -> tuple[Change, ...]:
-    software, precision, images = parallel.software, parallel.precision, sum(shares)
-    rate, seconds_of = images / done.seconds, dict[str, float]()
-    if precision not in ("bf16", "fp16") and parallel.machine.devices[0].fp16:
-        seconds_of["half precision"] = replace(parallel, precision="bf16").step(shares).seconds
-    recorded = replace(software, recorded=True)
-    settings = {"a compiler that fuses": replace(software, compiled=True), "updates recorded as CUDA graphs": recorded}
-    if not software.compiled:
-        settings["as convoy train by default, updates recorded as CUDA graphs with Convoy's batch norm"] = replace(
-            recorded, kernels=True
-        )
-    for text, other in settings.items():
-        seconds_of[text] = replace(parallel, software=other).step(shares).seconds
-    seconds_of["links twice as fast"] = done.seconds - done.exposed / 2
-    if done.feed > done.alone:
-        seconds_of["input twice as fast"] = max(done.alone, done.feed / 2)
-    gains = {text: images / seconds / rate for text, seconds in seconds_of.items()}
-    gains["twice the batch"] = 2 * images / parallel.step([2 * share for share in shares]).seconds / rate
-    changes = (Change(text, gain) for text, gain in gains.items() if gain > 1.02)
-    return tuple(sorted(changes, key=lambda one: -one.gain))
-
-
-def width(machine: Machine, software: Software) -> float:
-    """The logarithm of the factor within which nine in ten predictions of like distance from the fit were."""
-    fitted = coefficients_of("one device")
-    novelty = "known" if all(f"device {device.name}" in fitted for device in machine.devices) else "unknown"
-    several = "one device" if len(machine.devices) == 1 else "several devices"
-    ranges = coefficients_of("ranges")
-    return ranges.get(f"{novelty} device, known framework, {several}", ranges.get("any", 0.5))

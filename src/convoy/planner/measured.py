@@ -26,13 +26,14 @@ from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import release_freed_memory
 from convoy.engine.watched import DeviceClock
 from convoy.errors import ConvoyError, RankFailedError
+from convoy.hardware.catalog import Hop
 from convoy.launch.host import HostLoad, HostWatch
 from convoy.ops import OPERATIONS
 from convoy.ops.memory import predict_memory
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times
 from convoy.planner.cost.gradients import Update, issuing
-from convoy.planner.cost.link import Links, Rate, links_named
+from convoy.planner.cost.link import Links, links_named, ring
 from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.cost.store import Device, ProfileStore, this_device
 from convoy.planner.link_probe import measured_links
@@ -60,7 +61,7 @@ _MATRIX, _REACHED = 512, 0.5  # rows of a matrix, and how much of the speed of i
 _ENOUGH_MORE = 1.2  # so many times as much memory is another try for what was killed
 _FROM_OTHERS = "its layers are predicted from what else was profiled"
 LONGEST = 60  # characters of a plan in what is said of a profiling
-ASSUMED_LINKS = Links(otherwise=lambda group: Rate(2e-5, 5e9).link(len(group), overlap=False, cpu_share=1.0))
+ASSUMED_LINKS = Links(otherwise=lambda group: ring(Hop(2e-5, 5e9), len(group), overlap=False, cpu_share=1.0))
 
 Progress = Callable[[str, int, int], None]  # is told what is done, how much of it, and of how much
 
@@ -432,9 +433,8 @@ def device_of(workload: Workload, neighbours: int) -> Device:
     """The device here as the store names it, where so many ranks of the host compute at once."""
     weights = next((value.dtype for value in workload.graph.parameters()), torch.float32)
     precision = str(workload.precision or weights).removeprefix("torch.")
-    return this_device(
-        workload.device, precision=precision, channels_last=workload.channels_last, neighbours=neighbours
-    )
+    device = this_device(workload.device)
+    return replace(device, precision=precision, channels_last=workload.channels_last, neighbours=neighbours)
 
 
 def _around_of(workload: Workload, alone: bool) -> str:

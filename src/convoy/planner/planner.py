@@ -32,9 +32,8 @@ from convoy.planner.measured import (
     plan_job,
 )
 from convoy.planner.remembered import remember, unlike_runs
-from convoy.planner.search.layers import Layers
+from convoy.planner.search.layers import Constraints, Layers
 from convoy.planner.search.memory import nothing_fits
-from convoy.planner.search.prices import AXIS_STRATEGIES
 from convoy.planner.search.prices import meshes as meshes_of
 from convoy.planner.search.search import SearchResult, search
 from convoy.planner.search.stages import in_best_passes, search_stages
@@ -177,12 +176,16 @@ class _Planning:
                     f"the plan {plan} is for {plan.mesh.num_devices} devices, but {devices} are asked for"
                 )
         check_optimizer(self.workload.optimizer)
-        Layers(self.workload.graph, question.fixes, ())  # a fix that cannot be is told before anything is measured
+        Layers(self.workload.graph, self.constraints())  # a fix that cannot be is told before anything is measured
         release_freed_memory(self.workload.device)  # of what was planned or trained before, in blocks of other sizes
         room = min(self._free(), math.inf if question.memory_limit is None else question.memory_limit)
         self.limit = room if devices == ranks.num > 1 and not plans else question.memory_limit
         self.measured = Measurements(self.workload, ranks, question.store, progress, room)
         self.results: list[SearchResult] = []  # of rank 0
+
+    def constraints(self, memory_limit: float | None = None) -> Constraints:
+        """Of a search, as the question says them."""
+        return Constraints(tuple(self.question.fixes), memory_limit)
 
     def _free(self) -> float:
         """Bytes of the device that has least."""
@@ -284,7 +287,7 @@ class _Planning:
         workload, question = self.workload, self.question
         if question.plans:
             return [(plan, passes_of(workload, plan)) for plan in question.plans]
-        proposals = propose(workload, question.devices, costs, question.fixes, self.limit, self.results)
+        proposals = propose(workload, question.devices, costs, self.constraints(self.limit), self.results)
         plans = [plan for plan, _ in proposals]
         for plan in question.rivals:
             with contextlib.suppress(ConvoyError):  # which the network cannot have
@@ -301,7 +304,7 @@ class _Planning:
         with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
             _fitting([score(workload, Plan.by_samples(devices), costs)], costs, limit)
             return
-        proposed = propose(workload, devices, costs, self.question.fixes, limit, [])
+        proposed = propose(workload, devices, costs, self.constraints(limit), [])
         _fitting([score(workload, plan, costs, passes, limit) for plan, passes in proposed], costs, limit)
 
 
@@ -388,29 +391,27 @@ def propose(
     workload: Workload,
     devices: int,
     costs: Costs,
-    fixes: Sequence[str],
-    memory_limit: float | None,
+    constraints: Constraints,
     results: list[SearchResult],
-    on: Sequence[Mesh] | None = None,
-    among: Sequence[str] = AXIS_STRATEGIES,
 ) -> list[Proposal]:
     """The plans that the searches find, and in `results` all that is said of those without stages; a ConvoyError where
-    there is none, or none fits into memory. Stages are cut on all meshes, whatever `on` and `among` say."""
+    there is none, or none fits into memory. Stages are cut on all meshes and among all strategies."""
+    memory_limit = constraints.memory_limit
     plans: list[Plan] = []
     refused: ConvoyError | None = None
     try:
-        result = search(workload, devices, costs, fixes=fixes, memory_limit=memory_limit, on=on, among=among)
+        result = search(workload, devices, costs, constraints)
         results[:] = [result]
         plans += [candidate.plan for candidate in result.candidates]
     except ConvoyError as error:
         refused = error
     known = result.best.seconds if plans else math.inf
-    staged = search_stages(workload, devices, costs, fixes=fixes, memory_limit=memory_limit, known=known)
+    staged = search_stages(workload, devices, costs, constraints, known=known)
     cut = [(plan.plan, plan.passes) for plan in staged]
     if refused is not None and not cut:
         raise _smallest(workload, devices, costs, memory_limit, refused) if memory_limit is not None else refused
     plain = Plan.by_samples(devices)
-    if plain not in plans and not fixes:
+    if plain not in plans and not constraints.fixes:
         with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
             placement = workload.place(plain)
             if memory_limit is None or most(rank_memory(placement, costs)).total <= memory_limit:

@@ -120,7 +120,8 @@ def schedules_of(recipe: Recipe) -> tuple[Schedule, ...]:
 def measuring(recipe: Recipe, device: torch.device, neighbours: int) -> Device:
     """The device as the planner names it for a recipe, where `neighbours` ranks of the host compute at once."""
     precision = str(lowered(recipe) or torch.float32).removeprefix("torch.")
-    return this_device(device, precision=precision, channels_last=bool(recipe.channels_last), neighbours=neighbours)
+    channels_last = bool(recipe.channels_last)
+    return replace(this_device(device), precision=precision, channels_last=channels_last, neighbours=neighbours)
 
 
 _LEAST, _LONGEST_S = 4, 3.0  # at least so many batches are measured, for so many seconds at most

@@ -12,7 +12,7 @@ from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp, Operand
 from convoy.planner.cost.pipeline import StageTimes, Staging, pipeline_seconds
-from convoy.planner.cost.prediction import Scored, scored
+from convoy.planner.cost.prediction import Scored, rank_memory, scored
 from convoy.planner.cost.program import joined
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import bubble
@@ -171,3 +171,10 @@ def test_a_stage_keeps_the_activations_of_its_passes_in_flight() -> None:
         stages = predicted("stage=3", passes, schedule, layers=3).by_stage
         assert [one.messages for one in stages] == [number * ONE for number in values]
         assert [one.gradients - one.parameters for one in stages] == [WEIGHT * (passes > 1)] * 3
+
+
+def test_a_plan_with_stages_in_one_piece_is_that_of_all_its_ranks() -> None:
+    """As it is profiled."""
+    placement = placed(chain((SAMPLES, WIDTH), l0=nn.Linear(WIDTH, WIDTH)), Plan.parse("stage=2,sample=2"))
+    result = scored(Plan.parse("stage=2,sample=2"), placement, Costs(layers_only, AT_ONCE))
+    assert result.seconds > 0 and len(rank_memory(placement, Costs(layers_only, AT_ONCE))) == 4

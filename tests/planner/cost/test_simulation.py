@@ -13,8 +13,7 @@ from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp
-from convoy.planner.cost.simulation import rank_classes, simulate
-from convoy.plans.mesh import Mesh
+from convoy.planner.cost.simulation import simulate
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import Task
 
@@ -80,14 +79,6 @@ def test_where_the_time_goes_adds_up_to_the_total() -> None:
         [*ENDS["a collective begins when the last rank is there"][0], compute(1, 2), compute(1, 3, rank=1)]
     )
     assert (together.exposed(0), together.exposed(1), together.busiest) == ({"g": 4}, {"g": 2}, 1)
-
-
-def test_ranks_are_alike_if_they_meet_ranks_that_are_alike() -> None:
-    mesh, one = Mesh(("a", "b"), (2, 3)), ["y", "x", "x", "x", "x", "x"]
-    assert rank_classes(mesh, ["x"] * 6, [(0,), (1,)]) == [0] * 6
-    assert rank_classes(mesh, one, []) == [0, 1, 1, 1, 1, 1]
-    assert rank_classes(mesh, one, [(1,)]) == [0, 1, 1, 3, 3, 3]
-    assert rank_classes(mesh, one, [(0,), (1,)]) == [0, 1, 1, 3, 4, 4]
 
 
 def chain(kernels: list[tuple[float, float]]) -> list[Task]:

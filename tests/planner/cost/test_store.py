@@ -15,7 +15,7 @@ import torch
 from convoy.planner.cost import store as store_module
 from convoy.planner.cost.costs import Times
 from convoy.planner.cost.local_op import LocalOp, Operand
-from convoy.planner.cost.store import Device, ProfileStore, cores_allowed, this_device
+from convoy.planner.cost.store import Device, ProfileStore, this_device
 
 DEVICE = Device("Some CPU @ 2.5 GHz", "2.13", "0.1", 1)
 
@@ -151,15 +151,3 @@ def test_devices_are_named_by_all_that_takes_another_time(monkeypatch: pytest.Mo
     assert numerics.startswith("deterministic") and "tf32 products" in numerics
     with patch("convoy.planner.cost.store.cores_allowed", lambda: torch.get_num_threads() / 2):
         assert (this_device(cpu).share, "50% of the time" in this_device(cpu).describe()) == (0.5, True)
-
-
-def test_control_groups_leave_a_share_of_a_core(tmp_path: Path) -> None:
-    one = {"batch/job/cpu.max": "max 100000", "batch/cpu.max": "2000 4000", "cpu.max": "300000 100000"}
-    cores = {"cpu/batch/cpu.cfs_quota_us": "2000", "cpu/batch/cpu.cfs_period_us": "4000"}
-    for line, files in (("0::/batch/job", one), ("4:cpu,cpuacct:/batch", cores | {"cpu/cpu.cfs_quota_us": "-1"})):
-        folder = tmp_path / line[0]
-        for name, text in {**files, "membership": f"9:pids:/other\n{line}\n"}.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text)
-        assert cores_allowed(folder / "membership", folder) == 0.5
-        assert cores_allowed(folder / "missing", folder) == float("inf")

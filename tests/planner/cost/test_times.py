@@ -8,15 +8,14 @@ import pytest
 from torch import nn
 
 from convoy.errors import ConvoyError
+from convoy.hardware.catalog import Hop
 from convoy.hardware.catalog import links as catalog
-from convoy.models import create
-from convoy.models.counting import count
 from convoy.planner.cost.calibrated import Calibrated, fitted
 from convoy.planner.cost.costs import Roofline, Times
-from convoy.planner.cost.link import Curve, Link, Links, Rate, links_named
+from convoy.planner.cost.link import Curve, Link, Links, links_named, ring
 from convoy.planner.cost.local_op import LocalOp, Operand, local_op
 from convoy.plans.mesh import Mesh
-from plans.made_graph import Does, chain, graph_of, placed, small_net
+from plans.made_graph import Does, chain, placed, small_net
 
 ROOFLINE = Roofline(1e9, 1e9, 1e-6)
 
@@ -47,19 +46,14 @@ def test_ranks_and_blocks_that_do_the_same_have_one_operation_and_others_another
     result = local_ops(blocks, "sample=2")
     assert result["a"] == result["b"] != result["first"]  # which needs no gradient of the images
     assert result["a"].key == result["b"].key != result["first"].key
-    first, second = (local_ops(small_net(9), "sample=2", rank)["features.0"] for rank in (0, 1))
-    assert (first.inputs[0].shape[0], second.inputs[0].shape[0]) == (5, 4)
-    assert local_ops(small_net(), "sample=2", 0) == local_ops(small_net(), "sample=2", 1)
     rows = [local_ops(chain((4, 3, 12, 12), a=conv3(3, 4)), "height=3", rank)["a"] for rank in range(3)]
-    assert [row.option("padding")[0] for row in rows] == [(0, 1, 0), (0, 0, 0), (0, 0, 1)]
     assert [row.inputs[0].shape[2] for row in rows] == [5, 6, 5]
-    assert rows[0].bytes.forward > replace(rows[0], options=rows[1].options).bytes.forward  # the padding takes a copy
     odd = chain((8, 4, 9, 9), a=conv3(4, 4), m=Does(lambda x: x.clamp_min(float("-inf"))))
     clamped = local_ops(odd, "sample=2")["m"]  # JSON has no infinite numbers
     assert LocalOp.from_dict(json.loads(json.dumps(clamped.to_dict(), allow_nan=False))) == clamped
 
 
-def test_work_is_that_by_hand_that_torch_counts_and_the_same_over_all_ranks() -> None:
+def test_work_is_that_by_hand_and_the_same_over_all_ranks() -> None:
     def flops(graph: Any, plan: str) -> float:
         ranks = range(placed(graph, plan).mesh.num_devices)
         return sum(op.flops.forward for rank in ranks for op in local_ops(graph, plan, rank).values())
@@ -69,9 +63,6 @@ def test_work_is_that_by_hand_that_torch_counts_and_the_same_over_all_ranks() ->
     assert (both.flops, images_only.flops) == ((by_hand, 2 * by_hand), (by_hand, by_hand))
     images, weight = 8 * 16 * 14 * 14 * 4, 16 * 16 * 9 * 4
     assert images_only.bytes == (images + weight + images, images + weight + images + weight)
-    network = placed(graph_of(create("squeezenet1_1"), 1, 3, 96, 96, training=False), "serial")
-    work = sum(local_op(one, network, 0).flops.forward for one in network.calls)
-    assert work == count(create("squeezenet1_1"), (3, 96, 96)).flops
     for plan in ("sample=2", "filter=2", "sample=2,filter=2"):
         assert flops(small_net(), plan) == flops(small_net(), "serial"), plan
 
@@ -113,11 +104,11 @@ def test_curves_are_exact_at_their_points_and_links_are_known_by_the_ranks_that_
 
 
 def test_rates_by_name_are_as_published_and_the_slowest_part_of_the_way_decides() -> None:
-    ring = Rate(1e-5, 1e9).link(4, overlap=True, cpu_share=0.0)  # twice as many hops as there are others
-    assert ring.all_reduce(4 << 20) == pytest.approx(6 * (1e-5 + (1 << 20) / 1e9))
-    assert ring.exchange(1 << 20) == pytest.approx(3 * 1e-5 + (1 << 20) / 1e9)
+    four = ring(Hop(1e-5, 1e9), 4, overlap=True, cpu_share=0.0)  # twice as many hops as there are others
+    assert four.all_reduce(4 << 20) == pytest.approx(6 * (1e-5 + (1 << 20) / 1e9))
+    assert four.exchange(1 << 20) == pytest.approx(3 * 1e-5 + (1 << 20) / 1e9)
     # Baidu's all-reduce of 67 MB on 8 Titan X behind two PCIe roots took 22.2 ms, on 8 GTX 1080 Ti behind one 13.4.
-    pcie, switch = (Rate.of(catalog()[name]).link(8, True, 0) for name in ("pcie3", "pcie3-switch"))
+    pcie, switch = (ring(catalog()[name], 8, True, 0) for name in ("pcie3", "pcie3-switch"))
     assert pcie.all_reduce(67_108_864) == pytest.approx(22.2e-3, rel=0.15)
     assert switch.all_reduce(67_108_864) < 15e-3
     mesh = Mesh(("host", "gpu"), (2, 4))

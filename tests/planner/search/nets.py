@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
-from convoy.planner.cost.additive import Additive, additive_seconds
+from convoy.hardware.catalog import Hop
+from convoy.planner.cost.additive import Additive, sums_of_calls
 from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.gradients import Update
-from convoy.planner.cost.link import Assumed, Rate
+from convoy.planner.cost.link import assumed
 from convoy.planner.search.prices import CHOOSING, Strategy
 from convoy.planner.workload import Workload, workload_of
 from convoy.plans.buckets import Sizes
@@ -27,7 +28,7 @@ FEW = ("sample", "filter", "channel", "height")
 def costs(flops: float = 1e9, memory: float = 1e11, latency: float = 1e-5, rate: float = 3e8) -> Costs:
     """Of a slow device, with links between those where computing and those where sending decides, three times as fast
     between neighbours. Each gradient travels alone."""
-    links = Assumed(Rate(latency, rate / 3), Rate(latency, rate), per_host=2, overlap=False).links()
+    links = assumed(Hop(latency, rate / 3), Hop(latency, rate), per_host=2, overlap=False)
     return Costs(Roofline(flops, memory, 2e-6), links, Update(5 / memory), sizes=Sizes(1, 1, 1))
 
 
@@ -49,6 +50,11 @@ class EachLayer:
 
 def seconds_of(workload: Workload, placement: Placement, costs: Costs) -> float:
     return additive_seconds(placement, Additive(costs, workload.graph, workload.passes))
+
+
+def additive_seconds(placement: Placement, costs: Additive) -> float:
+    """The sum that the search makes least, over a network as it is placed."""
+    return sum(seconds + sum(of.seconds for of in parts.values()) for seconds, parts in sums_of_calls(placement, costs))
 
 
 def every_placement(
@@ -140,21 +146,6 @@ class Twice(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.again(F.relu(self.again(self.stem(x)))))
         return self.fc(self.tied(x).mean((2, 3)))
-
-
-class Halves(nn.Module):
-    """The channels in two halves, one of which goes another way; random numbers for each sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.way = nn.Conv2d(4, 4, 3, padding=1, groups=4)
-        self.last = nn.Conv2d(8, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b = F.relu(self.stem(x)).chunk(2, 1)
-        b = b + self.way(b) * torch.empty(len(b), 1, 1, 1).bernoulli_(0.5)
-        return self.last(torch.cat([a, b], 1)).mean((2, 3))
 
 
 def workload(model: nn.Module, samples: int = 8, size: int = 8, **options: Any) -> Workload:

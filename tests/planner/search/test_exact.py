@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,8 @@ from convoy.errors import ConvoyError
 from convoy.planner.cost.prediction import most, rank_memory
 from convoy.planner.search import solve as solving
 from convoy.planner.search.elimination import Elimination, Table
-from convoy.planner.search.layers import compact
-from convoy.planner.search.prices import meshes
-from convoy.planner.search.problem import relabelled
+from convoy.planner.search.layers import Constraints, compact
+from convoy.planner.search.prices import AXIS_STRATEGIES, meshes
 from convoy.planner.search.search import search
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
@@ -28,7 +28,6 @@ from planner.search.nets import (
     TWO,
     Branches,
     Chain,
-    Halves,
     Nested,
     Residual,
     Twice,
@@ -36,7 +35,12 @@ from planner.search.nets import (
     seconds_of,
     workload,
 )
-from small_nets import Dense, SqueezeExcite
+from small_nets import Dense
+
+
+def within(mesh: Mesh, among: Sequence[str] = AXIS_STRATEGIES, **options: Any) -> Constraints:
+    return Constraints(meshes=[mesh], strategies=among, **options)
+
 
 CASES = [
     (Residual, ONE, FEW, {}),
@@ -44,10 +48,7 @@ CASES = [
     (Nested, ONE, FEW, {}),
     (Twice, ONE, FEW, {}),
     (Chain, ONE, FEW, {"shares": (3, 1)}),  # of the samples
-    pytest.param(Halves, ONE, FEW, {}, marks=pytest.mark.slow),
     pytest.param(Chain, TWO, ("sample", "filter", "channel"), {}, marks=pytest.mark.slow),
-    pytest.param(Residual, TWO, ("sample", "filter"), {}, marks=pytest.mark.slow),
-    pytest.param(SqueezeExcite, THREE, ("sample", "filter"), {}, marks=pytest.mark.slow),
 ]
 
 
@@ -63,7 +64,7 @@ def test_no_plan_costs_less_and_none_that_is_about_as_fast_redistributes_less(
         least = min(seconds for seconds, _ in every)
         # a way to divide the samples that the fastest plan for it does not use is left out, with what is simpler in it
         for tolerance in (0.0, 0.03 if mesh is ONE else 0.01):
-            result = search(job, mesh.num_devices, costs, on=[mesh], among=among, tolerance=tolerance)
+            result = search(job, mesh.num_devices, costs, within(mesh, among), tolerance=tolerance)
             best = result.best
             assert result.exact and result.least == pytest.approx(least, rel=1e-12)
             fewest_count, seconds = min((count, s) for s, count in every if s <= least * (1 + tolerance) * (1 + 1e-9))
@@ -107,10 +108,6 @@ def test_sums_over_variables_are_least_and_of_those_within_a_budget_fewest_count
     result = Elimination(tables, {0: 3, **dict.fromkeys(leaves, 1)}, 1000)
     assert result.assignment() == {0: int(sums.argmin()), **dict.fromkeys(leaves, 0)}
     assert result.min_marginals()[0] == pytest.approx(sums)
-    for high, size in ((5, (3, 4)), (9, (50, 20)), (10**9, (40, 30))):
-        ids = draw.integers(-1, high, size)
-        numbers, places = relabelled(ids)
-        assert (numbers == np.unique(ids)).all() and (numbers[places] == ids).all()
 
 
 @pytest.mark.slow
@@ -118,27 +115,23 @@ def test_the_best_of_all_meshes_comes_first_and_plain_samples_with_it() -> None:
     assert [mesh.sizes for mesh in meshes(12)] == [(12,), (2, 6), (3, 4), (4, 3), (6, 2)]
     job = workload(Residual(), 16)
     result = search(job, 4, COSTS, top=4, tolerance=0.0)
-    plans = [str(candidate.plan) for candidate in result.candidates]
-    assert len(set(plans)) == len(plans) >= 3
-    assert result.best.seconds == min(search(job, 4, COSTS, on=[m], tolerance=0.0).best.seconds for m in meshes(4))
-    assert str(search(job, 1, COSTS).best.plan) == "serial"
-    near = search(workload(Chain(), 16), 4, COSTS, tolerance=0.3)  # of plans that are about as fast, the simplest
-    assert near.best.redistributions == 0 < near.candidates[1].redistributions
-    assert near.best.seconds > near.candidates[1].seconds
+    assert len({str(candidate.plan) for candidate in result.candidates}) == len(result.candidates) >= 3
+    assert result.best.seconds == min(search(job, 4, COSTS, within(m), tolerance=0.0).best.seconds for m in meshes(4))
     result = search(job, 4, nets.costs(flops=1e12, rate=1e6), top=1, tolerance=0.0)
     assert Plan.parse("sample=4") in [one.plan for one in result.candidates] and str(result.best.plan) != "sample=4"
-    assert [one.seconds for one in result.candidates] == sorted(one.seconds for one in result.candidates)
-    for candidate in search(workload(Chain(), 2), 4, COSTS).candidates:  # not of two samples
-        for layer in ("features.0", "fc"):
-            pairs = zip(candidate.plan.mesh.sizes, candidate.plan.strategy(layer, "conv"), strict=True)
-            assert all(size <= 2 for size, strategy in pairs if strategy == "sample")
     whole = search(workload(Chain(), microbatch=8), 2, COSTS)  # one microbatch is not divided
     assert all("sample" not in str(candidate.plan) for candidate in whole.candidates)
 
 
+def test_of_plans_that_are_about_as_fast_the_simplest_comes_first() -> None:
+    near = search(workload(Chain(), 16), 4, COSTS, tolerance=0.3)
+    assert near.best.redistributions == 0 < near.candidates[1].redistributions
+    assert near.best.seconds > near.candidates[1].seconds
+
+
 def test_the_next_best_strategy_of_a_layer_is_what_the_best_plan_with_it_costs() -> None:
     job = workload(Residual())
-    result = search(job, 2, COSTS, on=[ONE], among=FEW, tolerance=0.0)
+    result = search(job, 2, COSTS, within(ONE, FEW), tolerance=0.0)
     every = [(by_layer, seconds_of(job, one, COSTS)) for by_layer, one in every_placement(job, ONE, FEW)]
     uses = any(one.strategy == ("sample",) for one in result.next_best)
     for one in result.next_best:
@@ -157,24 +150,24 @@ def test_the_next_best_strategy_of_a_layer_is_what_the_best_plan_with_it_costs()
 
 def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:
     job = workload(Chain(), 64)
-    free = search(job, 2, COSTS, on=[ONE], among=FEW, tolerance=0.0)
+    free = search(job, 2, COSTS, within(ONE, FEW), tolerance=0.0)
     every = [
         (most(rank_memory(one, COSTS)).total, seconds_of(job, one, COSTS)) for _, one in every_placement(job, ONE, FEW)
     ]
     needed = sorted({memory for memory, _ in every})
     for limit in (needed[0], needed[len(needed) // 3], free.best.memory):
-        result = search(job, 2, COSTS, on=[ONE], among=FEW, memory_limit=limit)
+        result = search(job, 2, COSTS, within(ONE, FEW, memory_limit=limit))
         best = min(seconds for memory, seconds in every if memory <= limit)
         assert all(candidate.memory <= limit for candidate in result.candidates)
         assert best * (1 - 1e-12) <= result.best.seconds <= best * (1 + 1e-9 if result.exact else 1.5)
     assert result.exact
     with pytest.raises(ConvoyError, match=r"no plan fits: the smallest needs .* on a device .*; layer .* takes most"):
-        search(workload(Chain(), 1, 8), 2, COSTS, memory_limit=1000)
+        search(workload(Chain(), 1, 8), 2, COSTS, Constraints(memory_limit=1000))
 
 
 def test_layers_that_are_fixed_keep_their_strategy_and_the_others_are_chosen_for_it() -> None:
     job = workload(Residual())
-    result = search(job, 2, COSTS, on=[ONE], among=FEW, fixes=["block*=height"], tolerance=0.0)
+    result = search(job, 2, COSTS, within(ONE, FEW, fixes=("block*=height",)), tolerance=0.0)
     blocks = {"block1.0": [("height",)], "block2.0": [("height",)]}
     least = min(seconds_of(job, one, COSTS) for _, one in every_placement(job, ONE, FEW, blocks))
     assert result.best.seconds == pytest.approx(least, rel=1e-12)
@@ -183,7 +176,7 @@ def test_layers_that_are_fixed_keep_their_strategy_and_the_others_are_chosen_for
         (Chain, 4, ["fc=sample,filter"], {"fc": ("sample", "filter")}),  # one for each axis
         (Chain, 2, ["*=owt"], {"fc": ("filter",), "features.0": ("sample",)}),
     ):
-        plan = search(workload(net()), devices, COSTS, fixes=fixes).best.plan
+        plan = search(workload(net()), devices, COSTS, Constraints(tuple(fixes))).best.plan
         for layer, strategy in strategies.items():
             assert plan.strategy(layer, "linear" if layer == "fc" else "conv") == strategy
     for fix, words in (
@@ -191,12 +184,12 @@ def test_layers_that_are_fixed_keep_their_strategy_and_the_others_are_chosen_for
         ("features.0=channel", r"features\.0.* has only 3 input channels for the 4 ranks"),
     ):
         with pytest.raises(ConvoyError, match=words):
-            search(workload(Chain()), 4, COSTS, fixes=[fix], on=[Mesh(("gpu",), (4,))])
+            search(workload(Chain()), 4, COSTS, within(Mesh(("gpu",), (4,)), fixes=(fix,)))
 
 
 def test_where_much_meets_layers_of_one_role_are_tied_and_the_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     job = workload(Dense())  # whose last features are concatenated of four
-    result = search(job, 2, COSTS, on=[ONE], among=FEW, tolerance=0.0)
+    result = search(job, 2, COSTS, within(ONE, FEW), tolerance=0.0)
     assert not result.exact and "3 layers were given one strategy between them" in result.notes[0]
     seconds = [
         seconds_of(job, placement, COSTS)
@@ -204,23 +197,20 @@ def test_where_much_meets_layers_of_one_role_are_tied_and_the_result_says_so(mon
         for _, placement in every_placement(job, ONE, FEW, {f"convs.{number}": [(one,)] for number in range(3)})
     ]
     assert result.best.seconds == pytest.approx(min(seconds), rel=1e-12)
-    exact = search(workload(Nested()), 2, COSTS, on=[ONE], tolerance=0.0)
+    exact = search(workload(Nested()), 2, COSTS, within(ONE), tolerance=0.0)
     monkeypatch.setattr(solving, "LIMIT", 40)  # what is too wide otherwise is tied as well
-    small = search(workload(Nested()), 2, COSTS, on=[ONE], tolerance=0.0)
+    small = search(workload(Nested()), 2, COSTS, within(ONE), tolerance=0.0)
     assert (exact.exact, small.exact) == (True, False) and small.best.seconds >= exact.best.seconds
 
 
 def test_a_plan_is_written_with_few_patterns_that_give_every_layer_its_strategy() -> None:
-    four = Mesh(("gpu",), (4,))
-    assert str(compact(four, {"a": ("sample",), "b.c": ("sample",)})) == "sample=4"
-    assert str(compact(Mesh((), ()), {"a": ()})) == "serial"
     layers = {f"features.{i}": ("sample",) for i in range(9)} | {f"classifier.{i}": ("filter",) for i in range(3)}
     layers["features.4"] = ("height",)
-    assert [pattern for pattern, _ in compact(four, layers).layers] == ["features.4", "classifier.*", "*"]
+    plan = compact(Mesh(("gpu",), (4,)), layers)
+    assert [pattern for pattern, _ in plan.layers] == ["features.4", "classifier.*", "*"]
     draw = random.Random(0)
     for _ in range(10):
         names = {".".join(str(draw.randrange(3)) for _ in range(draw.randint(1, 4))) for _ in range(30)} | {""}
         by_layer = {n: (draw.choice(("sample", "filter")), draw.choice(("filter", "replicate"))) for n in sorted(names)}
         plan = Plan.parse(compact(TWO, by_layer).to_yaml())
         assert {name: plan.strategy(name, "conv") for name in by_layer} == by_layer
-        assert len(plan.layers) <= len(by_layer)

@@ -6,16 +6,15 @@ the search asks once for all calls, tensors and steps that are alike.
 """
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from convoy.graph.graph import Call, Graph, Value
 from convoy.planner.cost.costs import Costs, Times
-from convoy.planner.cost.link import Link
 from convoy.planner.cost.local_op import LocalOp, dtype_name, graph_facts, local_op
 from convoy.planner.cost.program import copied, internal_messages, joined, moved, parameter_bytes
 from convoy.plans.layout import Layout, common
-from convoy.plans.mesh import Axes, Coordinates, Mesh
+from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import Traffic, redistributions, step_elements
 from convoy.plans.transfer import Step
@@ -40,9 +39,6 @@ class Additive:
     def __init__(self, costs: Costs, graph: Graph, passes: int = 1) -> None:
         self.costs, self.graph, self.passes = costs, graph, passes
         self._sizes = costs.message_sizes
-        self._known: dict[LocalOp, Times] = {}
-        self._copies: dict[tuple[object, ...], float] = {}
-        self._links: dict[tuple[Mesh, Axes], Link] = {}
 
     def context(self, call: Call) -> Hashable:
         """What the seconds of a call depend on that is not in it: how its inputs are used elsewhere."""
@@ -71,17 +67,19 @@ class Additive:
         """Seconds of one step of a redistribution, forward and, where a gradient comes back, backward."""
         first, shape, itemsize = mesh.coordinates(0), value.shape, value.dtype.itemsize
         differentiable = value.name in graph_facts(self.graph).differentiable
-        before, after = (elements(layout, shape, mesh, first) for layout in (step.source, step.target))
-        key = (step.kind, before, after, mesh.size(step.axes), value.dtype, differentiable)
-        seconds = self._copies.get(key)
-        if seconds is None:
-            times = self._times(moved(step, shape, dtype_name(value.dtype), differentiable, mesh, first))
-            seconds = self._copies[key] = max(times.total, times.host)
-        engine = self.costs.per_transfer
-        seconds += engine.total if differentiable else engine.forward
+        times = self._times(moved(step, shape, dtype_name(value.dtype), differentiable, mesh, first))
+        seconds = max(times.total, times.host)
         axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
         if axes:
-            seconds += self._messages(step, mesh, axes, shape, itemsize, differentiable)
+            link = self.costs.link(mesh, axes)
+            before = elements(step.source, shape, mesh, first)
+            collective, traffic = link.all_reduce, [Traffic(before, 0) if step.kind == "reduce" else Traffic(0, before)]
+            if step.kind not in ("reduce", "copy"):
+                collective = link.exchange
+                traffic = [sent_elements(step, mesh, place, shape) for place in some_places(step, mesh)]
+            forward, backward = max(sent.forward for sent in traffic), max(sent.backward for sent in traffic)
+            ways = (forward, backward if differentiable else 0)
+            seconds += sum(collective(count * itemsize) for count in ways if count)
         return self.passes * seconds
 
     def parameter(self, parameter: Value, layout: Layout, mesh: Mesh) -> OfParameter:
@@ -96,7 +94,7 @@ class Additive:
         axes = tuple(sorted(axis for axis in layout.copied if mesh.sizes[axis] > 1))
         if not axes:
             return 0.0
-        link = self._link(mesh, axes)
+        link = self.costs.link(mesh, axes)
         if size < self._sizes.alone:  # it travels with others, of whose message it pays its part
             seconds = link.all_reduce(self._sizes.bucket) * size / self._sizes.bucket
             copies = 2 * self._times(copied(size)).forward
@@ -106,16 +104,9 @@ class Additive:
             seconds *= link.cpu_share + (1 - link.cpu_share) * _SHOWN
         return seconds + copies + self.costs.per_parameter
 
-    def _times(self, one: LocalOp) -> Times:
-        if one not in self._known:
-            times = self.costs.times(one)
-            self._known[one] = replace(times, host_forward=0.0, host_backward=0.0) if self.costs.recorded else times
-        return self._known[one]
-
-    def _link(self, mesh: Mesh, axes: Axes) -> Link:
-        if (mesh, axes) not in self._links:
-            self._links[mesh, axes] = self.costs.links.of(mesh, axes)
-        return self._links[mesh, axes]
+    def _times(self, op: LocalOp) -> Times:
+        times = self.costs.time(op)
+        return Times(times.forward, times.backward) if self.costs.recorded else times
 
     def _call(self, placed: PlacedCall, placement: Placement, rank: int) -> float:
         costs, graph, mesh = self.costs, placement.graph, placement.mesh
@@ -128,22 +119,10 @@ class Additive:
             seconds += forward
         within = internal_messages(placed, graph, mesh, op, costs.batch_norm)
         if within.axes:
-            link = self._link(mesh, within.axes)
+            link = self.costs.link(mesh, within.axes)
             messages = (*within.forward, *within.backward) if graph.training else within.forward
             seconds += sum(link.seconds(kind, num_bytes) for kind, num_bytes in messages)
         return seconds
-
-    def _messages(
-        self, step: Step, mesh: Mesh, axes: Axes, shape: tuple[int, ...], itemsize: int, differentiable: bool
-    ) -> float:
-        link = self._link(mesh, axes)
-        if step.kind in ("reduce", "copy"):
-            shows = step.kind == "reduce" or differentiable
-            return link.all_reduce(elements(step.source, shape, mesh, mesh.coordinates(0)) * itemsize) if shows else 0.0
-        traffic = [sent_elements(step, mesh, place, shape) * itemsize for place in some_places(step, mesh)]
-        forward, backward = max(sent.forward for sent in traffic), max(sent.backward for sent in traffic)
-        seconds = link.exchange(forward) if forward else 0.0
-        return seconds + (link.exchange(backward) if backward and differentiable else 0.0)
 
 
 def sums_of_calls(placement: Placement, costs: Additive) -> Iterator[tuple[float, dict[str, OfParameter]]]:
@@ -161,20 +140,9 @@ def sums_of_calls(placement: Placement, costs: Additive) -> Iterator[tuple[float
         yield of_call, {name: costs.parameter(graph.values[name], placement.layouts[name], mesh) for name in new}
 
 
-def additive_seconds(placement: Placement, costs: Additive) -> float:
-    """The sum that the search makes least, over a network as it is placed."""
-    return sum(
-        seconds + sum(of.seconds for of in parameters.values())
-        for seconds, parameters in sums_of_calls(placement, costs)
-    )
-
-
 def elements(layout: Layout, shape: tuple[int, ...], mesh: Mesh, place: Coordinates) -> int:
     """How many elements the rank at a place holds of a tensor."""
-    count = prod(shape)
-    for dim, split in layout.splits:
-        count = count // max(1, shape[dim]) * len(split.parts[mesh.index(place, split.axes)])
-    return count
+    return prod(layout.local_shape(shape, mesh, place))
 
 
 def sent_elements(step: Step, mesh: Mesh, place: Coordinates, shape: tuple[int, ...]) -> Traffic:

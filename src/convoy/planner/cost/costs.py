@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from convoy.planner.cost.gradients import Update
-from convoy.planner.cost.link import Links
+from convoy.planner.cost.link import Link, Links
 from convoy.planner.cost.local_op import BatchNorm, LocalOp
 from convoy.plans.buckets import Sizes
+from convoy.plans.mesh import Axes, Mesh
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,26 @@ class Costs:
     microbatch: int = 0  # samples of each, where that matters to batch norm; 0 for one microbatch a pass
     on_cpu: bool = True
     sizes: Sizes | None = None  # of the messages with gradients; by default the engine's for the device
-    # the engine's, for each step of a redistribution, beside copying and sending
-    per_transfer: Times = field(default_factory=Times)
     per_parameter: float = 0.0  # the engine's, in an update for each parameter whose gradient is added over ranks
-    # how many times as long as in `times` each rank computes; empty for equally fast ranks
+    # how many times as long as in `times` each rank computes (in JSON `pace`: more is slower); empty for equal ranks
     slowdowns: tuple[float, ...] = ()
     host_per_parameter: float = 0.0  # `per_parameter` of the host, where that is not the device
     recorded: bool = False  # passes without stages are replayed as CUDA graphs, which cost the host nothing
+
+    _times: dict[LocalOp, Times] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _links: dict[tuple[Mesh, Axes], Link] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def time(self, local_op: LocalOp) -> Times:
+        """`times`, asked once for equal operations."""
+        if local_op not in self._times:
+            self._times[local_op] = self.times(local_op)
+        return self._times[local_op]
+
+    def link(self, mesh: Mesh, axes: Axes) -> Link:
+        """The link of the groups over some axes, asked once for them."""
+        if (mesh, axes) not in self._links:
+            self._links[mesh, axes] = self.links.of(mesh, axes)
+        return self._links[mesh, axes]
 
     @property
     def message_sizes(self) -> Sizes:

@@ -37,17 +37,19 @@ class Update:
         """From measured updates: bytes of the parameters, how many they are, and seconds. The rates for a byte and for
         a tensor are the least squares of relative errors."""
         rows = [(num_bytes / seconds, tensors / seconds) for num_bytes, tensors, seconds in measured if seconds > 0]
-        return Update(*least_squares(rows, [1.0] * len(rows)), state=state)
+        per_byte, per_tensor = least_squares(rows, [1.0] * len(rows))
+        return Update(per_byte, per_tensor, state=state)
 
 
-def issuing(measured: Sequence[tuple[int, float]]) -> tuple[float, float]:
+def issuing(measured: Sequence[tuple[int, float]]) -> list[float]:
     """Seconds of a host once and for each parameter, from the number of parameters and its seconds for some updates."""
     return least_squares([(1.0, float(tensors)) for tensors, _ in measured], [seconds for _, seconds in measured])
 
 
-def least_squares(rows: Sequence[tuple[float, float]], targets: Sequence[float]) -> tuple[float, float]:
-    """The two rates by which the rows come nearest to the targets; of one that would be below zero the column goes."""
-    rates, columns = [0.0, 0.0], [0, 1]
+def least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float], count: int = 2) -> list[float]:
+    """The `count` rates by which the rows come nearest to the targets; of one that would be below zero the column
+    goes."""
+    rates, columns = [0.0] * count, list(range(count))
     while rows and columns:
         solution = np.linalg.lstsq(np.array(rows)[:, columns], np.array(targets), rcond=None)[0].tolist()
         if min(solution) >= 0:
@@ -55,7 +57,7 @@ def least_squares(rows: Sequence[tuple[float, float]], targets: Sequence[float])
                 rates[column] = rate
             break
         columns.remove(columns[solution.index(min(solution))])
-    return rates[0], rates[1]
+    return rates
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,17 @@ def exchange(placement: Placement, order: Sequence[str], sizes: Sizes) -> Exchan
     become ready."""
     graph, mesh = placement.graph, placement.mesh
     held = held_bytes(placement, order)
-    names = [name for name in order if (axes := gradient_axes(placement, name)) and mesh.size(axes) > 1]
-    items = []
-    for name in names:
-        dtype = graph.values[name].dtype
-        items.append(
-            Item(gradient_axes(placement, name), dtype, torch.device("meta"), max(held[name]) // dtype.itemsize)
-        )
-    layers = _layers(placement)
+    axes_of = {name: axes for name in order if (axes := gradient_axes(placement, name))}
+    names = list(axes_of)
+    dtypes = [graph.values[name].dtype for name in names]
+    items = [
+        Item(axes_of[name], dtype, torch.device("meta"), max(held[name]) // dtype.itemsize)
+        for name, dtype in zip(names, dtypes, strict=True)
+    ]
+    layers: dict[str, str] = {}
+    for placed in placement.calls:
+        for name in placed.call.inputs:
+            layers.setdefault(name, placed.call.layer)
     messages = []
     for bucket in plan_buckets(items, range(len(items)), sizes):
         members = tuple(names[member] for member in bucket.members)
@@ -108,18 +113,16 @@ def exchange(placement: Placement, order: Sequence[str], sizes: Sizes) -> Exchan
     return Exchange(tuple(messages), whole, len(held))
 
 
-def _layers(placement: Placement) -> dict[str, str]:
-    first: dict[str, str] = {}
-    for placed in placement.calls:
-        for name in placed.call.inputs:
-            first.setdefault(name, placed.call.layer)
-    return first
-
-
 def gradient_axes(placement: Placement, name: str) -> Axes:
-    """The axes over which a parameter's gradient is added."""
-    layout = placement.layouts.get(name)
-    return tuple(sorted(layout.copied)) if layout is not None else ()
+    """The axes of several ranks over which a parameter's gradient is added."""
+    layout, sizes = placement.layouts.get(name, WHOLE), placement.mesh.sizes
+    return tuple(sorted(axis for axis in layout.copied if sizes[axis] > 1))
+
+
+def weights_of(placement: Placement) -> list[str]:
+    """The parameters that ranks hold, in the order of the network: of a stage its own, else all, used or not."""
+    names = (value.name for value in placement.graph.parameters())
+    return [name for name in names if name in placement.layouts or not placement.is_part]
 
 
 def held_bytes(placement: Placement, parameters: Sequence[str]) -> dict[str, tuple[int, ...]]:

@@ -2,15 +2,16 @@
 
 A measured link is a curve through the points that were measured: there are regimes (a latency, a protocol for small
 messages, caches that large ones fall out of), so that one latency and one rate do not describe it. Where nothing can
-be measured, a `Rate` gives the α-β cost of the usual algorithms (Thakur, Rabenseifner and Gropp, 2005).
+be measured, `ring` gives the α-β cost of the usual algorithms (Thakur, Rabenseifner and Gropp, 2005).
 """
 
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal, get_args
+
+import numpy as np
 
 from convoy.errors import ConvoyError
 from convoy.hardware.catalog import Hop, link_named, links
@@ -19,6 +20,7 @@ from convoy.plans.mesh import Axes, Mesh
 # `all_reduce` is by bytes of the tensor that each rank has, `exchange`, which gives activations in new tensors, by the
 # bytes that the rank sends to others that sends most
 Collective = Literal["all_reduce", "exchange"]
+KINDS: tuple[Collective, ...] = get_args(Collective)
 
 Ranks = tuple[int, ...]
 
@@ -46,6 +48,11 @@ class Curve:
             raise ConvoyError(f"a curve needs points of ascending bytes and seconds from 0, but has {self.points}")
 
     @staticmethod
+    def line(latency: float, per_byte: float) -> "Curve":
+        """Seconds of no bytes, and of each."""
+        return Curve(((0, latency), (1 << 30, latency + (1 << 30) * per_byte)))
+
+    @staticmethod
     def through(measured: Iterable[tuple[int, float]]) -> "Curve":
         """The curve through measured points in any order; the median of those of one size."""
         by_size: dict[int, list[float]] = {}
@@ -54,24 +61,12 @@ class Curve:
         return Curve(tuple((size, median(by_size[size])) for size in sorted(by_size)))
 
     def __call__(self, num_bytes: float) -> float:
-        sizes = [size for size, _ in self.points]
-        at = bisect_right(sizes, num_bytes)
-        if at == 0:
-            return self.points[0][1]
-        size, seconds = self.points[at - 1]
-        if at < len(self.points):
-            next_size, next_seconds = self.points[at]
-            return seconds + (next_seconds - seconds) * (num_bytes - size) / (next_size - size)
-        return seconds + self._last_slope() * (num_bytes - size)
-
-    def _last_slope(self) -> float:
         size, seconds = self.points[-1]
-        if len(self.points) > 1:
-            before_size, before = self.points[-2]
-            slope = (seconds - before) / (size - before_size)
-            if slope > 0:
-                return slope
-        return seconds / size if size else 0.0
+        if num_bytes <= size:
+            return float(np.interp(num_bytes, [point[0] for point in self.points], [point[1] for point in self.points]))
+        before_size, before = self.points[-2] if len(self.points) > 1 else (0, seconds)
+        slope = (seconds - before) / (size - before_size) if seconds > before else seconds / max(size, 1)
+        return seconds + (slope if size else 0.0) * (num_bytes - size)
 
 
 @dataclass(frozen=True)
@@ -91,19 +86,9 @@ class Link:
         return (self.all_reduce if kind == "all_reduce" else self.exchange)(num_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        points = {kind: [list(point) for point in getattr(self, kind).points] for kind in get_args(Collective)}
+        points = {kind: [list(point) for point in getattr(self, kind).points] for kind in KINDS}
         host = {"host": self.host} if self.host else {}
         return {**points, "overlap": self.overlap, "cpu_share": self.cpu_share, **host}
-
-    @staticmethod
-    def from_dict(document: Mapping[str, Any]) -> "Link":
-        """The link that `to_dict` wrote; a KeyError, TypeError or ValueError where it is none."""
-        curves: dict[str, Curve] = {
-            kind: Curve(tuple((int(size), float(seconds)) for size, seconds in document[kind]))
-            for kind in get_args(Collective)
-        }
-        host = float(document.get("host", 0.0))
-        return Link(overlap=bool(document["overlap"]), cpu_share=float(document["cpu_share"]), host=host, **curves)
 
 
 @dataclass(frozen=True)
@@ -118,34 +103,44 @@ class Links:
 
     def of(self, mesh: Mesh, axes: Axes) -> Link:
         """The link of the groups over some axes of a mesh; a ConvoyError where nothing is known of any link."""
-        ranks = first_group(mesh, axes)
-        link = self.measured.get(ranks)
-        if link is not None:
-            return link
-        if self.otherwise is not None:
-            return self.otherwise(ranks)
-        if not self.measured:
-            raise ConvoyError(f"nothing is known of the link between ranks {list(ranks)}: measure it or assume a rate")
-        return max(self.measured.values(), key=lambda link: link.all_reduce(1 << 22))
+        return self._first_known(first_group(mesh, axes))
 
     def between(self, mesh: Mesh, axis: int, source: int, target: int) -> Link:
         """The link between ranks at two places on an axis, the same on all others; a ConvoyError where none is known.
         Where just these were not measured, those as far apart at the beginning of the axis serve; then all along it."""
         first, last = sorted((source, target))
-        for places in ((first, last), (0, last - first)):
-            ranks = tuple(mesh.rank([place if a == axis else 0 for a in mesh.axes]) for place in places)
+        pairs = (
+            tuple(mesh.rank([place if a == axis else 0 for a in mesh.axes]) for place in places)
+            for places in ((first, last), (0, last - first))
+        )
+        return self._first_known(*pairs, first_group(mesh, (axis,)))
+
+    def _first_known(self, *groups: Ranks) -> Link:
+        for ranks in groups:
             if ranks in self.measured:
                 return self.measured[ranks]
-            if self.otherwise is not None:
-                return self.otherwise(ranks)
-        return self.of(mesh, (axis,))
+        if self.otherwise is not None:
+            return self.otherwise(groups[0])
+        if not self.measured:
+            raise ConvoyError(
+                f"nothing is known of the link between ranks {list(groups[0])}: measure it or assume a rate"
+            )
+        return max(self.measured.values(), key=lambda link: link.all_reduce(1 << 22))
 
     def to_list(self) -> list[dict[str, Any]]:
         return [{"ranks": list(ranks), **link.to_dict()} for ranks, link in self.measured.items()]
 
     @staticmethod
     def from_list(rows: Sequence[Mapping[str, Any]]) -> "Links":
-        return Links({tuple(map(int, one["ranks"])): Link.from_dict(one) for one in rows})
+        """The links that `to_list` wrote; a KeyError, TypeError or ValueError where it is none."""
+        measured = {}
+        for row in rows:
+            all_reduce, exchange = (
+                Curve(tuple((int(size), float(seconds)) for size, seconds in row[kind])) for kind in KINDS
+            )
+            numbers = float(row["cpu_share"]), float(row.get("host", 0.0))
+            measured[tuple(map(int, row["ranks"]))] = Link(all_reduce, exchange, bool(row["overlap"]), *numbers)
+        return Links(measured)
 
 
 def first_group(mesh: Mesh, axes: Axes) -> Ranks:
@@ -154,47 +149,25 @@ def first_group(mesh: Mesh, axes: Axes) -> Ranks:
     return tuple(mesh.rank(place) for place in mesh.group(origin, tuple(sorted(axes))))
 
 
-_SIZES = tuple(1 << power for power in range(10, 31, 2))
+def ring(hop: Hop, ranks: int, overlap: bool, cpu_share: float) -> Link:
+    """The link between so many ranks: a ring adds a tensor in 2(k-1) hops of an n/k-th (Patarasuk and Yuan, 2009); in
+    an exchange a rank sends to the k-1 others one after another."""
+    hops = ranks - 1
+    all_reduce = Curve.line(2 * hops * hop.latency, 2 * hops / max(1, ranks) / hop.rate)
+    return Link(all_reduce, Curve.line(hops * hop.latency, 1 / hop.rate), overlap, cpu_share)
 
 
-@dataclass(frozen=True)
-class Rate:
-    """One hop between two devices."""
+def assumed(
+    between: Hop, inside: Hop | None = None, per_host: int = 1, *, overlap: bool = True, cpu_share: float = 0.0
+) -> Links:
+    """Links of hosts with the same number of devices each, numbered host by host; inside of one it is as between them
+    unless another hop is named."""
 
-    latency: float  # seconds of a message without content
-    bytes_per_s: float  # in one direction
+    def link(ranks: Ranks, /) -> Link:
+        one_host = len({rank // per_host for rank in ranks}) == 1
+        return ring(inside if one_host and inside is not None else between, len(ranks), overlap, cpu_share)
 
-    @staticmethod
-    def of(hop: Hop) -> "Rate":
-        return Rate(hop.latency, hop.rate)
-
-    def link(self, ranks: int, overlap: bool, cpu_share: float) -> Link:
-        """Between so many ranks: a ring adds a tensor in 2(k-1) hops of an n/k-th (Patarasuk and Yuan, 2009); in an
-        exchange a rank sends to the k-1 others one after another."""
-        hops = ranks - 1
-        all_reduce = [2 * hops * (self.latency + size / max(1, ranks) / self.bytes_per_s) for size in (0, *_SIZES)]
-        exchange = [hops * self.latency + size / self.bytes_per_s for size in (0, *_SIZES)]
-        curves = [Curve(tuple(zip((0, *_SIZES), seconds, strict=True))) for seconds in (all_reduce, exchange)]
-        return Link(curves[0], curves[1], overlap, cpu_share)
-
-
-@dataclass(frozen=True)
-class Assumed:
-    """Links of hosts with the same number of devices each, numbered host by host."""
-
-    between: Rate  # devices of different hosts
-    inside: Rate | None = None  # devices of one host; None: as `between`
-    per_host: int = 1  # devices of a host
-    overlap: bool = True
-    cpu_share: float = 0.0
-
-    def __call__(self, ranks: Ranks, /) -> Link:
-        one_host = len({rank // self.per_host for rank in ranks}) == 1
-        rate = self.inside if one_host and self.inside is not None else self.between
-        return rate.link(len(ranks), self.overlap, self.cpu_share)
-
-    def links(self) -> Links:
-        return Links(otherwise=self)
+    return Links(otherwise=link)
 
 
 def links_named(text: str, on_cpu: bool) -> tuple[Links, str]:
@@ -205,20 +178,18 @@ def links_named(text: str, on_cpu: bool) -> tuple[Links, str]:
     the catalog), less in proportion.
     """
     across, comma, within = text.partition(",")
-    named = link_named(across)
-    rate = Rate.of(named)
-    share = min(1.0, named.rate / links()["loopback"].rate) if on_cpu else 0.0
-    note = (
-        f"the links are assumed: {text}, {named.rate / 1e9:.3g} GB/s after {named.latency * 1e6:.3g} µs "
-        f"({named.source})"
-    )
-    if not comma:
-        return Assumed(rate, overlap=True, cpu_share=share).links(), note
     match = re.fullmatch(r"\s*([1-9][0-9]*)\s*x\s*(.+)", within)
-    if match is None:
+    between = link_named(across)
+    if comma and match is None:
         raise ConvoyError(
             f"{text!r} is no link: write e.g. 10gbit,8xnvlink4 for hosts of 8 devices with nvlink4 inside"
         )
-    inside = link_named(match[2])
-    note += f"; inside hosts of {match[1]} devices {inside.rate / 1e9:.3g} GB/s ({inside.source})"
-    return Assumed(rate, Rate.of(inside), int(match[1]), overlap=True, cpu_share=share).links(), note
+    note = (
+        f"the links are assumed: {text}, {between.rate / 1e9:.3g} GB/s after {between.latency * 1e6:.3g} µs "
+        f"({between.source})"
+    )
+    inside, per_host = (link_named(match[2]), int(match[1])) if match is not None else (None, 1)
+    if inside is not None:
+        note += f"; inside hosts of {per_host} devices {inside.rate / 1e9:.3g} GB/s ({inside.source})"
+    share = min(1.0, between.rate / links()["loopback"].rate) if on_cpu else 0.0
+    return assumed(between, inside, per_host, cpu_share=share), note

@@ -2,13 +2,10 @@
 
 Two calls with equal operations take equally long, whatever their names and wherever they stand: repeated blocks are
 measured once, and so are ranks with equal shares. What the rank sends is no part of it.
-
-What is true of a graph however it is placed, found out once.
 """
 
 import hashlib
 import math
-import weakref
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import prod
@@ -36,34 +33,23 @@ class GraphFacts:
     adding: dict[str, frozenset[str]]
     spare: frozenset[str]  # values that the only call that takes them may overwrite, unless they come from other ranks
 
-    @staticmethod
-    def of(graph: Graph) -> "GraphFacts":
-        readers = Readers(graph, [ref.name for ref in leaves(graph.output, Ref)])
-        spare = frozenset(name for name in graph.values if readers.is_spare(name, ()))
-        differentiable = needs_gradient(graph)
-        return GraphFacts(differentiable, _adding(graph, differentiable), spare)
-
-
-def _adding(graph: Graph, differentiable: frozenset[str]) -> dict[str, frozenset[str]]:
-    seen: set[str] = set()
-    adding = {}
-    for call in reversed(graph.calls):
-        inputs = differentiable.intersection(call.inputs) if differentiable.intersection(call.outputs) else frozenset()
-        adding[call.name] = frozenset(inputs & seen)
-        seen |= inputs
-    return adding
-
-
-_known: dict[int, tuple["weakref.ref[Graph]", GraphFacts]] = {}
-
 
 def graph_facts(graph: Graph) -> GraphFacts:
-    """The facts of a graph, worked out once."""
-    entry = _known.get(id(graph))
-    if entry is None or entry[0]() is not graph:
-        number = id(graph)
-        entry = _known[number] = (weakref.ref(graph, lambda _: _known.pop(number, None)), GraphFacts.of(graph))
-    return entry[1]
+    """The facts of a graph, worked out once and kept with it."""
+    kept = vars(graph)
+    if "_planner_facts" not in kept:
+        readers, differentiable = Readers(graph, [ref.name for ref in leaves(graph.output, Ref)]), needs_gradient(graph)
+        seen: set[str] = set()
+        adding = {}
+        for call in reversed(graph.calls):
+            has_gradient = differentiable.intersection(call.outputs)
+            inputs = differentiable.intersection(call.inputs) if has_gradient else frozenset[str]()
+            adding[call.name] = frozenset(inputs & seen)
+            seen |= inputs
+        spare = frozenset(name for name in graph.values if readers.is_spare(name, ()))
+        kept["_planner_facts"] = GraphFacts(differentiable, adding, spare)
+    facts: GraphFacts = kept["_planner_facts"]
+    return facts
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -148,10 +134,7 @@ class LocalOp:
         """The operation that `to_dict` wrote, also after a way through JSON; a KeyError, TypeError or ValueError where
         it is none."""
         inputs, outputs = (
-            tuple(
-                Operand(tuple(map(int, o["shape"])), str(o["dtype"]), o["role"], bool(o["gradient"]), bool(o["adds"]))
-                for o in part
-            )
+            tuple(Operand(**{**operand, "shape": tuple(map(int, operand["shape"]))}) for operand in part)
             for part in (document["inputs"], document["outputs"])
         )
         options = tuple(sorted((str(name), _plain(value)) for name, value in dict(document["options"]).items()))

@@ -1,17 +1,18 @@
 """What is predicted of a plan: the memory of its ranks, and the timeline of an update."""
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.ops.memory import predict_memory
 from convoy.ops.postponed import postpones
 from convoy.planner.cost.costs import Costs, HostCost
-from convoy.planner.cost.gradients import Exchange, exchange
+from convoy.planner.cost.gradients import gradient_axes, held_bytes, weights_of
 from convoy.planner.cost.local_op import local_bytes
 from convoy.planner.cost.pipeline import Staging
 from convoy.planner.cost.simulation import simulate
 from convoy.planner.cost.step import samples_of, step_tasks
+from convoy.plans.mesh import ranks_of
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import returning
@@ -42,47 +43,46 @@ def rank_memory(placement: Placement, costs: Costs, staging: Staging | None = No
     """Memory of every rank in a pass over the batch that was placed, and the update after it. A stage keeps the
     activations of all its passes in flight, with what it receives and sends for them. Of one weight after the other it
     also has a pass's own gradient, until that is added to those before."""
-    if staging is None:
-        return [memory for _, memory in _of_part(placement, costs, None, 0)]
-    parts = (staging.staged.part(placement, stage) for stage in range(staging.number))
-    by_rank = dict(of_rank for stage, part in enumerate(parts) for of_rank in _of_part(part, costs, staging, stage))
-    return [by_rank[rank] for rank in sorted(by_rank)]
+    memories: dict[int, RankMemory] = {}
+    for stage in range(staging.number if staging is not None else 1):
+        part = placement if staging is None else staging.staged.part(placement, stage)
+        memories |= _of_part(part, costs, staging, stage)
+    return [memories[rank] for rank in sorted(memories)]
 
 
-def _of_part(
-    placement: Placement, costs: Costs, staging: Staging | None, stage: int
-) -> Iterator[tuple[int, RankMemory]]:
-    """The ranks of a stage, or all where there are none, each with its memory."""
-    graph, passes = placement.graph, len(staging.samples) if staging is not None else 1
-    in_flight, mesh = staging.in_flight(stage) if staging is not None else 1, placement.mesh
-    memories = enumerate(predict_memory(placement, in_flight))
-    of_ranks = [one for one in memories if staging is None or mesh.stage_of(one[0]) == stage]
+def _of_part(placement: Placement, costs: Costs, staging: Staging | None, stage: int) -> dict[int, RankMemory]:
+    """The memory of a stage's ranks, or of all where there are no stages."""
+    graph, passes, in_flight = placement.graph, 1, 1
+    if staging is not None:
+        passes, in_flight = len(staging.samples), staging.in_flight(stage)
+    mesh, counted = placement.mesh, predict_memory(placement, in_flight)
+    ranks: Sequence[int] = range(mesh.num_devices) if staging is None else ranks_of(mesh, stage)
     if not graph.training:
-        for rank, memory in of_ranks:
-            yield rank, RankMemory(memory.parameters, 0, memory.buffers, memory.activations, 0, 0)
-        return
-    sent, differentiable = gradient_exchange(placement, costs), needs_gradient(graph)
-    weights = [value.name for value in graph.parameters() if value.name in placement.layouts and passes > 1]
-    later: list[str] = []
+        return {
+            r: RankMemory(counted[r].parameters, 0, counted[r].buffers, counted[r].activations, 0, 0) for r in ranks
+        }
+    held, alone = held_bytes(placement, weights_of(placement)), costs.message_sizes.alone
+    small = [sizes for name, sizes in held.items() if gradient_axes(placement, name) and max(sizes) < alone]
+    differentiable, later = needs_gradient(graph), list[str]()
     if staging is not None and staging.schedule == "zero-bubble":  # inputs and gradients, of all passes, at the end
-        calls = [one.call for one in placement.calls if postpones(one, graph, differentiable)]
+        calls = [placed.call for placed in placement.calls if postpones(placed, graph, differentiable)]
         later = [name for call in calls for name in (call.attributes["input"], call.outputs[0])]
-    for rank, memory in of_ranks:
-        messages = sum(message.copied[rank] for message in sent.messages)
+    by_rank = {}
+    for rank in ranks:
+        memory, messages = counted[rank], sum(sizes[rank] for sizes in small)
         if staging is not None:
             messages += _sent_and_received(placement, staging, stage, rank, differentiable)
-        yield (
-            rank,
-            RankMemory(
-                memory.parameters,
-                memory.gradients + max((local_bytes(placement, name, rank) for name in weights), default=0),
-                memory.buffers,
-                max(memory.activations, passes * sum(local_bytes(placement, name, rank) for name in later)),
-                int(costs.update.state * sent.held[rank]),
-                messages,
-                max((workspace(one, placement, rank) for one in placement.calls if costs.on_cpu), default=0),
-            ),
+        weights = [sizes[rank] for sizes in held.values()]
+        by_rank[rank] = RankMemory(
+            memory.parameters,
+            memory.gradients + (max(weights, default=0) if passes > 1 else 0),
+            memory.buffers,
+            max(memory.activations, passes * sum(local_bytes(placement, name, rank) for name in later)),
+            int(costs.update.state * sum(weights)),
+            messages,
+            max((workspace(call, placement, rank) for call in placement.calls if costs.on_cpu), default=0),
         )
+    return by_rank
 
 
 def _sent_and_received(
@@ -119,14 +119,7 @@ def workspace(placed: PlacedCall, placement: Placement, rank: int) -> int:
 
 def most(memory: Sequence[RankMemory]) -> RankMemory:
     """The memory of the rank that needs most."""
-    return max(memory, key=lambda one: one.total)
-
-
-def gradient_exchange(placement: Placement, costs: Costs) -> Exchange:
-    """The exchange of a step whose gradients become ready last parameter first; of a stage, with those that it has."""
-    names = [value.name for value in placement.graph.parameters()]
-    order = [name for name in names if name in placement.layouts or not placement.is_part][::-1]
-    return exchange(placement, order, costs.message_sizes)
+    return max(memory, key=lambda of_rank: of_rank.total)
 
 
 def predict(placement: Placement, costs: Costs, passes: int = 1, staging: Staging | None = None) -> Timeline:
@@ -187,7 +180,7 @@ def scored(plan: Plan, placement: Placement, costs: Costs, passes: int = 1, stag
     timeline = predict(placement, costs, passes, staging=staging)
     memory = rank_memory(placement, costs, staging)
     of_stages: dict[int, list[RankMemory]] = {}
-    for rank, one in enumerate(memory) if staging is not None else ():
-        of_stages.setdefault(plan.mesh.stage_of(rank), []).append(one)
+    for rank, of_rank in enumerate(memory) if staging is not None else ():
+        of_stages.setdefault(plan.mesh.stage_of(rank), []).append(of_rank)
     by_stage = tuple(most(of_stages[stage]) for stage in sorted(of_stages))
     return Scored(plan, placement, timeline, most(memory), passes, staging, by_stage)

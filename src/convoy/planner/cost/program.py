@@ -7,8 +7,8 @@ messages, and what ranks exchange for normalizations, inside a call and, for run
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
-from typing import Any, Literal
 
 from convoy.graph.graph import Graph
 from convoy.ops import OPERATIONS
@@ -16,10 +16,10 @@ from convoy.ops.placing import sharing_axes
 from convoy.ops.postponed import joins, postponed_part
 from convoy.ops.recompute import stretches
 from convoy.planner.cost.link import Collective, Message
-from convoy.planner.cost.local_op import BatchNorm, LocalOp, Operand, Option, dtype_name, local_op
+from convoy.planner.cost.local_op import BatchNorm, LocalOp, Operand, Option, dtype_name, graph_facts, local_op
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
-from convoy.plans.traffic import Sent, needs_gradient, transfer_traffic
+from convoy.plans.traffic import Sent, transfer_traffic
 from convoy.plans.transfer import Step
 
 
@@ -48,19 +48,19 @@ def moved(
 
 def copied(num_bytes: int, times: int = 1) -> LocalOp:
     """A copy of so many bytes, as into a message and out of it; `times` 2 for one added to what is there."""
-    one = Operand((num_bytes // 4,), "float32")
-    return LocalOp("copy", "", (one,) * times, (one,))
+    operand = Operand((num_bytes // 4,), "float32")
+    return LocalOp("copy", "", (operand,) * times, (operand,))
 
 
-def parameter_bytes(one: LocalOp) -> int:
+def parameter_bytes(op: LocalOp) -> int:
     """Bytes of a call's weight and bias."""
-    return sum(operand.bytes for operand in one.inputs if operand.role == "parameter")
+    return sum(operand.bytes for operand in op.inputs if operand.role == "parameter")
 
 
-def joined(one: LocalOp, number: float) -> LocalOp | None:
+def joined(op: LocalOp, number: float) -> LocalOp | None:
     """A call with the samples of `number` passes (a part of one for a smaller pass), as the weight's gradients of all
     of them are computed in one; None where each is computed by itself."""
-    operands = (*one.inputs, *one.outputs)
+    operands = (*op.inputs, *op.outputs)
     moved = sum(prod(operand.shape) for operand in operands if operand.role == "activation")
     weight = max((prod(operand.shape) for operand in operands if operand.role == "parameter"), default=0)
     if number <= 1 or not joins(moved, weight):
@@ -71,8 +71,8 @@ def joined(one: LocalOp, number: float) -> LocalOp | None:
             return operand
         return replace(operand, shape=(round(number * operand.shape[0]), *operand.shape[1:]))
 
-    inputs, outputs = (tuple(map(larger, operands)) for operands in (one.inputs, one.outputs))
-    return replace(one, inputs=inputs, outputs=outputs)
+    inputs, outputs = (tuple(map(larger, operands)) for operands in (op.inputs, op.outputs))
+    return replace(op, inputs=inputs, outputs=outputs)
 
 
 @dataclass(frozen=True)
@@ -151,109 +151,93 @@ class Item:
 
 def program(placement: Placement, batch_norm: BatchNorm = "sync", microbatch: int = 0) -> list[Item]:
     """The items of one pass, in the order of its forward pass."""
-    return _Program(placement, batch_norm, microbatch).items()
+    graph, mesh = placement.graph, placement.mesh
+    places = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
+    differentiable = graph_facts(graph).differentiable
+    kinds: dict[LocalOp, LocalOp] = {}  # equal operations are one object, which is quick to compare
+
+    @cache
+    def copies(step: Step, shape: tuple[int, ...], dtype: str, has_gradient: bool) -> tuple[LocalOp, ...]:
+        ops = (moved(step, shape, dtype, has_gradient, mesh, place) for place in places)
+        return tuple(kinds.setdefault(op, op) for op in ops)
+
+    transfers: dict[str, list[Item]] = {}
+    for sent in transfer_traffic(placement):
+        value, has_gradient = graph.values[sent.value], sent.value in differentiable
+        ops = copies(sent.step, value.shape, dtype_name(value.dtype), has_gradient)
+        transfers.setdefault(sent.call, []).append(_transfer(sent, ops, mesh, has_gradient))
+    items: list[Item] = []
+    calls: list[Item] = []
+    for placed in placement.calls:
+        for item in transfers.get(placed.call.name, ()):
+            item.layer = placed.call.layer
+            items.append(item)
+        calls.append(_call(placed, placement, places, batch_norm, microbatch, kinds))
+        items.append(calls[-1])
+    items += transfers.get("", ())
+    completed: set[str] = set()  # gradients of parameters: at the first item of the forward pass that takes them
+    for item in items:
+        parameters = [name for name in item.takes if graph.values[name].origin == "parameter"]
+        item.parameters = tuple(name for name in parameters if name not in completed)
+        completed.update(parameters)
+    for stretch in stretches(placement) if graph.training else ():
+        recomputed = calls[stretch.start : stretch.stop]
+        last = next((item for item in reversed(recomputed) if item.differentiable), None)
+        if last is not None:
+            last.again = tuple(recomputed)
+    return items
 
 
-class _Program:
-    def __init__(self, placement: Placement, batch_norm: BatchNorm, microbatch: int) -> None:
-        self.placement = placement
-        self.graph, self.mesh = placement.graph, placement.mesh
-        self.batch_norm, self.microbatch = batch_norm, microbatch
-        self.places = [self.mesh.coordinates(rank) for rank in range(self.mesh.num_devices)]
-        self.differentiable = needs_gradient(self.graph)
-        self.canonical: dict[LocalOp, LocalOp] = {}
-        self.moved: dict[tuple[Any, ...], tuple[LocalOp, ...]] = {}
-
-    def items(self) -> list[Item]:
-        sent: dict[str, list[Sent]] = {}
-        for traffic in transfer_traffic(self.placement):
-            sent.setdefault(traffic.call, []).append(traffic)
-        items: list[Item] = []
-        calls: list[Item] = []
-        for placed in self.placement.calls:
-            items += [self._transfer(traffic, placed.call.layer) for traffic in sent.get(placed.call.name, ())]
-            calls.append(self._call(placed))
-            items.append(calls[-1])
-        items += [self._transfer(traffic, "") for traffic in sent.get("", ())]
-        self._complete(items)
-        for stretch in stretches(self.placement) if self.graph.training else ():
-            recomputed = calls[stretch.start : stretch.stop]
-            last = next((item for item in reversed(recomputed) if item.differentiable), None)
-            if last is not None:
-                last.again = tuple(recomputed)
-        return items
-
-    def _call(self, placed: PlacedCall) -> Item:
-        call, graph = placed.call, self.graph
-        takes = tuple(name for name in call.inputs if name in self.differentiable)
-        backward = bool(takes) and bool(self.differentiable.intersection(call.outputs))
-        kinds: dict[tuple[object, ...], tuple[LocalOp, InternalMessages]] = {}  # one for all ranks that compute alike
-        ranks = []
-        for rank, place in enumerate(self.places):
-            signature = tuple(_signature(placed, place, self.mesh))
-            if signature not in kinds:
-                op = local_op(placed, self.placement, rank, batch_norm=self.batch_norm, microbatch=self.microbatch)
-                op = self.canonical.setdefault(op, op)
-                kinds[signature] = op, internal_messages(placed, graph, self.mesh, op, self.batch_norm)
-            ranks.append(kinds[signature])
-        local_ops, inside = zip(*ranks, strict=True)
-        return Item(
-            call.layer,
-            call.name,
-            False,
-            local_ops,
-            _of_all_ranks(inside, "forward"),
-            _of_all_ranks(inside, "backward") if backward else (),
-            backward,
-            takes if backward else (),
-            postponed=postponed_part(placed, graph, self.differentiable) if backward else 0.0,
+def _call(
+    placed: PlacedCall,
+    placement: Placement,
+    places: Sequence[Coordinates],
+    batch_norm: BatchNorm,
+    microbatch: int,
+    kinds: dict[LocalOp, LocalOp],
+) -> Item:
+    call, graph, mesh = placed.call, placement.graph, placement.mesh
+    differentiable = graph_facts(graph).differentiable
+    takes = tuple(name for name in call.inputs if name in differentiable)
+    backward = bool(takes) and bool(differentiable.intersection(call.outputs))
+    asked: dict[tuple[object, ...], tuple[LocalOp, InternalMessages]] = {}  # once for all ranks that compute alike
+    ranks = []
+    for rank, place in enumerate(places):
+        signature = tuple(_signature(placed, place, mesh))
+        if signature not in asked:
+            op = local_op(placed, placement, rank, batch_norm=batch_norm, microbatch=microbatch)
+            op = kinds.setdefault(op, op)
+            asked[signature] = op, internal_messages(placed, graph, mesh, op, batch_norm)
+        ranks.append(asked[signature])
+    local_ops, inside = zip(*ranks, strict=True)
+    forward, back = (
+        tuple(
+            Message(inside[0].axes, of_ranks[0][0], tuple(size for _, size in of_ranks))
+            for of_ranks in zip(*(getattr(of_rank, way) for of_rank in inside), strict=True)
         )
-
-    def _transfer(self, sent: Sent, layer: str) -> Item:
-        step, name = sent.step, sent.value
-        backward = name in self.differentiable
-        axes = tuple(axis for axis in step.axes if self.mesh.sizes[axis] > 1)
-        value = self.graph.values[name]
-        key = (step, value.shape, value.dtype, backward)
-        if key not in self.moved:
-            dtype = dtype_name(value.dtype)
-            ones = (moved(step, value.shape, dtype, backward, self.mesh, place) for place in self.places)
-            self.moved[key] = tuple(self.canonical.setdefault(one, one) for one in ones)
-        local_ops = self.moved[key]
-
-        def message(way: str, sums: str) -> tuple[Message, ...]:
-            numbers = tuple(getattr(traffic, way) for traffic in sent.ranks)
-            if not any(numbers) or not axes:
-                return ()
-            if step.kind == sums:
-                return (Message(axes, "all_reduce", tuple(one.inputs[0].bytes for one in local_ops)),)
-            return (Message(axes, "exchange", numbers),)
-
-        return Item(
-            layer,
-            f"{step.kind} {name}",
-            True,
-            local_ops,
-            message("forward", "reduce"),
-            message("backward", "copy") if backward else (),
-            backward,
-            (name,) if backward else (),
-        )
-
-    def _complete(self, items: Sequence[Item]) -> None:
-        """Note for each parameter the item that completes its gradient: the first of the forward pass to take it."""
-        first: dict[str, Item] = {}
-        for item in items:
-            for name in item.takes:
-                if self.graph.values[name].origin == "parameter":
-                    first.setdefault(name, item)
-        for name, item in first.items():
-            item.parameters += (name,)
+        for way in ("forward", "backward")
+    )
+    if not backward:
+        return Item(call.layer, call.name, False, local_ops, forward, (), False, ())
+    postponed = postponed_part(placed, graph, differentiable)
+    return Item(call.layer, call.name, False, local_ops, forward, back, True, takes, postponed=postponed)
 
 
-def _of_all_ranks(ranks: Sequence[InternalMessages], way: Literal["forward", "backward"]) -> tuple[Message, ...]:
-    messages = zip(*(getattr(one, way) for one in ranks), strict=True)  # each of all ranks, as kind and bytes
-    return tuple(Message(ranks[0].axes, of[0][0], tuple(size for _, size in of)) for of in messages)
+def _transfer(sent: Sent, copies: tuple[LocalOp, ...], mesh: Mesh, differentiable: bool) -> Item:
+    step, name = sent.step, sent.value
+    axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
+
+    def message(way: str, sums: str) -> tuple[Message, ...]:
+        numbers = tuple(getattr(traffic, way) for traffic in sent.ranks)
+        if not any(numbers) or not axes:
+            return ()
+        if step.kind == sums:
+            return (Message(axes, "all_reduce", tuple(op.inputs[0].bytes for op in copies)),)
+        return (Message(axes, "exchange", numbers),)
+
+    backward = message("backward", "copy") if differentiable else ()
+    takes = (name,) if differentiable else ()
+    return Item("", f"{step.kind} {name}", True, copies, message("forward", "reduce"), backward, differentiable, takes)
 
 
 def _signature(placed: PlacedCall, place: Coordinates, mesh: Mesh) -> Iterator[object]:

@@ -3,17 +3,17 @@
 Of ranks that do the same, the tasks of one stand for all. A network that is not divided into stages is one stage.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate, chain, count
 
 from convoy.planner.cost.costs import Costs, HostCost, Times
-from convoy.planner.cost.gradients import GradientMessage, exchange
+from convoy.planner.cost.gradients import GradientMessage, exchange, weights_of
 from convoy.planner.cost.link import Message
-from convoy.planner.cost.local_op import LocalOp, graph_facts, local_bytes
+from convoy.planner.cost.local_op import graph_facts, local_bytes
 from convoy.planner.cost.pipeline import Staging, in_order
 from convoy.planner.cost.program import Item, copied, joined, parameter_bytes, program, running_statistics
 from convoy.planner.cost.simulation import rank_classes
-from convoy.plans.mesh import Axes
+from convoy.plans.mesh import Axes, ranks_of
 from convoy.plans.place import Placement
 from convoy.plans.stages import Crossing
 from convoy.plans.timeline import ENGINE, Kind, Stream, Task
@@ -41,17 +41,21 @@ def samples_of(placement: Placement) -> list[int]:
 class _Stage:
     """What the ranks of a stage do; a network in one piece is one stage."""
 
-    def __init__(self, placement: Placement, costs: Costs, ranks: Sequence[int], postpones: bool) -> None:
-        self.placement, self.ranks = placement, ranks
-        self.simulated: list[int] = []
+    def __init__(self, placement: Placement, costs: Costs, staging: Staging | None, number: int) -> None:
+        mesh, self.number = placement.mesh, number
+        # all of them where a plan with stages runs in one piece, as it is profiled
+        self.ranks: Sequence[int] = range(mesh.num_devices) if staging is None else ranks_of(mesh, number)
+        self.received = staging.staged.received(number) if staging is not None else ()
+        self.sent = staging.staged.sent(number) if staging is not None else ()
+        self.placement = placement if staging is None else staging.staged.part(placement, number)
         self.first_without_weights = 0  # the pass whose weight gradients are computed next
-        self.items = program(placement, costs.batch_norm, costs.microbatch)
+        self.items = program(self.placement, costs.batch_norm, costs.microbatch)
         backward = self.items[::-1]
         names = dict.fromkeys(name for item in backward for name in item.parameters)
-        unused = (v.name for v in placement.graph.parameters() if v.name in placement.layouts or not placement.is_part)
-        order = [*names, *(name for name in unused if name not in names)]
-        self.exchange = exchange(placement, order, costs.message_sizes)
+        order = list(names | dict.fromkeys(weights_of(self.placement)))  # those that nothing uses come last
+        self.exchange = exchange(self.placement, order, costs.message_sizes)
         # in the order in which the gradients of their parameters are complete
+        postpones = staging is not None and staging.schedule == "zero-bubble"
         self.ready = sorted(backward, key=lambda item: item.postponed > 0) if postpones else backward
         # By place in there, the messages that are sent then: in their order, each with all that is in it. Those of
         # parameters that nothing uses come at the end.
@@ -61,7 +65,8 @@ class _Stage:
         self.starts: dict[int, list[GradientMessage]] = {}
         for place, message in zip(accumulate(ends, max), self.exchange.messages, strict=True):
             self.starts.setdefault(place, []).append(message)
-        self.sent: list[dict[int, int]] = []  # for each message that travels, its task on each rank
+        # the tasks of each message that has begun on each rank; None where it waits for the end
+        self.begun: list[tuple[GradientMessage, dict[int, int] | None]] = []
 
     @property
     def axes(self) -> set[Axes]:
@@ -70,11 +75,11 @@ class _Stage:
 
     def work_of(self, rank: int) -> Hashable:
         """What a rank does by itself, for comparison with others."""
-        messages = self.exchange.messages
         return (
+            self.number,
             tuple(id(item.local_ops[rank]) for item in self.items),
             tuple(m.bytes[rank] for item in self.items for m in (*item.forward, *item.backward)),
-            tuple((m.bytes[rank], m.copied[rank]) for m in messages),
+            tuple((m.bytes[rank], m.copied[rank]) for m in self.exchange.messages),
             self.exchange.held[rank],
         )
 
@@ -90,105 +95,79 @@ class _Builder:
         self.part = 1.0  # of the samples of a whole pass
         self.meetings = count()
         self.sent: dict[tuple[Crossing, bool, int, int], int] = {}
-        self._known: dict[LocalOp, Times] = {}
+        self.stages = [_Stage(placement, costs, staging, n) for n in range(staging.number if staging else 1)]
+        work = {rank: stage.work_of(rank) for stage in self.stages for rank in stage.ranks}
+        axes = set(chain.from_iterable(stage.axes for stage in self.stages))
+        axes |= {(staging.axis,)} if staging is not None else set()
+        everyone = range(self.mesh.num_devices)
+        kinds = [(work[rank], self.samples[rank], self._slowdown(rank)) for rank in everyone]
+        self.first = rank_classes(self.mesh, kinds, axes)
+        # the tasks that a simulated rank has to have done before it goes on
+        self.chain: dict[int, tuple[int, ...]] = dict.fromkeys(sorted(set(self.first)), ())
+        self._enter(self.stages[0])
+
+    def _enter(self, stage: _Stage) -> None:
+        self.stage = stage
+        self.ranks = [rank for rank in stage.ranks if rank in self.chain]  # those that are simulated
 
     def tasks(self, passes: int) -> list[Task]:
-        mesh, staging, everyone = self.mesh, self.staging, range(self.mesh.num_devices)
-        if staging is None:
-            stages = [_Stage(self.placement, self.costs, everyone, self.postpones)]
-        else:
-            stages = [
-                _Stage(
-                    staging.staged.part(self.placement, number),
-                    self.costs,
-                    [rank for rank in everyone if mesh.stage_of(rank) == number],
-                    self.postpones,
-                )
-                for number in range(staging.number)
-            ]
-        work: list[Hashable] = [None] * mesh.num_devices
-        for number, stage in enumerate(stages):
-            for rank in stage.ranks:
-                work[rank] = (number, self.samples[rank], stage.work_of(rank), self._slowdown(rank))
-        axes = set(chain.from_iterable(stage.axes for stage in stages))
-        self.first = rank_classes(mesh, work, axes | ({(staging.axis,)} if staging is not None else set()))
-        self.chain: dict[int, tuple[int, ...]] = dict.fromkeys(sorted(set(self.first)), ())
-        for stage in stages:
-            stage.simulated = [rank for rank in stage.ranks if rank in self.chain]
         end = ("weights" if self.postpones else "backward", passes - 1)
-        schedule = staging.schedule if staging is not None else "1f1b"
-        for self.place, (kind, number) in in_order(schedule, passes, len(stages)):
-            self.stage = stages[self.place]
-            self.part = self._share(number)
+        schedule = self.staging.schedule if self.staging is not None else "1f1b"
+        for number, (kind, index) in in_order(schedule, passes, len(self.stages)):
+            self._enter(self.stages[number])
+            self.part = self._share(index)
             if kind == "forward":
-                self._forward(number)
+                self._forward(index)
             elif self.is_training and kind == "backward":
-                self._backward(number, number == passes - 1, self.place == len(stages) - 1)
+                self._backward(index, index == passes - 1)
             elif self.is_training:
-                self._weights(number, number == passes - 1)
-            if (kind, number) == end and self.is_training:
+                self._weights(index, index == passes - 1)
+            if (kind, index) == end and self.is_training:
                 self._update()
         return self.listed
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The simulated ranks of this stage."""
-        return self.stage.simulated
 
     def _share(self, number: int) -> float:
         return self.staging.samples[number] / max(self.staging.samples) if self.staging is not None else 1.0
 
-    def _crossings(self, forward: bool, sends: bool) -> Iterator[tuple[Crossing, int]]:
-        """The values, or those whose gradients, this stage sends or is sent, each with the other stage."""
-        if self.staging is None:
-            return
-        staged, differentiable = self.staging.staged, graph_facts(self.placement.graph).differentiable
-        is_later = forward == sends  # the other stage
-        for crossing in staged.sent(self.place) if is_later else staged.received(self.place):
-            if forward or crossing.value in differentiable:
-                yield crossing, crossing.target if is_later else crossing.source
+    def _slowdown(self, rank: int) -> float:
+        return self.costs.slowdowns[rank] if self.costs.slowdowns else 1.0
 
-    def _receive(self, forward: bool, number: int) -> None:
+    def _peer(self, rank: int, stage: int) -> int:
+        """The simulated rank that stands for a rank's peer in another stage."""
+        assert self.staging is not None
+        return self.first[self.staging.peer(rank, stage)]
+
+    def _with_gradients(self, crossings: Iterable[Crossing]) -> list[Crossing]:
+        differentiable = graph_facts(self.placement.graph).differentiable
+        return [crossing for crossing in crossings if crossing.value in differentiable]
+
+    def _receive(self, crossings: Iterable[Crossing], forward: bool, number: int) -> None:
         """Wait for what other stages send for a pass."""
-        for crossing, other in self._crossings(forward, sends=False):
-            assert self.staging is not None
+        for crossing in crossings:
+            sender = crossing.source if forward else crossing.target
             for rank in self.ranks:
-                peer = self.first[self.staging.peer(rank, other)]
-                self.chain[rank] = (*self.chain[rank], self.sent[crossing, forward, number, peer])
+                arrival = self.sent[crossing, forward, number, self._peer(rank, sender)]
+                self.chain[rank] = (*self.chain[rank], arrival)
 
-    def _send(self, forward: bool, number: int) -> None:
+    def _send(self, crossings: Iterable[Crossing], forward: bool, number: int) -> None:
         """Send other stages what they need of a pass, or the gradients of what they have sent."""
-        for crossing, other in self._crossings(forward, sends=True):
-            staging, graph = self.staging, self.placement.graph
+        # The sender's task: it takes up the sender's way out, and cycles at both ends. A receiver has none, it waits,
+        # which is what the bubble counts, and what a watched update has marks of.
+        for crossing in crossings:
+            staging, graph, value = self.staging, self.placement.graph, crossing.value
             assert staging is not None
-            link = self.costs.links.between(self.mesh, staging.axis, self.place, other)
+            receiver = crossing.target if forward else crossing.source
+            link = self.costs.links.between(self.mesh, staging.axis, self.stage.number, receiver)
             share = (link.cpu_share if link.overlap else 1.0) / 2  # one way of the two that a collective goes
             layer = graph.calls[staging.staged.calls(crossing.target)[0]].layer
             for rank in self.ranks:
-                num_bytes = round(self.part * local_bytes(self.placement, crossing.value, rank))
+                num_bytes = round(self.part * local_bytes(self.placement, value, rank))
+                seconds = link.exchange(num_bytes)
+                after, peer = self.chain[rank], self._peer(rank, receiver)
                 task = Task(
-                    rank,
-                    "stages",
-                    "transfer",
-                    layer,
-                    crossing.value,
-                    link.exchange(num_bytes),
-                    self.chain[rank],
-                    cpu_share=share,
-                    num_bytes=num_bytes,
-                    host=link.host,
-                    peer=self.first[staging.peer(rank, other)],
+                    rank, "stages", "transfer", layer, value, seconds, after, -1, share, num_bytes, link.host, peer
                 )
                 self.sent[crossing, forward, number, rank] = self._add(task, blocks=False)
-
-    def _times(self, local_op: LocalOp) -> Times:
-        if local_op not in self._known:
-            self._known[local_op] = self.costs.times(local_op)
-        return self._known[local_op]
-
-    def _of_item(self, item: Item, rank: int) -> Times:
-        times = self._times(item.local_ops[rank])
-        return times + self.costs.per_transfer if item.is_transfer else times
 
     def _add(self, task: Task, blocks: bool = True) -> int:
         """A task, which holds up all that its rank does after it if it `blocks`."""
@@ -197,55 +176,53 @@ class _Builder:
             self.chain[task.rank] = (len(self.listed) - 1,)
         return len(self.listed) - 1
 
-    def _compute(self, rank: int, kind: Kind, layer: str, name: str, seconds: float, host: float = 0.0) -> None:
-        if name not in _BESIDE:
-            seconds *= self._slowdown(rank)
-            host = 0.0 if self.replays else host
-        if seconds > 0 or host > 0:
-            self._add(Task(rank, "compute", kind, layer, name, seconds, self.chain[rank], host=host))
+    def _compute(self, kind: Kind, layer: str, name: str, costs: Iterable[tuple[float, float]]) -> None:
+        """Work of all simulated ranks, by its seconds on each and those of the host that issues it."""
+        for rank, (seconds, host) in zip(self.ranks, costs, strict=True):
+            if name not in _BESIDE:
+                seconds *= self._slowdown(rank)
+                host = 0.0 if self.replays else host
+            if seconds > 0 or host > 0:
+                self._add(Task(rank, "compute", kind, layer, name, seconds, self.chain[rank], host=host))
 
-    def _slowdown(self, rank: int) -> float:
-        return self.costs.slowdowns[rank] if self.costs.slowdowns else 1.0
+    def _times(self, item: Item) -> list[Times]:
+        return [self.costs.time(item.local_ops[rank]) for rank in self.ranks]
 
     def _around(self, name: str, cost: HostCost) -> None:
-        for rank in self.ranks:
-            self._compute(rank, "around", "", name, cost.seconds(self.part * self.samples[rank]), cost.host)
+        seconds = [cost.seconds(self.part * self.samples[rank]) for rank in self.ranks]
+        self._compute("around", "", name, [(of_rank, cost.host) for of_rank in seconds])
 
     def _forward(self, number: int) -> None:
-        self._receive(True, number)
+        self._receive(self.stage.received, True, number)
         self._around("input", self.costs.input)
         for item in self.stage.items:
-            for rank in self.ranks:
-                kind: Kind = "copy" if item.is_transfer else "forward"
-                times = self._of_item(item, rank)
-                self._compute(rank, kind, item.layer, item.name, self.part * times.forward, times.host_forward)
+            costs = [(self.part * of_op.forward, of_op.host_forward) for of_op in self._times(item)]
+            self._compute("copy" if item.is_transfer else "forward", item.layer, item.name, costs)
             for message in item.forward:
                 self._collective(message, "transfers", item.layer, item.name)
-        self._send(True, number)
+        self._send(self.stage.sent, True, number)
 
-    def _backward(self, number: int, is_last: bool, has_loss: bool) -> None:
-        self._receive(False, number)
-        if has_loss:
+    def _backward(self, number: int, is_last: bool) -> None:
+        self._receive(self._with_gradients(self.stage.sent), False, number)
+        if self.stage is self.stages[-1]:
             self._around("loss", self.costs.loss)
         for place, item in enumerate(reversed(self.stage.items)):
             for message in item.backward:
                 self._collective(message, "transfers", item.layer, item.name)
             for again in item.again:
-                for rank in self.ranks:
-                    times = self._of_item(again, rank)
-                    self._compute(rank, "backward", again.layer, again.name, times.forward, times.host_forward)
-            for rank in self.ranks if item.differentiable else ():
-                kind: Kind = "copy" if item.is_transfer else "backward"
-                times = self._of_item(item, rank)
-                seconds = self.part * times.backward * (1 - item.postponed if self.postpones else 1.0)
-                self._compute(rank, kind, item.layer, item.name, seconds, times.host_backward)
+                costs = [(of_op.forward, of_op.host_forward) for of_op in self._times(again)]
+                self._compute("backward", again.layer, again.name, costs)
+            if item.differentiable:
+                part = self.part * (1 - item.postponed if self.postpones else 1.0)
+                costs = [(part * of_op.backward, of_op.host_backward) for of_op in self._times(item)]
+                self._compute("copy" if item.is_transfer else "backward", item.layer, item.name, costs)
             if is_last and not self.postpones:
                 self._start(place)
         if is_last and not self.postpones:
             self._finish()
         if number > 0 and not self.postpones:
             self._add_to_earlier_passes()
-        self._send(False, number)
+        self._send(self._with_gradients(self.stage.received), False, number)
 
     def _weights(self, number: int, is_last: bool) -> None:
         """The weight gradients that backward passes up to this one have postponed; with those of the last pass, all
@@ -254,15 +231,9 @@ class _Builder:
         self.stage.first_without_weights = number + 1
         self.part = sum(map(self._share, range(first, number + 1)))
         for place, item in enumerate(self.stage.ready):
-            for rank in self.ranks if item.postponed else ():
-                one = item.local_ops[rank]
-                seconds = item.postponed * self.part * self._times(one).backward
-                at_once = joined(one, self.part)
-                if at_once is not None:
-                    seconds = min(seconds, item.postponed * self._times(at_once).backward)
-                elif self.part > 1:
-                    seconds += (self.part - 1) * self._times(copied(parameter_bytes(one), 2)).forward
-                self._compute(rank, "backward", item.layer, item.name, seconds)
+            if item.postponed:
+                seconds = [self._postponed(item, rank) for rank in self.ranks]
+                self._compute("backward", item.layer, item.name, [(of_rank, 0.0) for of_rank in seconds])
             if is_last:
                 self._start(place)
         if first > 0:
@@ -270,11 +241,19 @@ class _Builder:
         if is_last:
             self._finish()
 
+    def _postponed(self, item: Item, rank: int) -> float:
+        """Seconds of a weight's gradient for several passes."""
+        op, times = item.local_ops[rank], self.costs.time
+        seconds, at_once = item.postponed * self.part * times(op).backward, joined(op, self.part)
+        if at_once is not None:
+            return min(seconds, item.postponed * times(at_once).backward)
+        return seconds + max(0.0, self.part - 1) * times(copied(parameter_bytes(op), 2)).forward
+
     def _collective(
         self, message: Message, stream: Stream, layer: str, name: str, blocks: bool = True
     ) -> dict[int, int]:
         """A message of every group over some axes; the task's place in the list for each rank that takes part."""
-        link = self.costs.links.of(self.mesh, message.axes)
+        link = self.costs.link(self.mesh, message.axes)
         meetings: dict[tuple[int, ...], int] = {}
         tasks = {}
         for rank in self.ranks:
@@ -285,69 +264,52 @@ class _Builder:
             sorts = tuple(sorted({self.first[member] for member in group}))
             if sorts not in meetings:
                 meetings[sorts] = next(self.meetings)
-            task = Task(
-                rank,
-                stream,
-                _KINDS[stream],
-                layer,
-                name,
-                link.seconds(message.kind, most),
-                self.chain[rank],
-                meetings[sorts],
-                0.0 if blocks else link.cpu_share,
-                message.bytes[rank],
-                0.0 if self.replays else link.host,
-            )
+            what = rank, stream, _KINDS[stream], layer, name, link.seconds(message.kind, most)
+            share, host = 0.0 if blocks else link.cpu_share, 0.0 if self.replays else link.host
+            task = Task(*what, self.chain[rank], meetings[sorts], share, message.bytes[rank], host)
             tasks[rank] = self._add(task, blocks)
         return tasks
 
     def _start(self, place: int) -> None:
         """Send the gradients that are ready after an item, those that travel beside the computation."""
         for message in self.stage.starts.get(place, ()):
-            for rank in self.ranks:
-                self._copy(rank, message)
-            beside = self._overlaps(message)
-            self.stage.sent.append(self._gradients(message, blocks=False) if beside else {})
+            self._copy(message)
+            beside = self.costs.link(self.mesh, message.axes).overlap
+            name = message.layer, message.name
+            tasks = self._collective(message, "gradients", *name, blocks=False) if beside else None
+            self.stage.begun.append((message, tasks))
 
     def _finish(self) -> None:
         """Wait for all messages; those that could not run beside the computation are sent now."""
         self._start(len(self.stage.ready))
-        messages = self.stage.exchange.messages
-        for message, sent in zip(messages, self.stage.sent, strict=True):
-            if self._overlaps(message):
-                for rank, number in sent.items():
-                    self.chain[rank] = (*self.chain[rank], number)
-            else:
-                self._gradients(message)
-        for message in messages:
-            number, costs = len(message.parameters), self.costs
-            engine = costs.per_parameter * number, costs.host_per_parameter * number
-            for rank in self.ranks:
-                self._compute(rank, "copy", message.layer, message.name, *engine)
-                self._copy(rank, message)
+        for message, tasks in self.stage.begun:
+            if tasks is None:
+                self._collective(message, "gradients", message.layer, message.name)
+            for rank, number in (tasks or {}).items():
+                self.chain[rank] = (*self.chain[rank], number)
+        for message, _ in self.stage.begun:
+            count = len(message.parameters)
+            engine = self.costs.per_parameter * count, self.costs.host_per_parameter * count
+            self._compute("copy", message.layer, message.name, [engine] * len(self.ranks))
+            self._copy(message)
 
-    def _copy(self, rank: int, message: GradientMessage) -> None:
-        if message.copied[rank]:
-            times = self._times(copied(message.copied[rank]))
-            self._compute(rank, "copy", message.layer, message.name, times.forward, times.host_forward)
-
-    def _gradients(self, message: GradientMessage, blocks: bool = True) -> dict[int, int]:
-        return self._collective(message, "gradients", message.layer, message.name, blocks)
-
-    def _overlaps(self, message: GradientMessage) -> bool:
-        return self.costs.links.of(self.mesh, message.axes).overlap
+    def _copy(self, message: GradientMessage) -> None:
+        """Copies of gradients into their message, or out of it."""
+        sizes = [message.copied[rank] for rank in self.ranks]
+        times = [self.costs.time(copied(size)) if size else Times() for size in sizes]
+        self._compute(
+            "copy", message.layer, message.name, [(of_rank.forward, of_rank.host_forward) for of_rank in times]
+        )
 
     def _add_to_earlier_passes(self) -> None:
-        for rank in self.ranks:
-            times = self._times(copied(self.stage.exchange.held[rank], 2))
-            self._compute(rank, "backward", "", ADDING, times.forward, times.host_forward)
+        times = [self.costs.time(copied(self.stage.exchange.held[rank], 2)) for rank in self.ranks]
+        self._compute("backward", "", ADDING, [(of_rank.forward, of_rank.host_forward) for of_rank in times])
 
     def _update(self) -> None:
         """The end of a stage's update, in which the engine's own time has a task beside the optimizer's."""
         exchange, update = self.stage.exchange, self.costs.update
         for message in running_statistics(self.stage.placement, self.costs.batch_norm):
             self._collective(message, "transfers", "", "running statistics")
-        for rank in self.ranks:
-            seconds = update.seconds(exchange.held[rank], exchange.tensors)
-            self._compute(rank, "update", "", "optimizer", seconds, update.issuing(exchange.tensors))
-            self._compute(rank, "around", "", ENGINE, update.fixed)
+        seconds = [update.seconds(exchange.held[rank], exchange.tensors) for rank in self.ranks]
+        self._compute("update", "", "optimizer", [(of_rank, update.issuing(exchange.tensors)) for of_rank in seconds])
+        self._compute("around", "", ENGINE, [(update.fixed, 0.0)] * len(self.ranks))

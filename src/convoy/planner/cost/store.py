@@ -26,7 +26,7 @@ from convoy.files import expanded, write_text
 from convoy.planner.cost.costs import Times
 from convoy.planner.cost.local_op import LocalOp
 from convoy.resources import cores_allowed, free_memory
-from convoy.units import size
+from convoy.units import plural, size
 from convoy.version import __version__
 
 # Of what is free, for the tensors that are counted. Kernels and the framework take the rest of a GPU. On a host, four
@@ -61,7 +61,6 @@ class Device:
     threads: int  # that compute on it; 0 where that says nothing, as on a GPU
     precision: str = "float32"  # in which convolutions and matrix products compute
     channels_last: bool = False
-    compiled: bool = False
     neighbours: int = 1  # ranks that compute on the same host at once and share its memory, itself counted
     numerics: str = ""  # torch's switches that change kernels, as `benchmark, tf32 products`
     share: float = 1.0  # of the time of its threads' cores, what control groups leave it
@@ -74,41 +73,27 @@ class Device:
         return f"{plain or 'device'}-{self.threads}t-{self.precision}-{digest}"
 
     def describe(self) -> str:
-        threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}, " if self.threads else ""
-        order = ", channels last" if self.channels_last else ""
-        with_others = f", {self.neighbours} ranks on the host" if self.neighbours > 1 else ""
-        compiled = ", compiled" if self.compiled else ""
-        share = f"{self.share:.0%} of the time, " if self.share < 1 else ""
-        numerics = f", {self.numerics}" if self.numerics else ""
-        return (
-            f"{self.name}, {threads}{share}{self.precision}{numerics}{order}{compiled}{with_others}, torch {self.torch}"
-        )
+        parts = [
+            self.name,
+            plural(self.threads, "thread") if self.threads else "",
+            f"{self.share:.0%} of the time" if self.share < 1 else "",
+            self.precision,
+            self.numerics,
+            "channels last" if self.channels_last else "",
+            f"{self.neighbours} ranks on the host" if self.neighbours > 1 else "",
+            f"torch {self.torch}",
+        ]
+        return ", ".join(filter(None, parts))
 
 
-def this_device(
-    device: torch.device,
-    *,
-    precision: str = "float32",
-    channels_last: bool = False,
-    compiled: bool = False,
-    neighbours: int = 1,
-) -> Device:
-    """The device that this process computes on, with the threads that torch uses now."""
-    is_cpu = device.type == "cpu"
-    name = resources.processor_name() if is_cpu else torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads() if is_cpu else 0
-    return Device(
-        name,
-        torch.__version__,
-        __version__,
-        threads,
-        precision,
-        channels_last,
-        compiled,
-        neighbours,
-        ", ".join(_numerics(is_cpu)),
-        round(min(1.0, cores_allowed() / threads), 3) if is_cpu else 1.0,
-    )
+def this_device(device: torch.device) -> Device:
+    """The device that this process computes on in float32, with the threads that torch uses now."""
+    numerics = ", ".join(_numerics(device.type == "cpu"))
+    if device.type != "cpu":
+        return Device(torch.cuda.get_device_name(device), torch.__version__, __version__, 0, numerics=numerics)
+    threads, name = torch.get_num_threads(), resources.processor_name()
+    share = round(min(1.0, cores_allowed() / threads), 3)
+    return Device(name, torch.__version__, __version__, threads, numerics=numerics, share=share)
 
 
 def _numerics(is_cpu: bool) -> Iterator[str]:

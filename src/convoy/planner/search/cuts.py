@@ -11,7 +11,8 @@ slowest stage alone.
 """
 
 import itertools
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -22,13 +23,12 @@ from numpy.typing import NDArray
 from convoy.graph.graph import Graph
 from convoy.ops.postponed import postponed_part
 from convoy.ops.recompute import KeptTensors
-from convoy.planner.cost.additive import Additive, sums_of_calls
+from convoy.planner.cost.additive import Additive, OfParameter, sums_of_calls
 from convoy.planner.cost.link import Link
-from convoy.planner.cost.local_op import local_bytes
+from convoy.planner.cost.local_op import graph_facts, local_bytes
 from convoy.planner.cost.prediction import workspace
-from convoy.plans.place import COMPUTE, Placement
+from convoy.plans.place import COMPUTE, PlacedCall, Placement
 from convoy.plans.stages import cut_points, why_not_sent
-from convoy.plans.traffic import needs_gradient
 
 # Of the stage from one cut to another, by the numbers of both; of no meaning where the second is not later
 Numbers = NDArray[np.float64]
@@ -59,43 +59,45 @@ class Chain:
     stage. Seconds are those of a pass, forward and backward, but for `once`."""
 
     def __init__(self, placement: Placement, costs: Additive) -> None:
-        graph = placement.graph
         self.placement, self.passes = placement, costs.passes
-        self.cuts = cuts_of(graph)  # the calls before which a stage may begin, and both ends
-        self._differentiable = needs_gradient(graph)
-        self._unit = np.searchsorted(self.cuts, range(len(graph.calls)), side="right") - 1
-        units = len(self.cuts) - 1
-        passes, saved, once, held, postponed, gradients, space = (np.zeros(units) for _ in range(7))
-        rows = zip(self._unit, placement.calls, sums_of_calls(placement, costs), strict=True)
-        for unit, placed, (seconds, parameters) in rows:
-            passes[unit] += seconds
-            if costs.costs.on_cpu:
-                space[unit] = max(space[unit], workspace(placed, placement, 0))
-            part = postponed_part(placed, graph, self._differentiable)
-            if part:
-                saved[unit] += costs.postponing(placed, placement, part)
-                for name in (placed.call.attributes["input"], placed.call.outputs[0]):
-                    postponed[unit] += local_bytes(placement, name, 0)
-            for name, of_parameter in parameters.items():
-                passes[unit] += (self.passes - 1) * of_parameter.adding
-                once[unit] += of_parameter.seconds
-                held[unit] += of_parameter.held
-                if self.passes > 1:  # a pass's own gradient, until it is added to those before
-                    gradients[unit] = max(gradients[unit], local_bytes(placement, name, 0))
+        self.cuts = cuts_of(placement.graph)  # the calls before which a stage may begin, and both ends
+        self._differentiable = graph_facts(placement.graph).differentiable
+        rows = zip(placement.calls, sums_of_calls(placement, costs), strict=True)
+        of_calls = np.array([self._of_call(placed, *sums, costs) for placed, sums in rows]).T
+        to_sum, to_compare = of_calls[:5], of_calls[5:]
+        seconds, saved, once, postponed, held = (_between(np.add.reduceat(row, self.cuts[:-1])) for row in to_sum)
         # Gradients are added to those before. Less, under zero-bubble, are the seconds of weight gradients of all
         # passes that are computed in one call each.
-        self.seconds, self.saved = (_between(total / self.passes) for total in (passes, saved))
+        self.seconds, self.saved = seconds / self.passes, saved / self.passes
         # Seconds for the exchange of gradients and the optimizer; bytes from which weight gradients are computed.
-        self.once, self.postponed, sums = map(_between, (once, postponed, held))
-        # bytes of parameters, gradients and optimizer, and of the kernel that holds most while it runs
-        self.held = sums + _largest(gradients) + _largest(space)
+        self.once, self.postponed = once, postponed
+        # bytes of parameters, gradients and optimizer, of a pass's own gradient, and of the kernel that holds most
+        self.held = held + sum(_largest(np.maximum.reduceat(row, self.cuts[:-1])) for row in to_compare)
+
+    def _of_call(
+        self, placed: PlacedCall, seconds: float, parameters: Mapping[str, OfParameter], costs: Additive
+    ) -> tuple[float, ...]:
+        placement, more = self.placement, self.passes - 1
+        part = postponed_part(placed, placement.graph, self._differentiable)
+        later = (placed.call.attributes["input"], placed.call.outputs[0]) if part else ()
+        gradients = [local_bytes(placement, name, 0) for name in parameters] if more else []
+        return (
+            seconds + more * sum(of.adding for of in parameters.values()),
+            costs.postponing(placed, placement, part) if part else 0.0,
+            sum(of.seconds for of in parameters.values()),
+            sum(local_bytes(placement, name, 0) for name in later),
+            sum(of.held for of in parameters.values()),
+            max(gradients, default=0),
+            workspace(placed, placement, 0) if costs.costs.on_cpu else 0,
+        )
 
     @cached_property
     def _touched(self) -> list[tuple[str, int, tuple[int, ...]]]:
         """The values that calls give: name, bytes on a rank, and the parts between cuts in which they are made or used;
         the network's outputs are used at its end."""
         units_of: dict[str, set[int]] = {}
-        for unit, placed in zip(self._unit.tolist(), self.placement.calls, strict=True):
+        for number, placed in enumerate(self.placement.calls):
+            unit = bisect_right(self.cuts, number) - 1
             units_of |= {name: {unit} for name in placed.call.outputs}
             for name in units_of.keys() & placed.call.inputs:
                 units_of[name].add(unit)
@@ -120,8 +122,12 @@ class Chain:
         held, values = self._empty(), self.placement.graph.values
         # of what is computed again only that which crosses cuts: so no cuts are missed, and what is chosen is looked at
         calls = zip(self.placement.calls, KeptTensors(self.placement).calls, strict=True)
-        tensors = {one for placed, of_call in calls if not placed.call.recomputed for one in of_call}
-        plain = {one.value for one in tensors if not one.inside and one.itemsize == values[one.value].dtype.itemsize}
+        tensors = {tensor for placed, of_call in calls if not placed.call.recomputed for tensor in of_call}
+        plain = {
+            tensor.value
+            for tensor in tensors
+            if not tensor.inside and tensor.itemsize == values[tensor.value].dtype.itemsize
+        }
         for name, size, touches in self._touched:
             for before, unit in itertools.pairwise((-1, *touches)):
                 held[before + 1 : unit + 1, unit + 1 :] += size
@@ -130,10 +136,10 @@ class Chain:
         first = {name: touches[0] for name, _, touches in self._touched}
         inside = np.zeros(len(self.cuts) - 1)
         mesh = self.placement.mesh
-        for one in tensors:
-            if one.inside or one.itemsize != values[one.value].dtype.itemsize:
-                shape = one.layout.local_shape(values[one.value].shape, mesh, (0,) * len(mesh.sizes))
-                inside[first.get(one.value, 0)] += prod(shape) * one.itemsize
+        for tensor in tensors:
+            if tensor.inside or tensor.itemsize != values[tensor.value].dtype.itemsize:
+                shape = tensor.layout.local_shape(values[tensor.value].shape, mesh, (0,) * len(mesh.sizes))
+                inside[first.get(tensor.value, 0)] += prod(shape) * tensor.itemsize
         return held + _between(inside)
 
     def _empty(self) -> Numbers:
@@ -155,9 +161,10 @@ def _largest(numbers: Numbers) -> Numbers:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What decides about the cuts, for each stage from any cut to any other: their sum is to be least."""
+    """What decides about the cuts, for each stage from any cut to any other: their sum is to be least. Both are
+    infinite where a stage cannot be."""
 
-    through: Sequence[Numbers]  # seconds of one pass through the stage, with what it sends; infinite where it cannot be
+    through: Sequence[Numbers]  # seconds of one pass through the stage, with what it sends
     rest: Sequence[Numbers]  # seconds of its other passes, and of its end
 
     def seconds(self, cuts: Sequence[int]) -> float:
@@ -170,16 +177,9 @@ class Bounds:
     def least(self) -> float:
         """Seconds of the rest that the slowest stage takes at least; infinite where there are no cuts."""
         slowest = np.where(np.arange(len(self.rest[0])) == 0, -np.inf, np.inf)
-        for of_stage in self.possible_rest:
+        for of_stage in self.rest:
             slowest = np.maximum(slowest[:, None], of_stage).min(axis=0)
         return float(slowest[-1])
-
-    @cached_property
-    def possible_rest(self) -> list[Numbers]:
-        return [
-            np.where(np.isfinite(of_stage) & np.triu(np.ones(of_stage.shape, bool), 1), rest, np.inf)
-            for of_stage, rest in zip(self.through, self.rest, strict=True)
-        ]
 
 
 _STEPS = 200
@@ -194,23 +194,21 @@ def best_cuts(bounds: Bounds) -> list[tuple[int, ...]]:
     Dynamic programming gives the least sum through stages none of which takes longer for the rest than some limit. The
     limit sinks to below the slowest of them, and to where a larger sum could still pay, until there is no better one.
     """
-    shape, stages = bounds.through[0].shape, len(bounds.through)
-    rest, least = bounds.possible_rest, bounds.least
-    through = [np.where(np.isfinite(row), sums, np.inf) for row, sums in zip(rest, bounds.through, strict=True)]
-    if not np.isfinite(least):
+    count, rest, through = len(bounds.rest[0]), bounds.rest, bounds.through
+    if not np.isfinite(bounds.least):
         return []
     seconds_of: dict[tuple[int, ...], float] = {}
 
     def look(limit: float) -> tuple[int, ...] | None:
-        sums = np.where(np.arange(shape[0]) == 0, 0.0, np.inf)
+        sums = np.where(np.arange(count) == 0, 0.0, np.inf)
         before: list[NDArray[np.int64]] = []
-        for stage in range(stages):
+        for stage in range(len(rest)):
             total = np.where(rest[stage] <= limit, sums[:, None] + through[stage], np.inf)
             before.append(total.argmin(axis=0))
             sums = total.min(axis=0)
         if not np.isfinite(sums[-1]):
             return None
-        back = [shape[0] - 1]
+        back = [count - 1]
         for at in reversed(before):
             back.append(int(at[back[-1]]))
         cuts = tuple(reversed(back))
@@ -225,5 +223,5 @@ def best_cuts(bounds: Bounds) -> list[tuple[int, ...]]:
         slow = max(row[pair] for row, pair in zip(rest, itertools.pairwise(cuts), strict=True))
         limit = min(np.nextafter(slow, -np.inf), min(seconds_of.values()) - (seconds_of[cuts] - slow))
     for times in _LOOSER:
-        look(times * least)
+        look(times * bounds.least)
     return sorted(seconds_of, key=lambda cuts: seconds_of[cuts])

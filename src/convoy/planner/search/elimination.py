@@ -5,7 +5,9 @@ inside is eliminated by itself, so that a join costs the product of what meets t
 
 Entries are vectors: the least sum for each number of times that something happens. Two of them are combined by a
 min-plus convolution, so that of all states within a budget those with the smallest count are exact, however counts and
-sums trade. Where nothing is counted the vectors have one element.
+sums trade. A price for each count would find only states on the convex hull of sums and counts: two of the golden plans
+changed so, ResNet-50 on 2×2 to one that is predicted to take 2.7 % longer. Where nothing is counted the vectors have
+one element.
 """
 
 import heapq
@@ -66,8 +68,8 @@ class Elimination:
         most: int = 0,
     ) -> None:
         self._sizes, self._length = dict(sizes), most + 1
-        parts = [Table(one.scope, one.numbers[..., None]) for one in _merged(tables, sizes)]
-        parts += [Table(one.scope, _by_count(one.numbers)) for one in _merged(counts, sizes)]
+        parts = [Table(table.scope, table.numbers[..., None]) for table in _merged(tables, sizes)]
+        parts += [Table(table.scope, _by_count(table.numbers)) for table in _merged(counts, sizes)]
         order = order_of([part.scope for part in parts], self._sizes, limit // self._length)
         place = {variable: number for number, (variable, _) in enumerate(order)}
         # the last bucket has no variable: there is what depends on none

@@ -4,18 +4,23 @@ Layouts have numbers here, and equal questions one answer; blocks that repeat ar
 """
 
 import itertools
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from convoy.errors import ConvoyError
-from convoy.graph.graph import Call, Graph, Ref, Value
+from convoy.graph.graph import Call, Graph, Value
 from convoy.ops import OPERATIONS
 from convoy.ops.recompute import kept_by
 from convoy.planner.cost.additive import Additive, OfParameter, elements
 from convoy.planner.cost.local_op import graph_facts
-from convoy.plans.layout import Layout, Split
+from convoy.plans.layout import Layout
 from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import COMPUTE, Batch, PlacedCall, Placement, Situation
 from convoy.plans.transfer import transfer
@@ -40,7 +45,7 @@ def meshes(num_devices: int) -> list[Mesh]:
 def sample_axes_of(mesh: Mesh) -> list[Axes]:
     """All sets of axes that may divide the samples, the largest first."""
     axes = tuple(mesh.axes)
-    return [chosen for count in range(len(axes), -1, -1) for chosen in itertools.combinations(axes, count)]
+    return [subset for count in range(len(axes), -1, -1) for subset in itertools.combinations(axes, count)]
 
 
 def strategies(mesh: Mesh, axes: Axes, among: Sequence[str] = AXIS_STRATEGIES) -> list[Strategy]:
@@ -58,41 +63,22 @@ def used_axes(layers: Mapping[str, Strategy], ops: Mapping[str, str]) -> Axes:
     return tuple(axis for axis in range(len(rows[0]) if rows else 0) if any(s[axis] == "sample" for s in rows))
 
 
-Structure = tuple[Any, ...]
-
-
-def structure(call: Call, graph: Graph, differentiable: frozenset[str]) -> Structure:
+def structure(call: Call, graph: Graph, differentiable: frozenset[str]) -> tuple[object, ...]:
     """What two calls must have in common to be placed alike and to cost the same. Names of tensors stand in it as
     places among the call's inputs and outputs; those in `differentiable` have a gradient."""
+    values = graph.values
     places = {name: f"${number}" for number, name in enumerate((*call.inputs, *call.outputs))}
     tensors = tuple(
-        ((value := graph.values[name]).shape, str(value.dtype), value.origin, name in differentiable) for name in places
-    )
-    return (
-        call.op,
-        call.recomputed,
-        getattr(call.function, "__name__", repr(call.function)),
-        len(call.inputs),
-        tensors,
-        _normal(call.attributes, places, graph),
-        _normal(call.args, places, graph),
-        _normal(call.kwargs, places, graph),
+        ((value := values[name]).shape, str(value.dtype), value.origin, name in differentiable) for name in places
     )
 
+    def anonymous(match: re.Match[str]) -> str:
+        name = match[1]
+        return places.get(name, f"${values[name].origin}" if name in values else match[0])
 
-def _normal(value: Any, places: Mapping[str, str], graph: Graph) -> Any:
-    if isinstance(value, Ref):
-        return places.get(value.name, "$")
-    if isinstance(value, str):
-        tensor = graph.values.get(value)
-        return places.get(value, value if tensor is None else f"${tensor.origin}")
-    if isinstance(value, Mapping):
-        return tuple((str(key), _normal(item, places, graph)) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(_normal(item, places, graph) for item in value)
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    return repr(value)
+    text = re.sub("'([^']*)'", anonymous, repr((call.attributes, call.args, call.kwargs)))
+    function = getattr(call.function, "__name__", repr(call.function))
+    return call.op, call.recomputed, function, len(call.inputs), tensors, text
 
 
 NOWHERE = -1  # stands for the layout of a value that cannot be
@@ -105,8 +91,7 @@ class Answer:
     wants: tuple[int, ...]  # number of each input's layout that it asks for; NOWHERE where it asks nothing
     gives: tuple[int, ...]  # number of each output's layout
     seconds: float  # of the call itself
-    inside: float  # bytes that it alone keeps for the backward pass, on rank 0
-    keeps: tuple[int, ...]  # places of the inputs, then the outputs, that it keeps for the backward pass
+    bytes: float  # on rank 0, that it keeps for the backward pass
 
 
 T = TypeVar("T")
@@ -122,45 +107,48 @@ class Prices:
         self.costs = costs
         self.layouts: list[Layout] = []
         self.differentiable = graph_facts(graph).differentiable
+        training = [call for call in graph.calls if self.differentiable.intersection(call.outputs)]
+        # how many calls keep each value for the backward pass
+        self._keepers = Counter(
+            name for call in training for name in {name for name, _ in OPERATIONS[call.op].keeps(call, graph.values)}
+        )
         self._numbers: dict[Layout, int] = {}
-        self._splits: dict[Split, Split] = {}
-        self._structures: dict[Structure, int] = {}
-        self._answers: dict[tuple[object, ...], Answer | ConvoyError] = {}
-        self._known: dict[tuple[object, ...], Any] = {}
+        self._structures: dict[tuple[object, ...], int] = {}
+        self._arrays: dict[tuple[object, bytes], int] = {}
+        self._answers: dict[tuple[object, ...], Any] = {}
 
-    def _once(self, *question: object, ask: Callable[[], T]) -> T:
-        if question not in self._known:
-            self._known[question] = ask()
-        answer: T = self._known[question]
+    def once(self, *question: object, ask: Callable[[], T]) -> T:
+        """The answer to a question of its own kind, which is asked but once."""
+        if question not in self._answers:
+            self._answers[question] = ask()
+        answer: T = self._answers[question]
         return answer
 
+    def key(self, ids: NDArray[np.int64]) -> int:
+        """The same number for equal arrays, so that what was worked out for one serves all of them."""
+        return self._arrays.setdefault((ids.shape, ids.tobytes()), len(self._arrays))
+
     def number(self, layout: Layout) -> int:
-        number = self._numbers.get(layout)
-        if number is None:
-            # equal splits are one object, which is quick to compare
-            splits = tuple((dim, self._splits.setdefault(split, split)) for dim, split in layout.splits)
-            layout = Layout(splits, layout.partial, layout.copied)
-            number = self._numbers[layout] = len(self.layouts)
+        if layout not in self._numbers:
+            self._numbers[layout] = len(self.layouts)
             self.layouts.append(layout)
-        return number
+        return self._numbers[layout]
 
     def kind(self, call: Call) -> int:
         """A number for all calls that are alike but for their names."""
 
         def number() -> int:
-            key = (*structure(call, self.graph, self.differentiable), self.costs.context(call))
+            keepers = tuple(self._keepers[name] for name in (*call.inputs, *call.outputs))
+            key = (*structure(call, self.graph, self.differentiable), self.costs.context(call), keepers)
             return self._structures.setdefault(key, len(self._structures))
 
-        return self._once("kind", call.name, ask=number)
+        return self.once("kind", call.name, ask=number)
 
     def answer(self, call: Call, batch: Batch, strategy: Strategy, inputs: Sequence[int]) -> Answer | ConvoyError:
         """How a call is placed, or why it cannot be. The strategy is empty where the call's rule does not look at it;
-        `given` has for every input the number of its layout, NOWHERE for parameters, buffers and constants."""
-        key = (self.kind(call), *self._relevant(call, batch, strategy, inputs))
-        answer = self._answers.get(key)
-        if answer is None:
-            answer = self._answers[key] = self._ask(call, batch, strategy, inputs)
-        return answer
+        `inputs` has for every input the number of its layout, NOWHERE for parameters, buffers and constants."""
+        relevant = self._relevant(call, batch, strategy, inputs)
+        return self.once("answer", self.kind(call), relevant, ask=partial(self._ask, call, batch, strategy, inputs))
 
     def _relevant(self, call: Call, batch: Batch, strategy: Strategy, inputs: Sequence[int]) -> tuple[object, ...]:
         """All that the rule looks at; convolutions look at no more than how their input's channels are divided."""
@@ -191,32 +179,27 @@ class Prices:
             pairs = zip(call.inputs, inputs, wants, strict=True)
             moved = tuple(name for name, before, want in pairs if before not in (NOWHERE, want))
 
-        def computed() -> tuple[float, float, tuple[int, ...]]:
+        def priced() -> tuple[float, float]:
             blank = Placement(self.graph, self.mesh, batch, (), {}, {}, {})
             placed_call = PlacedCall(call, strategy, placed, dict.fromkeys(moved, ()))
-            return self.costs.compute(placed_call, blank), *self._kept(placed_call, blank)
+            return self.costs.compute(placed_call, blank), self._kept(placed_call, blank)
 
         places = tuple(map(call.inputs.index, moved))
-        return Answer(wants, gives, *self._once("call", self.kind(call), wants, gives, places, ask=computed))
+        return Answer(wants, gives, *self.once("call", self.kind(call), wants, gives, places, ask=priced))
 
-    def _kept(self, placed: PlacedCall, blank: Placement) -> tuple[float, tuple[int, ...]]:
-        """Bytes on rank 0 that only this call keeps, and which of its tensors it keeps."""
-        call = placed.call
-        if not self.differentiable.intersection(call.outputs):
-            return 0.0, ()
-        inside, keeps = 0.0, []
-        names = (*call.inputs, *call.outputs)
-        for tensor in kept_by(placed, blank):
-            if self.graph.values[tensor.value].origin not in ("call", "input"):
-                continue
-            if tensor.inside or tensor.itemsize != self.graph.values[tensor.value].dtype.itemsize:
-                inside += self._on_first(tensor.layout, self.graph.shape(tensor.value)) * tensor.itemsize
-            else:
-                keeps.append(names.index(tensor.value))
-        return inside, tuple(keeps)
-
-    def _on_first(self, layout: Layout, shape: tuple[int, ...]) -> int:
-        return elements(layout, shape, self.mesh, (0,) * len(self.mesh.sizes))
+    def _kept(self, placed: PlacedCall, blank: Placement) -> float:
+        """Bytes on rank 0 that a call keeps; of a value that several calls keep, its part. Where they keep it in
+        several layouts that is too little: the bytes are to guide the search, and what a plan needs is counted anew."""
+        held, values = 0.0, self.graph.values
+        for tensor in kept_by(placed, blank) if self.differentiable.intersection(placed.call.outputs) else ():
+            value = values[tensor.value]
+            if value.origin in ("call", "input"):
+                alone = tensor.inside or tensor.itemsize != value.dtype.itemsize
+                num_bytes = (
+                    elements(tensor.layout, value.shape, self.mesh, (0,) * len(self.mesh.sizes)) * tensor.itemsize
+                )
+                held += num_bytes / (1 if alone else self._keepers[tensor.value])
+        return held
 
     def transfer(self, source: int, target: int, value: Value) -> float:
         if source in (target, NOWHERE) or target == NOWHERE:
@@ -227,29 +210,12 @@ class Prices:
             return sum(self.costs.transfer(step, self.mesh, value) for step in steps)
 
         tensor = value.shape, value.dtype, value.name in self.differentiable
-        return self._once("transfer", source, target, tensor, ask=seconds)
+        return self.once("transfer", source, target, tensor, ask=seconds)
 
     def parameter(self, value: Value, number: int) -> OfParameter:
         layout = self.layouts[number]
         ask = partial(self.costs.parameter, value, layout, self.mesh)
-        return self._once("parameter", value.shape, value.dtype, number, ask=ask)
-
-    def kept(self, number: int, value: Value) -> tuple[int, int]:
-        """The number of a layout without what it says of the gradient, and the bytes of a value in it on rank 0."""
-        layout = self.layouts[number]
-        count = self._once("kept", number, value.shape, ask=partial(self._on_first, layout, value.shape))
-        plain = self.number(replace(layout, copied=frozenset())) if layout.copied else number
-        return plain, count * value.dtype.itemsize
-
-
-def floor(prices: Prices, batch: Batch, allowed: Mapping[str, Sequence[Strategy]]) -> float:
-    """Seconds that every plan takes at least: those of its convolutions, each with the strategy that is cheapest."""
-    total = 0.0
-    for call in prices.graph.calls:
-        if call.op == "conv":
-            answers = (prices.answer(call, batch, one, [NOWHERE] * len(call.inputs)) for one in allowed[call.layer])
-            total += min((one.seconds for one in answers if isinstance(one, Answer)), default=0.0)
-    return total
+        return self.once("parameter", value.shape, value.dtype, number, ask=ask)
 
 
 def is_choosing(call: Call) -> bool:

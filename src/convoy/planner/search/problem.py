@@ -8,7 +8,8 @@ placed once for every state of what they depend on.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -25,7 +26,7 @@ Ids = NDArray[np.int64]  # numbers of layouts, as `convoy.planner.search.prices.
 
 
 @dataclass(frozen=True)
-class Known:
+class StateLayouts:
     """Where a tensor lies, for every state of the variables in `scope`."""
 
     scope: Scope
@@ -34,17 +35,7 @@ class Known:
 
 
 def relabelled(ids: Ids) -> tuple[Ids, Ids]:
-    """The distinct numbers of an array, ascending, and for every element the place of its number among them. As
-    `numpy.unique`, without sorting where the numbers are small."""
-    if ids.size == 1:
-        return ids.reshape(1), np.zeros_like(ids)
-    if ids.size >= 64:
-        low, high = int(ids.min()), int(ids.max())
-        if high - low <= 4 * ids.size:
-            shifted = ids - low
-            seen = np.zeros(high - low + 1, bool)
-            seen[shifted] = True
-            return np.flatnonzero(seen) + low, (np.cumsum(seen) - 1)[shifted]
+    """The distinct numbers of an array, ascending, and for every element the place of its number among them."""
     numbers, places = np.unique(ids, return_inverse=True)
     return numbers, places.reshape(ids.shape)
 
@@ -62,9 +53,6 @@ def narrowed(ids: Ids) -> tuple[tuple[int, ...], Ids]:
 
 GRID = 1_500_000  # the most states that a call's inputs may have together
 
-# Where a tensor lies: places of variables in a call's scope, numbers of layouts over these, and a key
-Narrow = tuple[tuple[int, ...], Ids, int]
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -79,94 +67,10 @@ class PlacedStates:
     """A call for every state of the variables that it depends on, which stand here by their places in its scope."""
 
     seconds: Numbers  # infinite where it cannot be
-    inside: Numbers  # bytes that it alone keeps
-    wants: list[Narrow]  # layouts of its inputs
-    gives: list[Narrow]  # layouts of its outputs
-    keeps: tuple[int, ...]  # places of the inputs, then the outputs, that it keeps for the backward pass
+    bytes: Numbers  # that it keeps for the backward pass
+    wants: list[StateLayouts]  # layouts of its inputs
+    gives: list[StateLayouts]  # layouts of its outputs
     refused: ConvoyError | None  # by a rule, for some state
-
-
-class Shared:
-    """What the problems of one mesh share: prices, and what was worked out for some states already."""
-
-    def __init__(self, prices: Prices) -> None:
-        self.prices = prices
-        self._keys: dict[tuple[tuple[int, ...], bytes], int] = {}
-        # seconds and counts of redistributions, by what they depend on
-        self.tables: dict[tuple[object, ...], tuple[Numbers, Numbers]] = {}
-        self._placed: dict[tuple[object, ...], PlacedStates] = {}
-
-    def key(self, ids: Ids) -> int:
-        """The same number for equal arrays, so that what was worked out for one serves all of them."""
-        return self._keys.setdefault((ids.shape, ids.tobytes()), len(self._keys))
-
-    def placed(
-        self,
-        call: Call,
-        batch: Batch,
-        inputs: Sequence[Known | None],
-        choice: tuple[int, Choice] | None,
-        scope: Scope,
-        sizes: Sequence[int],
-    ) -> PlacedStates:
-        """A call for all states; a TooWideError where there are too many. `inputs` says where these lie, None for
-        parameters, buffers and constants; `choice` is the variable of its layer's strategy, and what it may be, None
-        for calls that follow. `scope` are all variables that it depends on."""
-        key = (
-            self.prices.kind(call),
-            tuple((place.key, *map(scope.index, place.scope)) if place else None for place in inputs),
-            (scope.index(choice[0]), choice[1].strategies, batch.axes) if choice is not None else None,
-        )
-        if key in self._placed:
-            return self._placed[key]
-        sizes = check_grid(scope, sizes)
-        arrays = [aligned(place.ids, place.scope, scope) if place else None for place in inputs]
-        strategies: Sequence[Strategy] = choice[1].strategies if choice is not None else ((),)
-        states = np.arange(len(strategies))
-        state = aligned(states, (choice[0],), scope) if choice is not None else np.zeros((), np.int64)
-        codes = state  # equal where all is
-        for ids in arrays:
-            if ids is not None:
-                codes = codes * (len(self.prices.layouts) + 1) + ids + 1
-                codes = relabelled(codes)[1] if codes.size and codes.max() > 1 << 40 else codes
-        numbers, inverse = relabelled(np.broadcast_to(codes, sizes))
-        first = np.empty(len(numbers), np.int64)
-        first[inverse.ravel()[::-1]] = np.arange(inverse.size)[::-1]
-        at = np.unravel_index(first, sizes) if sizes else ()
-        columns = [[NOWHERE] * len(first) if array is None else _at(array, at) for array in arrays]
-        depends = [array is not None for array in arrays]
-        answers: list[Answer | None] = []
-        refused = None
-        for chosen, *of_inputs in zip(_at(state, at), *columns, strict=True):
-            answer = None
-            if not any(n == NOWHERE and depending for n, depending in zip(of_inputs, depends, strict=True)):
-                result = self.prices.answer(call, batch, strategies[chosen], of_inputs)
-                answer, refused = (None, result) if isinstance(result, ConvoyError) else (result, refused)
-            answers.append(answer)
-
-        def spread(numbers: Iterable[float], kind: type) -> NDArray:
-            return np.array(list(numbers), kind)[inverse]
-
-        def narrow(numbers: Iterable[int]) -> Narrow:
-            places, ids = narrowed(spread(numbers, np.int64))
-            return places, ids, self.key(ids)
-
-        placed = self._placed[key] = PlacedStates(
-            spread((np.inf if a is None else a.seconds for a in answers), np.float64),
-            spread((0.0 if a is None else a.inside for a in answers), np.float64),
-            [narrow(NOWHERE if a is None else a.wants[n] for a in answers) for n in range(len(call.inputs))],
-            [narrow(NOWHERE if a is None else a.gives[n] for a in answers) for n in range(len(call.outputs))],
-            next((a.keeps for a in answers if a is not None), ()),
-            refused,
-        )
-        return placed
-
-
-def check_grid(scope: Scope, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The shape of an array over some variables; a TooWideError where it would be too large."""
-    if prod(sizes) > GRID:
-        raise TooWideError(scope)
-    return tuple(sizes)
 
 
 def _at(array: Ids, at: Sequence[NDArray[np.intp]]) -> list[int]:
@@ -177,9 +81,9 @@ def _at(array: Ids, at: Sequence[NDArray[np.intp]]) -> list[int]:
     return picked
 
 
-def _that_share(uses: Sequence[Known], source: Known) -> list[list[Known]]:
+def _that_share(uses: Sequence[StateLayouts], source: StateLayouts) -> list[list[StateLayouts]]:
     """Uses that may want a value in the same layout, other than where it is, together; the same use but once."""
-    groups: list[tuple[set[int], list[Known]]] = []
+    groups: list[tuple[set[int], list[StateLayouts]]] = []
     alone = {int(source.ids)} if not source.scope else set()
     for use_of in {(use.scope, use.key): use for use in uses}.values():
         layouts = set(relabelled(use_of.ids)[0].tolist()) - alone - {NOWHERE}
@@ -200,32 +104,26 @@ class Problem:
     # number of states of every variable; the first ones are the choices
     sizes: dict[int, int] = field(default_factory=dict)
     seconds: list[Table] = field(default_factory=list)
-    bytes: list[Table] = field(default_factory=list)  # on rank 0; empty where nobody asked for them
+    bytes: list[Table] = field(default_factory=list)  # on rank 0
     # how often a tensor is brought from one layout to another
     redistributions: list[Table] = field(default_factory=list)
     refused: ConvoyError | None = None  # by a rule, for where no combination is left
 
 
-def build(
-    shared: Shared, batch: Batch, choices: Sequence[Choice], outputs: Iterable[str], with_memory: bool = False
-) -> Problem:
+def build(prices: Prices, batch: Batch, choices: Sequence[Choice], outputs: Iterable[str]) -> Problem:
     """The tables of a graph; a TooWideError where too much meets in one call. Every layer whose rule looks at its
     strategy is in one of the choices."""
-    return _Builder(shared, batch, choices, with_memory).build(list(outputs))
+    return _Builder(prices, batch, choices).build(list(outputs))
 
 
 class _Builder:
-    def __init__(self, shared: Shared, batch: Batch, choices: Sequence[Choice], with_memory: bool) -> None:
-        self.shared = shared
-        self.prices = shared.prices
-        self.graph = shared.prices.graph
+    def __init__(self, prices: Prices, batch: Batch, choices: Sequence[Choice]) -> None:
+        self.prices, self.graph = prices, prices.graph
         self.batch = batch
-        self.with_memory = with_memory
         self.problem = Problem(choices, {v: len(choice.strategies) for v, choice in enumerate(choices)})
         self.variable = {layer: v for v, choice in enumerate(choices) for layer in choice.layers}
-        self.known: dict[str, Known] = {}
-        self.uses: dict[str, list[Known]] = {}
-        self.keeps: dict[str, list[Known]] = {}
+        self.layouts: dict[str, StateLayouts] = {}
+        self.uses: dict[str, list[StateLayouts]] = {}
 
     def build(self, outputs: list[str]) -> Problem:
         graph = self.graph
@@ -233,10 +131,12 @@ class _Builder:
         of_batch = Layout.of({0: samples}) if samples else WHOLE
         for name in graph.inputs:
             shape = graph.shape(name)
-            self.known[name] = self._constant(of_batch if shape and shape[0] == self.batch.num_samples else WHOLE)
+            self.layouts[name] = self._constant(of_batch if shape and shape[0] == self.batch.num_samples else WHOLE)
         last = {name: place for place, call in enumerate(graph.calls) for name in call.inputs}
         last |= dict.fromkeys(outputs, len(graph.calls))
-        chosen = {self.variable[call.layer]: place for place, call in enumerate(graph.calls) if is_choosing(call)}
+        places_of_choices = {
+            self.variable[call.layer]: place for place, call in enumerate(graph.calls) if is_choosing(call)
+        }
         live: dict[str, Scope] = {}
         for place, call in enumerate(graph.calls):
             self._call(call)
@@ -245,62 +145,116 @@ class _Builder:
                     live.pop(name, None)
             for name in call.outputs:
                 still_live = {v for other, scope in live.items() if other != name for v in scope}
-                still_live |= {v for output in call.outputs if output != name for v in self.known[output].scope}
-                needed = still_live | {v for v, at in chosen.items() if at > place}
+                still_live |= {v for output in call.outputs if output != name for v in self.layouts[output].scope}
+                needed = still_live | {v for v, at in places_of_choices.items() if at > place}
                 self._cut(name, needed)
                 if last.get(name, -1) > place:
-                    live[name] = self.known[name].scope
+                    live[name] = self.layouts[name].scope
         for name in outputs:
-            if name not in self.known:
-                self.known[name] = self._constant(WHOLE)
+            if name not in self.layouts:
+                self.layouts[name] = self._constant(WHOLE)
             self.uses.setdefault(name, []).append(self._constant(own_samples(graph.shape(name), self.batch)))
         for name, uses in self.uses.items():
-            for scope, seconds, count in self._sent(graph.values[name], self.known[name], uses):
+            for scope, seconds, count in self._sent(graph.values[name], self.layouts[name], uses):
                 self._add(self.problem.seconds, scope, seconds)
                 self._add(self.problem.redistributions, scope, count)
-        for name, keeps in self.keeps.items():
-            for scope, held in self._kept(graph.values[name], keeps):
-                self._add(self.problem.bytes, scope, held)
         return self.problem
 
-    def _constant(self, layout: Layout) -> Known:
+    def _constant(self, layout: Layout) -> StateLayouts:
         ids = np.array(self.prices.number(layout))
-        return Known((), ids, self.shared.key(ids))
+        return StateLayouts((), ids, self.prices.key(ids))
 
     def _call(self, call: Call) -> None:
         """Place a call for all states of what it depends on, and note what it takes and gives."""
         inputs = [
-            self.known[name] if self.graph.values[name].origin in ("call", "input") else None for name in call.inputs
+            self.layouts[name] if self.graph.values[name].origin in ("call", "input") else None for name in call.inputs
         ]
         variable = self.variable[call.layer] if is_choosing(call) else None
         variables = {v for place in inputs if place for v in place.scope}
         scope = tuple(sorted(variables | {variable} if variable is not None else variables))
         choice = (variable, self.problem.choices[variable]) if variable is not None else None
-        sizes = [self.problem.sizes[v] for v in scope]
-        placed = self.shared.placed(call, self.batch, inputs, choice, scope, sizes)
+        question = (
+            tuple((place.key, *map(scope.index, place.scope)) if place else None for place in inputs),
+            (scope.index(choice[0]), choice[1].strategies, self.batch.axes) if choice is not None else None,
+        )
+        ask = partial(self._placed, call, inputs, choice, scope)
+        placed = self.prices.once("placed", self.prices.kind(call), *question, ask=ask)
         if placed.refused is not None:
             self.problem.refused = placed.refused
         self._add(self.problem.seconds, scope, placed.seconds)
-        self._add(self.problem.bytes, scope, placed.inside)
-        wants = [self._in_scope(scope, want) for want in placed.wants]
-        gives = [self._in_scope(scope, give) for give in placed.gives]
+        self._add(self.problem.bytes, scope, placed.bytes)
+        wants, gives = (
+            [replace(layouts, scope=tuple(scope[place] for place in layouts.scope)) for layouts in part]
+            for part in (placed.wants, placed.gives)
+        )
         for name, want in zip(call.inputs, wants, strict=True):
-            if name in self.known:
+            if name in self.layouts:
                 self.uses.setdefault(name, []).append(want)
             else:  # a parameter or buffer is kept where its first call wants it
-                self.known[name] = want
+                self.layouts[name] = want
                 self._parameter(self.graph.values[name], want)
-        self.known |= dict(zip(call.outputs, gives, strict=True))
-        tensors = [*zip(call.inputs, wants, strict=True), *zip(call.outputs, gives, strict=True)]
-        for place in placed.keeps if self.with_memory else ():
-            self.keeps.setdefault(tensors[place][0], []).append(tensors[place][1])
+        self.layouts |= dict(zip(call.outputs, gives, strict=True))
 
-    @staticmethod
-    def _in_scope(scope: Scope, narrow: Narrow) -> Known:
-        places, ids, key = narrow
-        return Known(tuple(scope[place] for place in places), ids, key)
+    def _placed(
+        self,
+        call: Call,
+        inputs: Sequence[StateLayouts | None],
+        choice: tuple[int, Choice] | None,
+        scope: Scope,
+    ) -> PlacedStates:
+        """A call for all states; a TooWideError where there are too many. `inputs` says where these lie, None for
+        parameters, buffers and constants; `choice` is the variable of its layer's strategy, and what it may be, None
+        for calls that follow. `scope` are all variables that it depends on."""
+        sizes = self._grid(scope)
+        arrays = [aligned(place.ids, place.scope, scope) if place else None for place in inputs]
+        strategies: Sequence[Strategy] = choice[1].strategies if choice is not None else ((),)
+        states = np.arange(len(strategies))
+        state = aligned(states, (choice[0],), scope) if choice is not None else np.zeros((), np.int64)
+        codes = state  # equal where all is
+        for ids in arrays:
+            if ids is not None:
+                codes = codes * (len(self.prices.layouts) + 1) + ids + 1
+                codes = relabelled(codes)[1] if codes.size and codes.max() > 1 << 40 else codes
+        numbers, inverse = relabelled(np.broadcast_to(codes, sizes))
+        first = np.empty(len(numbers), np.int64)
+        first[inverse.ravel()[::-1]] = np.arange(inverse.size)[::-1]
+        at = np.unravel_index(first, sizes) if sizes else ()
+        columns = [[NOWHERE] * len(first) if array is None else _at(array, at) for array in arrays]
+        depends = [array is not None for array in arrays]
+        answers: list[Answer | None] = []
+        refused = None
+        for number, *of_inputs in zip(_at(state, at), *columns, strict=True):
+            answer = None
+            if not any(n == NOWHERE and depending for n, depending in zip(of_inputs, depends, strict=True)):
+                result = self.prices.answer(call, self.batch, strategies[number], of_inputs)
+                answer, refused = (None, result) if isinstance(result, ConvoyError) else (result, refused)
+            answers.append(answer)
 
-    def _sent(self, value: Value, source: Known, uses: Sequence[Known]) -> Iterator[tuple[Scope, Numbers, Numbers]]:
+        def spread(numbers: Iterable[float], kind: type) -> NDArray:
+            return np.array(list(numbers), kind)[inverse]
+
+        def narrow(numbers: Iterable[int]) -> StateLayouts:
+            places, ids = narrowed(spread(numbers, np.int64))
+            return StateLayouts(places, ids, self.prices.key(ids))
+
+        return PlacedStates(
+            spread((np.inf if a is None else a.seconds for a in answers), np.float64),
+            spread((0.0 if a is None else a.bytes for a in answers), np.float64),
+            [narrow(NOWHERE if a is None else a.wants[n] for a in answers) for n in range(len(call.inputs))],
+            [narrow(NOWHERE if a is None else a.gives[n] for a in answers) for n in range(len(call.outputs))],
+            refused,
+        )
+
+    def _grid(self, scope: Scope) -> tuple[int, ...]:
+        """The shape of an array over some variables; a TooWideError where it would be too large."""
+        sizes = tuple(self.problem.sizes[v] for v in scope)
+        if prod(sizes) > GRID:
+            raise TooWideError(scope)
+        return sizes
+
+    def _sent(
+        self, value: Value, source: StateLayouts, uses: Sequence[StateLayouts]
+    ) -> Iterator[tuple[Scope, Numbers, Numbers]]:
         """What it takes to bring a value to all who use it, once for those that want it in the same layout: by the
         variables that it depends on, seconds of the messages, and how often the value is redistributed."""
         for group in _that_share(uses, source):
@@ -309,68 +263,39 @@ class _Builder:
                 (value.shape, value.dtype.itemsize, value.name in self.prices.differentiable),
                 tuple((place.key, *map(scope.index, place.scope)) for place in (source, *group)),
             )
-            if key not in self.shared.tables:
-                self.shared.tables[key] = self._distinct(value, source, group, scope)
-            yield scope, *self.shared.tables[key]
+            yield scope, *self.prices.once("sent", *key, ask=partial(self._distinct, value, source, group, scope))
 
-    def _distinct(self, value: Value, origin: Known, uses: Sequence[Known], scope: Scope) -> tuple[Numbers, Numbers]:
+    def _distinct(
+        self, value: Value, origin: StateLayouts, uses: Sequence[StateLayouts], scope: Scope
+    ) -> tuple[Numbers, Numbers]:
         shape = self._grid(scope)
         total, count = np.zeros(shape), np.zeros(shape)
         source = aligned(origin.ids, origin.scope, scope)
         targets = [aligned(use.ids, use.scope, scope) for use in uses]
+        left, left_at = relabelled(source)
         for place, target in enumerate(targets):
             once = (source != target) & (source != NOWHERE) & (target != NOWHERE)
             for other in targets[:place]:
                 once = once & (other != target)
             if once.any():
-                total += np.where(once, self._seconds(value, source, target), 0.0)
+                right, right_at = relabelled(target)
+                present = np.zeros((len(left), len(right)), bool)
+                present[left_at, right_at] = True
+                seconds = np.zeros(present.shape)
+                for a, b in np.argwhere(present).tolist():
+                    seconds[a, b] = self.prices.transfer(int(left[a]), int(right[b]), value)
+                total += np.where(once, seconds[left_at, right_at], 0.0)
                 count += once
         return total, count
 
-    def _seconds(self, value: Value, source: Ids, target: Ids) -> Numbers:
-        (left, left_at), (right, right_at) = relabelled(source), relabelled(target)
-        present = np.zeros((len(left), len(right)), bool)
-        present[left_at, right_at] = True
-        table = np.zeros(present.shape)
-        sources, targets = left.tolist(), right.tolist()
-        for a, b in np.argwhere(present).tolist():
-            table[a, b] = self.prices.transfer(sources[a], targets[b], value)
-        return table[left_at, right_at]
-
-    def _kept(self, value: Value, keeps: Sequence[Known]) -> Iterator[tuple[Scope, Numbers]]:
-        """Bytes for what several calls keep of a value: once for each layout."""
-        uses = list({(use.scope, use.key): use for use in keeps}.values())
-        nowhere = Known((), np.array(NOWHERE - 1), -1)
-        for group in _that_share(uses, nowhere):
-            scope = tuple(sorted({v for use in group for v in use.scope}))
-            total = np.zeros(self._grid(scope))
-            places = [aligned(self._places(value, use.ids), use.scope, scope) for use in group]
-            for at, (use, place) in enumerate(zip(group, places, strict=True)):
-                numbers = [0 if n == NOWHERE else self.prices.kept(int(n), value)[1] for n in use.ids.ravel()]
-                held = np.array(numbers, float).reshape(use.ids.shape)
-                again = np.zeros((), bool)
-                for other in places[:at]:
-                    again = again | (other == place)
-                total += np.where(again, 0.0, aligned(held, use.scope, scope))
-            yield scope, total
-
-    def _places(self, value: Value, ids: Ids) -> Ids:
-        numbers = [NOWHERE if n == NOWHERE else self.prices.kept(int(n), value)[0] for n in ids.ravel()]
-        return np.array(numbers, np.int64).reshape(ids.shape)
-
-    def _grid(self, scope: Scope) -> tuple[int, ...]:
-        return check_grid(scope, [self.problem.sizes[v] for v in scope])
-
     def _add(self, tables: list[Table], scope: Scope, numbers: Numbers) -> None:
-        if tables is self.problem.bytes and not self.with_memory:
-            return
         if numbers.any():
             tables.append(Table(scope, numbers))
 
     def _cut(self, name: str, needed: set[int]) -> None:
         """Make the layout of a value a variable, where it says less than the variables that decide about it and
         nobody else asks for one of these."""
-        place = self.known[name]
+        place = self.layouts[name]
         if not place.scope or needed.issuperset(place.scope):
             return
         distinct, _ = relabelled(place.ids)
@@ -383,9 +308,9 @@ class _Builder:
         self.problem.sizes[variable] = len(distinct)
         agrees = np.where(place.ids[..., None] == distinct, 0.0, np.inf)
         self.problem.seconds.append(Table((*place.scope, variable), agrees))
-        self.known[name] = Known((variable,), distinct, self.shared.key(distinct))
+        self.layouts[name] = StateLayouts((variable,), distinct, self.prices.key(distinct))
 
-    def _parameter(self, value: Value, home: Known) -> None:
+    def _parameter(self, value: Value, home: StateLayouts) -> None:
         if value.origin != "parameter":
             return
         numbers, at = relabelled(home.ids)

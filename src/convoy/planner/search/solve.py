@@ -1,29 +1,33 @@
 """The best plan for one mesh and one set of sample axes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from convoy.errors import ConvoyError
+from convoy.planner.cost.prediction import most, rank_memory
 from convoy.planner.search.elimination import Elimination, Table, TooWideError, restricted
-from convoy.planner.search.layers import Groups, alone, in_common, tied, tied_where_wide
-from convoy.planner.search.prices import Strategy
-from convoy.planner.search.problem import Choice, Problem, Shared, assigned, build
+from convoy.planner.search.layers import Groups, Layers, alone, in_common, tied, tied_where_wide
+from convoy.planner.search.prices import Prices, Strategy, used_axes
+from convoy.planner.search.problem import Choice, Problem, assigned, build
+from convoy.planner.workload import Workload
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch
+from convoy.plans.plan import Plan
 
 LIMIT = 20_000_000  # the most entries of a table: 64 MB
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A least sum and what gives it."""
+    """A plan and what it is predicted to cost: a least sum, and what gives it."""
 
-    layers: dict[str, Strategy]
-    seconds: float
-    redistributions: int  # how often a tensor is brought from one layout to another
-    bytes: float  # on rank 0; 0 where nobody asked
+    strategies: dict[str, Strategy]  # of every layer
+    seconds: float  # the sum of its costs
+    redistributions: int  # how often it brings a tensor from one layout to another
+    bytes: float  # on rank 0, as far as they add up
     problem: Problem
     elimination: Elimination
     solver: "Solver"
@@ -32,23 +36,37 @@ class Solution:
     def mesh(self) -> Mesh:
         return self.solver.batch.mesh
 
+    @cached_property
+    def plan(self) -> Plan:
+        return self.solver.layers.plan(self.mesh, self.strategies)
+
+    @cached_property
+    def memory(self) -> float:
+        """Bytes on the rank that needs most; counted when first asked for."""
+        solver = self.solver
+        return most(rank_memory(solver.workload.place(self.plan), solver.prices.costs.costs)).total
+
+    @property
+    def is_of_its_axes(self) -> bool:
+        """Whether some layer uses each of the sample axes; else it is a plan of fewer axes."""
+        return used_axes(self.strategies, self.solver.layers.ops) == self.solver.batch.axes
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Of equally fast ones, that with fewer axes comes first."""
+        return float(f"{self.seconds:.10g}"), len(self.mesh.sizes)
+
 
 class Solver:
-    """Finds the best plan on one mesh, where the samples are divided over the axes of a batch."""
+    """Finds the best plan on one mesh, where the samples are divided over the axes of a batch. `groups` are layers that
+    have one strategy together, by default each by itself but where too many features meet."""
 
     def __init__(
-        self,
-        shared: Shared,
-        batch: Batch,
-        allowed: Mapping[str, Sequence[Strategy]],
-        outputs: Iterable[str],
-        groups: Groups | None = None,
-        with_memory: bool = False,
+        self, prices: Prices, batch: Batch, workload: Workload, layers: Layers, groups: Groups | None = None
     ) -> None:
-        self.batch, self.allowed = batch, allowed
-        self._shared, self._outputs, self._with_memory = shared, list(outputs), with_memory
-        graph = shared.prices.graph
-        # layers that are given one strategy together
+        self.prices, self.batch, self.workload, self.layers = prices, batch, workload, layers
+        self.allowed = layers.allowed(batch.mesh, batch, prices)
+        graph = workload.graph
         self.groups = groups or tied_where_wide(alone(graph), graph, 3 if len(batch.mesh.sizes) < 2 else 2)
         self._problem: Problem | None = None
 
@@ -59,7 +77,7 @@ class Solver:
             choices = [Choice(group, in_common(group, self.allowed)) for group in self.groups]
             try:
                 if self._problem is None:
-                    self._problem = build(self._shared, self.batch, choices, self._outputs, self._with_memory)
+                    self._problem = build(self.prices, self.batch, choices, self.workload.outputs)
                 problem = self._problem
                 tables = [
                     table if price == 1 else Table(table.scope, table.numbers * price)
@@ -71,7 +89,7 @@ class Solver:
                 break
             except TooWideError as error:
                 met = [layer for v in error.scope if v < len(choices) for layer in choices[v].layers]
-                self._problem, self.groups = None, tied(self.groups, met, self._shared.prices.graph)
+                self._problem, self.groups = None, tied(self.groups, met, self.workload.graph)
         states = elimination.assignment()
         if not np.isfinite(elimination.least) or states is None:
             raise problem.refused or ConvoyError("no plan divides this network over these devices")

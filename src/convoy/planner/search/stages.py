@@ -8,8 +8,9 @@ stage by stage (`cost/pipeline.py`), and the fastest counts.
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,10 +21,10 @@ from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Link
 from convoy.planner.cost.pipeline import StageTimes, pipeline_seconds
 from convoy.planner.search.cuts import Bounds, Chain, Numbers, best_cuts, cuts_of
+from convoy.planner.search.layers import ANY, Constraints
 from convoy.planner.search.search import search
 from convoy.planner.workload import Workload
-from convoy.plans.fit import Fix
-from convoy.plans.mesh import STAGE, Mesh
+from convoy.plans.mesh import STAGE, Mesh, ranks_of
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, actions, bubble, in_flight
 
@@ -78,18 +79,17 @@ def search_stages(
     workload: Workload,
     num_devices: int,
     costs: Costs,
+    constraints: Constraints = ANY,
     *,
-    fixes: Sequence[str | Fix] = (),
-    memory_limit: float | None = None,
-    known: float = float("inf"),
+    known: float = math.inf,
     top: int = 2,
 ) -> list[Staged]:
     """The fastest plans with stages, at most `top` of them with different numbers of stages, the best first; none where
-    there can be none. `memory_limit` is in bytes of a rank, and `known` the seconds of the best plan without stages:
-    what cannot be much better is not looked at."""
+    there can be none. They are cut on all meshes; `known` is the seconds of the best plan without stages: what cannot
+    be much better is not looked at."""
     if not workload.counts or num_devices == 1:
         return []
-    return _StageSearch(workload, num_devices, costs, fixes, memory_limit, known).run(top)
+    return _StageSearch(workload, num_devices, costs, constraints, known).run(top)
 
 
 _SIMULATED = 6
@@ -97,12 +97,8 @@ _WORSE = 2
 _WORTH = 1.1  # times as long as the best plan known that may be what is known of others without simulating them
 
 
-@dataclass(frozen=True)
-class _Priced:
-    """The best plan in some number of passes, or about what it would take where that is known to be too long."""
-
-    seconds: float
-    staged: Staged | None = None
+# The best plan in some number of passes, after its seconds; or about those where they are known to be too long
+_Priced = tuple[float, Staged | None]
 
 
 @dataclass
@@ -110,22 +106,25 @@ class _StageSearch:
     workload: Workload
     num_devices: int
     costs: Costs
-    fixes: Sequence[str | Fix]
-    memory_limit: float | None
+    constraints: Constraints
     known: float
     _fits: bool = False  # something does, if only what is too slow to be proposed
-    _known_alone: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.memory_limit = self.constraints.memory_limit
         self.slowdowns, self.schedules = self.costs.slowdowns, self.workload.schedules
         self._equal = replace(self.costs, slowdowns=())
-        self._updates: dict[int, tuple[Workload, Additive]] = {}
+        self._updates: dict[int, tuple[Workload, Additive, float]] = {}
 
-    def _at(self, passes: int) -> tuple[Workload, Additive]:
-        """The update in a number of passes, and its costs on equal ranks."""
+    def _at(self, passes: int) -> tuple[Workload, Additive, float]:
+        """The update in some passes, its costs on equal ranks, and seconds of a pass on one device, as fast as in
+        any schedule."""
         if passes not in self._updates:
             update = self.workload.through(self.num_devices, passes)
-            self._updates[passes] = update, Additive(self._equal, update.graph, update.passes)
+            costs = Additive(self._equal, update.graph, update.passes)
+            chain = Chain(update.place(Plan(Mesh((), ()))), costs)
+            saved = chain.saved if "zero-bubble" in self.schedules else 0.0
+            self._updates[passes] = update, costs, float((chain.seconds - saved)[0, -1])
         return self._updates[passes]
 
     def run(self, top: int) -> list[Staged]:
@@ -134,13 +133,13 @@ class _StageSearch:
         for stages in (n for n in range(2, self.num_devices + 1) if self.num_devices % n == 0):
             best = self._with(stages)
             if best is not None:
-                worse = 0 if best.seconds <= min((one.seconds for one in plans), default=np.inf) else worse + 1
+                worse = 0 if best.seconds <= min((plan.seconds for plan in plans), default=np.inf) else worse + 1
                 plans.append(best)
             elif self._fits:  # it is much slower
                 worse += _WORSE if plans else 1
             if worse >= _WORSE:  # a finer division has ever more bubble and messages
                 break
-        return sorted(plans, key=lambda one: one.seconds)[:top]
+        return sorted(plans, key=lambda plan: plan.seconds)[:top]
 
     def _with(self, stages: int) -> Staged | None:
         inner = self.num_devices // stages
@@ -151,20 +150,22 @@ class _StageSearch:
             self.workload.counts,
             stages,
             lambda passes: self._in_passes(passes, mesh, stages, plans),
-            lambda one: (one.staged is None, one.seconds),
+            lambda priced: (priced[1] is None, priced[0]),
         )
         self._fits = self._fits or best is not None
-        return best.staged if best is not None else None
+        return best[1] if best is not None else None
 
     def _in_passes(
         self, passes: int, mesh: Mesh, stages: int, plans: dict[float | None, Plan | None]
     ) -> _Priced | None:
         """The best in a number of passes, on as many devices for each stage; None where nothing can be or fits. `plans`
         keeps strategies by the memory that the whole network may take with them, None for the fastest."""
-        ideal = self._ideal(stages, passes)
+        update, costs, alone = self._at(passes)
+        speed = sum(1 / slowdown for slowdown in self.slowdowns) if self.slowdowns else self.num_devices
+        busy = 1 - min(bubble(schedule, passes, stages) for schedule in self.schedules)
+        ideal = alone * passes / speed / busy  # of stages that are all equal, and send nothing
         if ideal > _WORTH * self.known:
-            return _Priced(ideal)
-        update, costs = self._at(passes)
+            return ideal, None
         if stages >= len(cuts_of(update.graph)):
             return None
         # where no cut fits into memory, strategies that take less of it may let one
@@ -183,42 +184,27 @@ class _StageSearch:
                 return priced
         return None
 
-    def _ideal(self, stages: int, passes: int) -> float:
-        """Seconds of stages that are all equal, and send nothing."""
-        speed = sum(1 / slowdown for slowdown in self.slowdowns) if self.slowdowns else self.num_devices
-        busy = 1 - min(bubble(schedule, passes, stages) for schedule in self.schedules)
-        return self._alone(passes) * passes / speed / busy
-
-    def _alone(self, passes: int) -> float:
-        """Seconds of a pass on one device, as fast as in any schedule."""
-        if passes not in self._known_alone:
-            update, costs = self._at(passes)
-            chain = Chain(update.place(Plan(Mesh((), ()))), costs)
-            saved = chain.saved if "zero-bubble" in self.schedules else 0.0
-            self._known_alone[passes] = float((chain.seconds - saved)[0, -1])
-        return self._known_alone[passes]
-
     def _strategies(self, update: Workload, mesh: Mesh, limit: float | None) -> Plan | None:
         """The fastest strategies on the devices of a stage, None where there are none."""
         if not mesh.sizes:
-            return None if self.fixes else Plan(mesh)  # fixes name strategies on an axis
+            return None if self.constraints.fixes else Plan(mesh)  # fixes name strategies on an axis
         with contextlib.suppress(ConvoyError):
-            options: dict[str, Any] = {"fixes": self.fixes, "memory_limit": limit, "top": 1, "on": [mesh]}
-            return search(update, mesh.num_devices, self._equal, **options).best.plan
+            within = Constraints(self.constraints.fixes, limit, [mesh])
+            return search(update, mesh.num_devices, self._equal, within, top=1).best.plan
         return None
 
     def _cut(self, chain: Chain, plan: Plan, stages: int) -> _Priced | None:
         """The best way to cut it, and in which schedule; None where none fits."""
         mesh = Mesh((STAGE, *plan.mesh.names), (stages, *plan.mesh.sizes))
         passes, graph = chain.passes, chain.placement.graph
-        tried_plans: list[Staged] = []
+        plans: list[Staged] = []
         sums: list[float] = []
         plain = self._times(chain, mesh, stages, postpones=False)
         postponing = self._times(chain, mesh, stages, postpones=True) if "zero-bubble" in self.schedules else plain
-        of_schedules = {one: postponing if one == "zero-bubble" else plain for one in self.schedules}
+        of_schedules = {schedule: postponing if schedule == "zero-bubble" else plain for schedule in self.schedules}
         # without a limit of memory, cuts are those for the schedule that waits least
-        tried = self.schedules if self.memory_limit is not None else (min(self.schedules, key=_WAITS.__getitem__),)
-        for leading in tried:
+        leaders = self.schedules if self.memory_limit is not None else (min(self.schedules, key=_WAITS.__getitem__),)
+        for leading in leaders:
             bounds = self._bounds(chain, of_schedules[leading], leading)
             if np.isfinite(bounds.least) and bounds.least > _WORTH * self.known:
                 sums.append(bounds.least)
@@ -229,50 +215,53 @@ class _StageSearch:
                     break
                 for schedule in (leading,) if self.memory_limit is not None else self.schedules:
                     pairs = zip(of_schedules[schedule], itertools.pairwise(cuts), strict=True)
-                    seconds = pipeline_seconds([times.between(pair) for times, pair in pairs], passes, schedule)
+                    of_stages = [StageTimes(*(float(numbers[pair]) for numbers in times)) for times, pair in pairs]
+                    seconds = pipeline_seconds(of_stages, passes, schedule)
                     self.known = min(self.known, seconds)
                     names = tuple(graph.calls[chain.cuts[cut]].layer for cut in cuts[1:-1])
-                    tried_plans.append(Staged(Plan(mesh, plan.layers, names), passes, schedule, seconds))
-        if tried_plans:
-            best = min(tried_plans, key=lambda one: one.seconds)
-            return _Priced(best.seconds, best)
-        return _Priced(min(sums)) if sums else None
+                    plans.append(Staged(Plan(mesh, plan.layers, names), passes, schedule, seconds))
+        if plans:
+            best = min(plans, key=lambda staged: staged.seconds)
+            return best.seconds, best
+        return (min(sums), None) if sums else None
 
-    def _times(self, chain: Chain, mesh: Mesh, stages: int, *, postpones: bool) -> list["_Times"]:
-        """What each stage takes, where weight gradients are postponed or not."""
+    def _times(self, chain: Chain, mesh: Mesh, stages: int, *, postpones: bool) -> list[tuple[Numbers, ...]]:
+        """The `StageTimes` of each stage from any cut to any other, where weight gradients are postponed or not."""
         pairs = [self.costs.links.between(mesh, 0, stage, stage + 1) for stage in range(stages - 1)]
         ways = {link: chain.messages(link) for link in dict.fromkeys(pairs)}
         nothing = np.zeros_like(chain.seconds)
-        times = []
+        times: list[tuple[Numbers, ...]] = []
         for stage in range(stages):
             after, before = (pairs[at] if 0 <= at < stages - 1 else None for at in (stage, stage - 1))
             sends = ways[after][0] if after is not None else nothing
             returns = ways[before][1] if before is not None else nothing
             beside = max(_share(link) for link in (before, after) if link is not None) * (sends + returns)
-            slower = self._slowdown(mesh, stage)
+            slower = (
+                max((self.slowdowns[rank] for rank in ranks_of(mesh, stage)), default=1.0) if self.slowdowns else 1.0
+            )
             saved = _joined(chain.passes, stage, stages) * chain.saved if postpones else nothing
-            times.append(_Times(slower * chain.seconds + beside, slower * saved, sends, returns, chain.once))
+            computes = slower * chain.seconds + beside
+            # the gradients of weights take half of the backward pass, each computed by itself
+            weights = np.maximum(0.0, _BACK / 2 * computes - slower * saved)
+            backward = _BACK / 2 * computes + weights
+            times.append(((1 - _BACK) * computes, backward, sends, returns, chain.once, weights))
         return times
 
-    def _bounds(self, chain: Chain, times: Sequence["_Times"], schedule: Schedule) -> Bounds:
+    def _bounds(self, chain: Chain, times: Sequence[tuple[Numbers, ...]], schedule: Schedule) -> Bounds:
         """What decides about the cuts under a schedule; infinite where a stage does not fit into memory."""
         through, rest = [], []
         passes, stages = chain.passes, len(times)
-        for stage, of_stage in enumerate(times):
-            computes, sent = of_stage.computes - of_stage.saved, of_stage.sends + of_stage.returns
-            one = _WAITS[schedule] * computes + sent
+        for stage, (forward, backward, sends, returns, once, _) in enumerate(times):
+            computes, sent = forward + backward, sends + returns
+            possible = np.triu(np.ones(computes.shape, bool), 1)
             if self.memory_limit is not None:
                 activations = np.maximum(chain.kept, chain.postponed) if schedule == "zero-bubble" else chain.kept
                 held = chain.held + in_flight(schedule, passes, stage, stages) * activations
-                one = np.where(held <= self.memory_limit, one, np.inf)
-            through.append(one)
-            rest.append((passes - _WAITS[schedule]) * np.maximum(computes, sent) + of_stage.once)
+                possible &= held <= self.memory_limit
+            remaining = (passes - _WAITS[schedule]) * np.maximum(computes, sent) + once
+            through.append(np.where(possible, _WAITS[schedule] * computes + sent, np.inf))
+            rest.append(np.where(possible, remaining, np.inf))
         return Bounds(through, rest)
-
-    def _slowdown(self, mesh: Mesh, stage: int) -> float:
-        if not self.slowdowns:
-            return 1.0
-        return max(slowdown for rank, slowdown in enumerate(self.slowdowns) if mesh.coordinates(rank)[0] == stage)
 
 
 def _share(link: Link) -> float:
@@ -286,22 +275,3 @@ def _joined(passes: int, stage: int, stages: int) -> float:
         return 0.0
     calls = sum(kind == "weights" for kind, _ in actions("zero-bubble", passes, stage, stages))
     return (passes - calls) / (passes - 1)
-
-
-@dataclass(frozen=True)
-class _Times:
-    """Seconds of a pass through a stage, from any cut to any later one."""
-
-    computes: Numbers  # with what messages take from it, and gradients of weights each by itself
-    saved: Numbers  # what is less where gradients of weights are computed in one call for several passes
-    sends: Numbers  # activations to the next stage
-    returns: Numbers  # gradients to the stage before
-    once: Numbers  # the end of an update
-
-    def between(self, cuts: tuple[int, int]) -> StageTimes:
-        """Seconds of the stage between two cuts; the gradients of weights take half of the backward pass."""
-        computes, saved, sends, returns, once = (
-            float(numbers[cuts]) for numbers in (self.computes, self.saved, self.sends, self.returns, self.once)
-        )
-        weights = max(0.0, _BACK / 2 * computes - saved)
-        return StageTimes((1 - _BACK) * computes, _BACK / 2 * computes + weights, sends, returns, once, weights)
