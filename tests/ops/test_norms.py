@@ -1,4 +1,4 @@
-"""Norms, softmax, dropout and random numbers over a mesh, in float64 on real processes, against the whole call."""
+"""Norms, dropout and random numbers over a mesh, in float64 on real processes, against the whole call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from convoy.engine import SampleDropout, StepContext
 from convoy.errors import ConvoyError
-from convoy.ops import norms, softmax
+from convoy.ops import norms
 from convoy.plans.layout import WHOLE, Layout, Split, consecutive
 from one_call import OneCall, worst
 from ops.many_calls import Draw, run_calls
@@ -21,7 +21,6 @@ PLAIN: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], Tensor]] = {
     "layer_norm": lambda t, a: F.layer_norm(t["x"], a["normalized_shape"], t.get("weight"), t.get("bias"), a["eps"]),
     "rms_norm": lambda t, a: F.rms_norm(t["x"], a["normalized_shape"], t.get("weight"), a["eps"]),
     "lrn": lambda t, a: F.local_response_norm(t["x"], a["size"], a["alpha"], a["beta"], a["k"]),
-    "softmax": lambda t, a: getattr(F, a["function"])(t["x"], dim=a["dim"]),
 }
 
 
@@ -29,10 +28,9 @@ def call(op: str, row: Row, x: Tensor, parameters: dict[str, tuple[int, ...]], *
     sizes, given = row
     tensors = {"x": x, **{name: torch.rand(shape).double() for name, shape in parameters.items()}}
     attributes = {"input": "x", "weight": None, "bias": None} | attributes | {name: name for name in parameters}
-    function = F.local_response_norm if op == "lrn" else getattr(F, attributes.get("function", op))
-    kwargs = {"dim": attributes["dim"]} if op == "softmax" else {}
+    function = F.local_response_norm if op == "lrn" else getattr(F, op)
     gradient = torch.randn(x.shape, dtype=torch.float64)
-    return OneCall(op, function, tensors, attributes, sizes, given, gradient, kwargs=kwargs)
+    return OneCall(op, function, tensors, attributes, sizes, given, gradient)
 
 
 def numbers(*shape: int, scale: float = 3, shift: float = 50) -> Tensor:
@@ -59,17 +57,11 @@ def lrn(draw: Draw) -> OneCall:
     return call("lrn", draw.row(x.shape), x, {}, size=draw.choice([1, 2, 3, 5, 9]), alpha=0.3, beta=0.7, k=2.0)
 
 
-def soft(draw: Draw, row: Row | None = None, dim: int | None = None) -> OneCall:
-    function, dim = draw.choice(["softmax", "log_softmax"]), draw.randint(0, 1) if dim is None else dim
-    return call("softmax", row or draw.row((4, 6)), numbers(4, 6, shift=800), {}, function=function, dim=dim)
-
-
 DRAWN: dict[str, Callable[[Draw], OneCall]] = {
     "group_norm": group_norm,
     "layer_norm": lambda draw: of_last("layer_norm", draw),
     "rms_norm": lambda draw: of_last("rms_norm", draw),
     "lrn": lrn,
-    "softmax": soft,
 }
 
 
@@ -100,8 +92,8 @@ def test_statistics_of_one_rank_are_noticed() -> None:
     cases = []
     for collective in ("all_gather", "all_reduce"):
         of_norms = [group_norm(Draw(0), channels, 1), of_last("rms_norm", Draw(0), columns, 1)]
-        for case, module in (*((case, norms) for case in of_norms), (soft(Draw(0), channels, 1), softmax)):
-            case.sabotage = module.__name__, collective
+        for case in of_norms:
+            case.sabotage = norms.__name__, collective
             cases.append(case)
     for case, got in zip(cases, run_calls(cases), strict=True):
         assert error(case, got) > 1e-3, f"{case.op} {case.sabotage}"

@@ -137,10 +137,6 @@ def _moved(calls: Sequence[PlacedCall], endings: Mapping[str, Ending]) -> Iterat
             yield number, placed
 
 
-def _layouts(placed: PlacedCall) -> dict[str, Layout]:
-    return {**placed.placed.inputs, **placed.placed.outputs}
-
-
 @dataclass(frozen=True)
 class Instruction:
     """Takes what is in some slots, fills others, and empties those (`free`) that nobody reads any more."""
@@ -369,7 +365,8 @@ class Program:
                 for n, steps in joined_call.transfers.items()
             ):
                 self._transfer(name, target, steps, placed.call.name, cast=(name, target) not in full_precision)
-            site = Site(graph, mesh, coordinates, groups, context, placed.call, _layouts(placed), ending.relu)
+            ranks = {"groups": groups, "context": context}
+            site = Site.of(placed, graph, mesh, coordinates, **ranks, relu=ending.relu)
             inputs = [self._slot(name, placed.placed.inputs[name]) for name in placed.call.inputs]
             outputs = [self._slot(name, placed.placed.outputs[name]) for name in placed.call.outputs]
             if ending.addition is not None and ending.addend is not None:

@@ -13,15 +13,14 @@ from torch import Tensor
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall
 from convoy.ops.batch_norm_torch import Norm, ended
-from convoy.ops.kernel import Alone, Kernel, Recorded, Site, by_role
+from convoy.ops.kernel import Alone, Kernel, Part, Recorded, Site, by_role
 from convoy.ops.layouts import by_channel
 from convoy.ops.normalization import Holders, by_kernels, normalize, normalize_each
 from convoy.ops.norms import affine
 from convoy.ops.operation import Operation, keeps_input
 from convoy.ops.statistics import Running
 from convoy.plans.layout import Layout
-from convoy.plans.mesh import Axes, Coordinates, Mesh
-from convoy.plans.place import Placed
+from convoy.plans.mesh import Axes
 
 
 def _batch_norm(call: TorchCall) -> Recognized:
@@ -217,8 +216,8 @@ class _Division:
     sizes: tuple[int, ...]  # samples in each of this rank's microbatches
 
 
-def _options(call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates) -> dict[str, Any]:
-    return {"training": bool(call.attributes["training"] and graph.training)}
+def _options(part: Part) -> dict[str, Any]:
+    return {"training": bool(part.call.attributes["training"] and part.graph.training)}
 
 
 def _shared_dims(call: Call, graph: Graph, layout: Layout) -> set[int]:

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from math import prod
-from typing import Any
 
-from convoy.graph.graph import Call
 from convoy.plans.layout import WHOLE, Indices, Layout, Split, even_split, indices
-from convoy.plans.mesh import Axes, Coordinates, Mesh
+from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import Placed, Situation
 
 
@@ -137,11 +135,3 @@ def follow(situation: Situation, source: str, dim: int, axes: Axes, size: int) -
         if is_fair:
             return before
     return even(situation.mesh, axes, size)
-
-
-def bias_option(call: Call, placed: Placed, place: Coordinates) -> dict[str, Any]:
-    """Whether the rank adds the bias, where the output is a partial sum; for the costs of a call with a bias."""
-    partial = placed.outputs[call.outputs[0]].partial
-    if not partial or call.attributes["bias"] is None:
-        return {}
-    return {"bias": all(place[axis] == 0 for axis in partial)}

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from convoy.graph.graph import Call, Graph, Recognizer, Value
-from convoy.ops.kernel import Kernel, Site, as_called
+from convoy.ops.kernel import Kernel, Part, Site, as_called
 from convoy.plans.layout import Layout
-from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import Placed, Situation
 
 Shape = tuple[int, ...]
@@ -81,12 +80,10 @@ class Operation:
         by_function: whether its time depends on the torch function that is called.
         by_arguments: whether its time depends on all arguments of the call.
         options: attributes of a call that decide about its time beside the local shapes.
-        local_options: further such options, which depend on the part of the rank; from the call, its layouts, the
-            graph, the mesh and the rank's coordinates.
+        local_options: further such options, which depend on the part of the rank.
         shared_dims: dimensions along which it needs statistics of the whole, so that ranks that divide them exchange
             them inside the call; None where there are none.
         statistics: how many numbers each rank exchanges for that, from the call and the local shape of its input.
-        sums_in_forward: whether the forward pass adds up numbers after the exchange, too.
         is_lowered: whether autocast has it compute in the lower precision.
         whole_precision: types of devices on which autocast keeps it in float32.
     """
@@ -108,9 +105,8 @@ class Operation:
     by_function: bool = False
     by_arguments: bool = False
     options: tuple[str, ...] = ()
-    local_options: Callable[[Call, Placed, Graph, Mesh, Coordinates], dict[str, Any]] | None = None
+    local_options: Callable[[Part], dict[str, Any]] | None = None
     shared_dims: Callable[[Call, Graph, Layout], set[int]] | None = None
     statistics: Callable[[Call, Shape], int] | None = None
-    sums_in_forward: bool = False
     is_lowered: bool = False
     whole_precision: frozenset[str] = frozenset()
