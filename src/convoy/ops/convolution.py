@@ -140,9 +140,11 @@ def spatial_dims(situation: Situation, num_dims: int) -> list[tuple[int, Axes, s
 def window_of(graph: Graph, call: Call, dim: int) -> Window | Transposed:
     """The window that slides over a dimension of a convolution's input."""
     attributes, index = call.attributes, dim - 2
-    sizes = graph.shape(attributes["input"])[dim], graph.shape(attributes["weight"])[dim]
-    window = *sizes, attributes["stride"][index], attributes["dilation"][index], *attributes["padding"][index]
-    return Transposed(*window, attributes["output_padding"][index]) if attributes["transposed"] else Window(*window)
+    size, kernel = graph.shape(attributes["input"])[dim], graph.shape(attributes["weight"])[dim]
+    stride, dilation, (before, after) = (attributes[name][index] for name in ("stride", "dilation", "padding"))
+    if attributes["transposed"]:
+        return Transposed(size, kernel, stride, dilation, before, after, attributes["output_padding"][index])
+    return Window(size, kernel, stride, dilation, before, after)
 
 
 def _needs(part: Part) -> list[Need]:

@@ -196,7 +196,8 @@ def _rows(x: Tensor, first: int) -> Tensor:
 def _from_rows(y: Tensor, x: Tensor, first: int) -> Tensor:
     """The result in the shape and memory format of `x`."""
     if first == 1 and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return y.transpose(1, 2).unflatten(1, x.shape[2:]).permute(0, 3, 1, 2)
+        y = y.transpose(1, 2).unflatten(1, x.shape[2:])
+        return y.permute(0, 3, 1, 2)
     return y.reshape(x.shape)
 
 

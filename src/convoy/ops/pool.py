@@ -76,7 +76,8 @@ def _windows_of(graph: Graph, call: Call) -> dict[int, Window | None]:
     attributes = call.attributes
     sizes, out_sizes = graph.shape(attributes["input"]), graph.shape(call.outputs[0])
     windows: dict[int, Window | None] = {}
-    for index, dim in enumerate(spatial(len(sizes), len(attributes.get("output_size", attributes.get("kernel"))))):
+    num_spatial = len(attributes["output_size" if "output_size" in attributes else "kernel"])
+    for index, dim in enumerate(spatial(len(sizes), num_spatial)):
         size, output = sizes[dim], out_sizes[dim]
         if "output_size" in attributes:
             # output row i covers the rows from ⌊i·size/output_size⌋ to ⌈(i+1)·size/output_size⌉
