@@ -45,8 +45,8 @@ def out_of_place(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 QUESTIONS = {"__get__", "size", "dim", "stride", "numel", "__len__", "is_floating_point", "is_contiguous", "ndimension"}
-FROM_SHAPE = {"new_zeros", "new_ones", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like"}
-EMPTY = {"empty", "new_empty", "empty_like"}
+FROM_SHAPE = {f"new_{kind}" for kind in ("zeros", "ones", "full", "tensor", "empty")}
+FROM_SHAPE |= {f"{kind}_like" for kind in ("zeros", "ones", "full", "empty")}
 UNIFORM = {"rand", "rand_like"}
 
 
@@ -94,8 +94,6 @@ class Recorder(TorchFunctionMode):
 
     def name(self, tensor: Tensor) -> str:
         """The name of a tensor that a call takes or the network returns."""
-        if id(tensor) in self.constants.blanks:
-            raise CaptureError("it reads a tensor that nothing was written to", self._layers.name)
         self._aliases.check(tensor, self._layers.name)
         name = self._names.get(id(tensor))
         if name is None:
@@ -151,16 +149,12 @@ class Recorder(TorchFunctionMode):
             raise CaptureError("it uses a tensor that was computed from parameters before", self._layers.name)
         if kwargs.get("out") is not None:
             raise CaptureError(f"{name} writes into out=", self._layers.name)
-        if name in EMPTY:
-            return self.constants.blank(func(*args, **kwargs))
         if name in UNIFORM:
             return self._draw("uniform", None, func(*args, **kwargs))
-        if name == "bernoulli" and len(tensors) == 1 and self.constants.known(tensors[0]):
-            p = self.constants.probability(tensors[0], self._layers.name)
-            return self._draw("bernoulli", p, func(*args, **kwargs))
-        if tensors and id(tensors[0]) in self.constants.blanks:
-            filled = self.constants.fill(name, tensors[0], args[1:], kwargs, self._layers.name)
-            return filled if isinstance(filled, Tensor) else self._draw(*filled, tensors[0])
+        if name in ("bernoulli", "bernoulli_", "uniform_") and self.constants.known(tensors[0]):
+            draw = self.constants.drawing(name, args, kwargs, self._layers.name)
+            if draw is not None:
+                return self._draw(*draw, tensors[0] if name.endswith("_") else func(*args, **kwargs))
         if name in FROM_SHAPE or not tensors or all(map(self._is_constant, tensors)):
             return self._fold(func, name, args, kwargs)
         if replacement := out_of_place(func, name, args, kwargs):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall, Value, each
 from convoy.ops.constants import Constants
-from convoy.ops.kernel import Kernel, Part, Site, as_called, guarded
+from convoy.ops.kernel import Kernel, Part, Site, as_called, flat_padding, guarded
 from convoy.ops.layouts import Follow, by_dim, spatial
 from convoy.ops.operation import Kept, Operation, keeps_input
 from convoy.plans.layout import Split
@@ -97,22 +97,14 @@ def _build(site: Site) -> Kernel:
     windows, attributes = _windows(site), site.call.attributes
     if not _divides_rows(site):
         return guarded(site, as_called(site))
-    pad, crop, padding = _fitted(site, windows)
-    function, kernel, stride = getattr(F, f"{site.call.op}{len(windows)}d"), attributes["kernel"], attributes["stride"]
+    needs = [window.needed(site.rows(dim)) for dim, window in windows.items()]
+    pad = flat_padding([(need.before, need.after) for need in needs])
+    options = {"kernel_size": attributes["kernel"], "stride": attributes["stride"]}
+    outside, correct = 0.0, _correction(site, windows)
     if site.call.op == "max_pool":
-        dilation = tuple(window.dilation for window in windows.values())
-        pool = partial(function, kernel_size=kernel, stride=stride, padding=padding, dilation=dilation)
-        outside, correct = -math.inf, None
-    else:
-        pool = partial(function, kernel_size=kernel, stride=stride, padding=padding, count_include_pad=True)
-        outside, correct = 0.0, _correction(site, windows)
-
-    def local(x: Tensor) -> list[Tensor]:
-        x = F.pad(x, pad, value=outside) if any(pad) else x
-        y = crop(pool(x))
-        return [y if correct is None else correct(y)]
-
-    return guarded(site, local)
+        options["dilation"], outside = attributes["dilation"], -math.inf
+    pool = partial(getattr(F, f"{site.call.op}{len(windows)}d"), **options)
+    return guarded(site, lambda x: [correct(pool(F.pad(x, pad, value=outside) if any(pad) else x))])
 
 
 def _build_adaptive(site: Site) -> Kernel:
@@ -149,35 +141,12 @@ def _divides_rows(part: Part) -> bool:
     return any(dim in _windows(part) for dim, _ in part.layouts[part.output].splits)
 
 
-def _fitted(
-    site: Site, windows: Mapping[int, Window]
-) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor], tuple[int, ...]]:
-    """The padding before the call, the crop after it, and the padding left to torch, which is the same at both ends.
-    Where more padding at the end only adds windows at the end, torch pads, for that spares a copy of the input."""
-    pad: list[int] = []
-    padding, crops = [], []
-    for dim, window in windows.items():
-        output = site.rows(dim)
-        need = window.needed(output)
-        is_even = need.after <= need.before <= window.kernel // 2 and len(need.rows) > 0
-        padding.append(need.before if is_even else 0)
-        pad = [0, 0, *pad] if is_even else [need.before, need.after, *pad]
-        local = Window(len(need.rows), window.kernel, window.stride, window.dilation, need.before, need.before)
-        if is_even and local.output_size > len(output):
-            crops.append((dim, len(output)))
-
-    def crop(y: Tensor) -> Tensor:
-        for dim, length in crops:
-            y = y.narrow(dim, 0, length)
-        return y
-
-    return tuple(pad), crop, tuple(padding)
-
-
 def _correction(site: Site, windows: Mapping[int, Window]) -> Callable[[Tensor], Tensor]:
     """From means over full windows to means over as many elements as the whole call counts."""
     attributes = site.call.attributes
-    volume, override = math.prod(attributes["kernel"]), attributes.get("divisor_override")
+    volume, override = math.prod(attributes["kernel"]), attributes["divisor_override"]
+    if site.call.op == "max_pool":
+        return lambda y: y
     if override:
         return lambda y: y * (volume / override)
     num_dims = len(site.graph.shape(site.output))

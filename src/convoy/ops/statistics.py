@@ -83,7 +83,6 @@ class RunningStatistics:
         self._layers: dict[str, _Layer] = {}
         self._local: dict[str, Running] = {}
         self._left_out: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        self._weights: dict[tuple[Passes, int, float | None], Constants] = {}
 
     def record(self, running: Running, starts: Sequence[int], owners: Sequence[int], own: Tensor | None = None) -> None:
         """Note one pass through a layer: for every microbatch of it on all ranks, its first sample's position in the
@@ -120,7 +119,7 @@ class RunningStatistics:
             if self.in_order:
                 _apply_in_order(vectors, group, 1 if groups is None else groups.mesh.size(axes))
             else:
-                self._apply(vectors, group)
+                _apply(vectors, group)
         if groups is not None:
             self._average(groups)
         self.abandon()
@@ -135,27 +134,6 @@ class RunningStatistics:
         if layer.running.count is not None:
             layer.running.count.add_(calls * sum(len(starts) for starts, _ in self._left_out))
 
-    def _apply(self, vectors: "list[_Vector]", group: ProcessGroup | None) -> None:
-        """Add up each rank's own terms, then the sums of all ranks; all layers of a type at once."""
-        for dtype in sorted({vector.dtype for vector in vectors}, key=str):
-            same_type = [vector for vector in vectors if vector.dtype == dtype]
-            numbers = [sum(vector.sizes) for vector in same_type]
-            flat = torch.empty(sum(numbers), dtype=dtype, device=same_type[0].buffers[0].device)
-            for vector, sums in zip(same_type, flat.split(numbers), strict=True):
-                vector.sum_into(sums, self._weights_of(vector))
-            flat = all_reduce(flat, group)
-            for vector, sums in zip(same_type, flat.split(numbers), strict=True):
-                vector.follow(sums)
-
-    def _weights_of(self, vector: "_Vector") -> Constants:
-        """Weights of this rank's terms in the sum."""
-        key = vector.passes, vector.rank, vector.momentum
-        if key not in self._weights:
-            if len(self._weights) >= _MAX_WEIGHTS:
-                self._weights.clear()
-            self._weights[key] = Constants(_weights(*key))
-        return self._weights[key]
-
     def _average(self, groups: Groups) -> None:
         for axes in sorted({running.axes for running in self._local.values()}):
             group = groups.of(axes)
@@ -167,9 +145,6 @@ class RunningStatistics:
             flat = torch.cat([buffer.flatten() for buffer in buffers])
             flat = all_reduce(flat, group) / groups.mesh.size(axes)
             torch._foreach_copy_(buffers, list(flat.split([buffer.numel() for buffer in buffers])))
-
-
-_MAX_WEIGHTS = 64
 
 
 def _kind(layer: _Layer, in_order: bool) -> tuple[Any, ...]:
@@ -202,17 +177,10 @@ class _Vector:
         passes = [_joined([terms.flatten(1) for terms in of_pass], 1) for of_pass in by_pass]
         return _joined(passes, 0).to(self.dtype)
 
-    def sum_into(self, out: Tensor, weights: Constants) -> None:
-        """Write this rank's terms in the sum of all: one number for each of the buffers'. A GPU takes all layers at
-        once, for its launches, and a CPU one after the other, for its caches."""
-        if not self._own[0]:
-            out.zero_()
-            return
-        by_layer = (_joined(terms, 0).flatten(1).to(self.dtype) for terms in self._own)
-        begin = 0
-        for terms in by_layer if out.is_cpu else [self.own()]:
-            torch.mv(terms.t(), weights.like(terms), out=out[begin : begin + terms.shape[1]])
-            begin += terms.shape[1]
+    def sums(self) -> Tensor:
+        """This rank's terms in the sum of all: one number for each of the buffers'."""
+        terms = self.own()
+        return torch.mv(terms.t(), _weights(self.passes, self.rank, self.momentum).like(terms))
 
     def follow(self, total: Tensor) -> None:
         """Update the buffers by the sum of all ranks' terms."""
@@ -228,14 +196,22 @@ class _Vector:
     def follow_in_order(self, gathered: Tensor) -> None:
         """Update the buffers by one term after the other, from all ranks' [ranks, terms, numbers]."""
         order = _order(self.passes)
-        running = torch.cat(self.buffers)
         num_before = 0 if self.momentum is not None or self.counts[0] is None else int(self.counts[0]) - len(order)
         num_applied: Counter[int] = Counter()
         for number, (owner, _) in enumerate(order):
             weight = 1.0 / (num_before + number + 1) if self.momentum is None else self.momentum
-            add_term([running], [gathered[owner, num_applied[owner]].to(running.dtype)], [weight])
+            term = gathered[owner, num_applied[owner]].to(self.buffers[0].dtype).split(self.sizes)
+            add_term(self.buffers, term, [weight] * len(term))
             num_applied[owner] += 1
-        torch._foreach_copy_(self.buffers, running.split(self.sizes))
+
+
+def _apply(vectors: list[_Vector], group: ProcessGroup | None) -> None:
+    """Add up each rank's own terms, then the sums of all ranks; all layers of a type at once."""
+    for dtype in sorted({vector.dtype for vector in vectors}, key=str):
+        same_type = [vector for vector in vectors if vector.dtype == dtype]
+        flat = all_reduce(torch.cat([vector.sums() for vector in same_type]), group)
+        for vector, sums in zip(same_type, flat.split([sum(vector.sizes) for vector in same_type]), strict=True):
+            vector.follow(sums)
 
 
 def _apply_in_order(vectors: list[_Vector], group: ProcessGroup | None, ranks: int) -> None:
@@ -274,15 +250,15 @@ def _own_rows(passes: Passes, rank: int) -> list[int]:
     return [row_of[i] for i in numbers]
 
 
-def _weights(passes: Passes, rank: int, momentum: float | None) -> list[float]:
+@functools.lru_cache(maxsize=64)
+def _weights(passes: Passes, rank: int, momentum: float | None) -> Constants:
     """Weights of a rank's terms in the sum of all, as it noted them."""
     order = _order(passes)
     num_followers = [len(order) - 1 - place for place, (owner, _) in enumerate(order) if owner == rank]
-    rows = _own_rows(passes, rank)
-    followers_of = dict(zip(rows, num_followers, strict=True))
+    followers_of = dict(zip(_own_rows(passes, rank), num_followers, strict=True))
     if momentum is None:  # the mean of all
-        return [1.0 / len(order)] * len(rows)
-    return [momentum * (1.0 - momentum) ** followers_of[row] for row in range(len(rows))]
+        return Constants([1.0 / len(order)] * len(followers_of))
+    return Constants([momentum * (1.0 - momentum) ** followers_of[row] for row in range(len(followers_of))])
 
 
 def add_term(running: list[Tensor], term: list[Tensor] | tuple[Tensor, ...], weights: list[float]) -> None:
