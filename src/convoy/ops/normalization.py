@@ -208,13 +208,15 @@ class _Fused(torch.autograd.Function):
             return (None,) * 5
         saved = Saved._make([*ctx.saved_tensors, ctx.sizes, ctx.relu])
         dy, needs_gradient, holders = _arranged_as(saved.x, dy), ctx.needs_input_grad, ctx.holders
-        way = "normalize_backward" if holders is None else "gradient_sums"
-        dx_or_sums, shift, slope, masked = _run(way, dy, *saved)
+        dx = None
+        if holders is None:
+            dx, sums, masked = _run("normalize_backward", dy, *saved)
+        else:
+            sums, masked = _run("gradient_sums", dy, *saved)
+        shift, slope = (sums[0] if holders is None and len(sums) == 1 else sums.sum(0)).unbind(0)
         dy = dy if saved.y is None else masked  # behind the ReLU the gradient is that of both terms of the sum
-        dx = dx_or_sums
         if holders is not None and needs_gradient[0]:
-            sums = all_reduce(dx_or_sums, holders.group)
-            dx = _run("input_gradient", dy, *saved, sums, holders.total)[0]
+            dx = _run("input_gradient", dy, *saved, all_reduce(sums, holders.group), holders.total)
         results = zip((dx, slope, shift, dy), needs_gradient[:4], strict=True)
         return *(result if is_needed else None for result, is_needed in results), None
 
@@ -258,10 +260,8 @@ def _operations(way: Callable[[Tensor], Any]) -> dict[str, Callable[..., Any]]:
         return functions.input_gradient(gradient, Saved(*saved), sums, total)
 
     def normalize_backward(gradient: Tensor, *saved: Any) -> Any:
-        _, y, *_, sizes, _ = saved
-        sums, shift, slope, masked = gradient_sums(gradient, *saved)
-        dx, *whole = input_gradient(gradient if y is None else masked, *saved, sums, None)
-        return dx, *(whole if len(sizes) > 1 else (shift, slope)), masked
+        sums, masked = gradient_sums(gradient, *saved)
+        return input_gradient(gradient if saved[1] is None else masked, *saved, sums, None), sums, masked
 
     return {f.__name__: f for f in (moments, normalize, gradient_sums, input_gradient, normalize_backward)}
 
@@ -272,9 +272,9 @@ _SCHEMAS = {
     "normalize": "(Tensor x, Tensor? moments, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool relu, "
     "Tensor(a!)? running_mean, Tensor(b!)? running_var, float? momentum, Tensor? count, int[] sizes) "
     "-> (Tensor, Tensor, Tensor)",
-    "gradient_sums": f"({_SAVED}) -> (Tensor, Tensor, Tensor, Tensor)",
-    "input_gradient": f"({_SAVED}, Tensor sums, int? total) -> (Tensor, Tensor, Tensor)",
-    "normalize_backward": f"({_SAVED}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "gradient_sums": f"({_SAVED}) -> (Tensor, Tensor)",
+    "input_gradient": f"({_SAVED}, Tensor sums, int? total) -> Tensor",
+    "normalize_backward": f"({_SAVED}) -> (Tensor, Tensor, Tensor)",
 }
 _FUNCTIONS = _operations(lambda x: batch_norm_kernels(x) or batch_norm_torch)
 for _name, _shapes in _operations(lambda x: batch_norm_torch).items():
