@@ -125,12 +125,12 @@ def _store(at, first, second, third, c, channels, rows: tl.constexpr):
 
 @triton.jit
 def _finish(
-    first, second, third, partial, result, counters, splits, groups, c, channels,
+    first, second, third, partial, result, copy, counters, splits, groups, c, channels,
     rows: tl.constexpr, lanes: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Put together what the programs of a microbatch have found of channels [width]: those of stretches and then of
     groups of them, `partial` [microbatches, splits + groups, rows, channels], to `result` [microbatches, rows,
-    channels]."""
+    channels], and its copy if wanted."""
     m = (tl.program_id(0) // splits).to(tl.int64)
     size = rows * channels
     parts = partial + m * (splits + groups) * size
@@ -140,12 +140,16 @@ def _finish(
         a1, b1, c1 = _combined(parts + begin * size, length, size, c, channels, rows, lanes, width, dtype)
         if groups == 1:
             _store(result + m * size, a1, b1, c1, c, channels, rows)
+            if copy is not None:
+                _store(copy + m * size, a1, b1, c1, c, channels, rows)
         else:
             top = parts + splits * size
             _store(top + g * size, a1, b1, c1, c, channels, rows)
             if _is_last(counters, splits, groups, groups, groups):
                 a2, b2, c2 = _combined(top, groups, size, c, channels, rows, lanes, width, dtype)
                 _store(result + m * size, a2, b2, c2, c, channels, rows)
+                if copy is not None:
+                    _store(copy + m * size, a2, b2, c2, c, channels, rows)
 
 
 @triton.jit(do_not_specialize=UNLIKE)
@@ -171,7 +175,7 @@ def _moments(
     number = tl.maximum((end - begin - lane + height - 1) // height, 0).to(dtype)[:, None]
     count, mean, square = _joined(number, mean, square, 3)
     _finish(
-        count, mean, square, partial, moments, counters, splits, groups, c, channels, 3, lanes, width, dtype
+        count, mean, square, partial, moments, None, counters, splits, groups, c, channels, 3, lanes, width, dtype
     )  # fmt: skip
 
 
@@ -238,7 +242,7 @@ def _normalize(
 
 @triton.jit(do_not_specialize=UNLIKE)
 def _gradient_sums(
-    gradient, x, y, weight, bias, statistics, starts, counters, partial, sums, masked,
+    gradient, x, y, weight, bias, statistics, starts, counters, partial, sums, copy, masked,
     channels, positions, splits, groups, relu: tl.constexpr,
     inner: tl.constexpr, height: tl.constexpr, width: tl.constexpr, lanes: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
@@ -266,8 +270,9 @@ def _gradient_sums(
         total += dy
         slope += dy * away
     of_dy, of_slope, none = _joined(total, slope, tl.zeros([height, width], dtype), 2)
+    of_slope *= inverse
     _finish(
-        of_dy, of_slope * inverse, none, partial, sums, counters, splits, groups, c, channels, 2, lanes, width, dtype
+        of_dy, of_slope, none, partial, sums, copy, counters, splits, groups, c, channels, 2, lanes, width, dtype
     )  # fmt: skip
 
 
@@ -361,7 +366,7 @@ def try_out(device: torch.device) -> None:
     sizes = (2, 2)
     y, statistics, _ = normalize(x, moments(x, sizes), Norm(None, None, None, 1.0, True), None, sizes)
     saved = Saved(x, y, None, None, statistics, sizes, False)
-    sums, dy = gradient_sums(y, saved)
+    sums, _, dy = gradient_sums(y, saved)
     input_gradient(dy, saved, sums, None)
 
 
@@ -392,16 +397,17 @@ def normalize(
     return y, statistics, statistics.new_empty(0) if terms is None else terms
 
 
-def gradient_sums(gradient: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
+def gradient_sums(gradient: Tensor, saved: Saved, copies: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """As in `batch_norm_torch`."""
     x, y, weight, bias, statistics, sizes, relu = saved
     work = _of(x, sizes)
     partial = work.empty(work.microbatches, work.splits + work.groups, 2)
-    sums, masked = work.empty(work.microbatches, 2), None if y is None else torch.empty_like(gradient)
+    sums, copy = work.empty(work.microbatches, 2), work.empty(work.microbatches, 2) if copies else None
+    masked = None if y is None else torch.empty_like(gradient)
     tensors = gradient, x, y, weight, bias, statistics, work.starts(x), counters(x, work.counters), partial, sums
     numbers = *work.summing, relu, *work.tile, work.lanes, work.type
-    work.launch(_gradient_sums, work.grid, (*tensors, masked), *numbers)
-    return sums, gradient.new_empty(0) if masked is None else masked
+    work.launch(_gradient_sums, work.grid, (*tensors, copy, masked), *numbers)
+    return sums, *(gradient.new_empty(0) if result is None else result for result in (copy, masked))
 
 
 def input_gradient(gradient: Tensor, saved: Saved, sums: Tensor, total: int | None) -> Tensor:

@@ -86,9 +86,9 @@ def combined(moments: Tensor) -> Tensor:
     return torch.stack([total, mean, (squares + (means - mean).square() * counts).sum(0)])[None]
 
 
-def gradient_sums(gradient: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
-    """The sums of dy and of dy · x̂ over every microbatch, [microbatches, 2, channels], and the gradient behind the
-    ReLU, or nothing where its result is not given."""
+def gradient_sums(gradient: Tensor, saved: Saved, copies: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """The sums of dy and of dy · x̂ over every microbatch, [microbatches, 2, channels], their copy if wanted, and the
+    gradient behind the ReLU, or nothing where its result is not given."""
     x, y, weight, bias, statistics, sizes, relu = saved
     masked = gradient.new_empty(0) if y is None else gradient.masked_fill(y <= 0, 0)
     dy = gradient if y is None else masked
@@ -99,7 +99,8 @@ def gradient_sums(gradient: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
         dims = [1, *range(3, part.dim())]
         slope = (wide * _normalized(part, mean, inverse, None, None)).sum(dims)
         sums.append(torch.stack([wide.sum(dims), slope], 1))
-    return _joined(sums), masked
+    whole = _joined(sums)
+    return whole, whole.clone() if copies else whole.new_empty(0), masked
 
 
 def input_gradient(gradient: Tensor, saved: Saved, sums: Tensor, total: int | None) -> Tensor:

@@ -210,10 +210,10 @@ class _Fused(torch.autograd.Function):
         dy, needs_gradient, holders = _arranged_as(saved.x, dy), ctx.needs_input_grad, ctx.holders
         dx = None
         if holders is None:
-            dx, sums, masked = _run("normalize_backward", dy, *saved)
+            dx, own_sums, masked = _run("normalize_backward", dy, *saved)
         else:
-            sums, masked = _run("gradient_sums", dy, *saved)
-        shift, slope = (sums[0] if holders is None and len(sums) == 1 else sums.sum(0)).unbind(0)
+            sums, own_sums, masked = _run("gradient_sums", dy, *saved)
+        shift, slope = (own_sums[0] if len(own_sums) == 1 else own_sums.sum(0)).unbind(0)
         dy = dy if saved.y is None else masked  # behind the ReLU the gradient is that of both terms of the sum
         if holders is not None and needs_gradient[0]:
             dx = _run("input_gradient", dy, *saved, all_reduce(sums, holders.group), holders.total)
@@ -251,8 +251,8 @@ def _operations(way: Callable[[Tensor], Any]) -> dict[str, Callable[..., Any]]:
         own = moments_of_ranks is None
         return way(x).normalize(x, moments(x, sizes) if own else moments_of_ranks, norm, running, sizes, own)
 
-    def gradient_sums(gradient: Tensor, *saved: Any) -> Any:
-        return (way(gradient) if gradient.numel() else batch_norm_torch).gradient_sums(gradient, Saved(*saved))
+    def gradient_sums(gradient: Tensor, *saved: Any, copies: bool = True) -> Any:
+        return (way(gradient) if gradient.numel() else batch_norm_torch).gradient_sums(gradient, Saved(*saved), copies)
 
     def input_gradient(gradient: Tensor, *rest: Any) -> Any:
         *saved, sums, total = rest
@@ -260,7 +260,7 @@ def _operations(way: Callable[[Tensor], Any]) -> dict[str, Callable[..., Any]]:
         return functions.input_gradient(gradient, Saved(*saved), sums, total)
 
     def normalize_backward(gradient: Tensor, *saved: Any) -> Any:
-        sums, masked = gradient_sums(gradient, *saved)
+        sums, _, masked = gradient_sums(gradient, *saved, copies=False)
         return input_gradient(gradient if saved[1] is None else masked, *saved, sums, None), sums, masked
 
     return {f.__name__: f for f in (moments, normalize, gradient_sums, input_gradient, normalize_backward)}
@@ -272,7 +272,7 @@ _SCHEMAS = {
     "normalize": "(Tensor x, Tensor? moments, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool relu, "
     "Tensor(a!)? running_mean, Tensor(b!)? running_var, float? momentum, Tensor? count, int[] sizes) "
     "-> (Tensor, Tensor, Tensor)",
-    "gradient_sums": f"({_SAVED}) -> (Tensor, Tensor)",
+    "gradient_sums": f"({_SAVED}) -> (Tensor, Tensor, Tensor)",
     "input_gradient": f"({_SAVED}, Tensor sums, int? total) -> Tensor",
     "normalize_backward": f"({_SAVED}) -> (Tensor, Tensor, Tensor)",
 }
