@@ -87,11 +87,13 @@ def test_ranks_together_do_what_the_whole_call_does(op: str) -> None:
 
 def test_statistics_of_one_rank_are_noticed() -> None:
     torch.manual_seed(1)
-    channels: Row = (2,), Layout.of({1: Split((0,), ((0, 3, 5), (2, 1, 4)))})
-    columns: Row = (2,), Layout.of({3: Split((0,), consecutive((2, 4)))})
+    columns: list[Row] = [((2,), Layout.of({3: Split((0,), consecutive(sizes))})) for sizes in ((3, 1), (2, 4))]
     cases = []
     for collective in ("all_gather", "all_reduce"):
-        of_norms = [group_norm(Draw(0), channels, 1), of_last("rms_norm", Draw(0), columns, 1)]
+        of_norms = [
+            group_norm(Draw(0), columns[0], 1),
+            of_last("rms_norm", Draw(0), columns[1], 1),
+        ]
         for case in of_norms:
             case.sabotage = norms.__name__, collective
             cases.append(case)

@@ -109,7 +109,7 @@ Draw = tuple[str, float | None]  # kind of random numbers, and their probability
 class Constants:
     """The numbers behind those fake tensors that depend on no input, parameter or buffer. `named` holds the constants
     that calls use as they were when the call used them, `kept` the tensors that are kept alive so that no others get
-    their ids, `outside` those that existed before the capture, and `blanks` those to which nothing was written yet."""
+    their ids, and `outside` those that existed before the capture."""
 
     def __init__(self, fakes: Fakes) -> None:
         self.named: dict[str, Tensor] = {}

@@ -48,12 +48,12 @@ def resolved(situation: Situation, name: str) -> Layout:
     return without_partial(situation.given.get(name, WHOLE))
 
 
-def by_channel(situation: Situation) -> Placed:
-    """A normalization of [samples, channels, ...] follows its input, and its numbers of each channel the channels. Over
-    the axes that divide samples, rows or columns every rank has all of these, and its share of the gradients of scale
-    and shift."""
+def by_channel(situation: Situation, layout: Layout | None = None) -> Placed:
+    """A normalization of [samples, channels, ...] follows its input, or has it in a layout, and its numbers of each
+    channel the channels. Over the axes that divide samples, rows or columns every rank has all of these, and its share
+    of the gradients of scale and shift."""
     call = situation.call
-    layout = resolved(situation, call.attributes["input"])
+    layout = layout or resolved(situation, call.attributes["input"])
     channels = layout.split(1)
     channel_splits = {} if channels is None else {0: channels}
     other_axes = layout.split_axes - set(channels.axes if channels else ())
