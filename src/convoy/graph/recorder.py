@@ -186,55 +186,50 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _record(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, tensors: list[Tensor]
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        tensors: list[Tensor],
+        recognition: Recognized | None = None,
     ) -> Recognized:
-        args, kwargs = self.reference(args), self.reference(kwargs)
-        inputs = tuple(dict.fromkeys(ref.name for ref in tree.leaves((args, kwargs), Ref)))
+        """Note a call that gave `result`, with `tensors` in it; what it is says an operation, if nobody else does."""
+        args, kwargs, layer = self.reference(args), self.reference(kwargs), self._layers.name
         outputs = self._name_outputs(func, tensors)
         torch_call = TorchCall(func, args, kwargs, self.values, outputs, self._layers.module, tuple(self.updates))
-        depends = any(name in self._data for name in inputs)
-        recognition = self._recognize(torch_call) if depends else Recognized("opaque")
-        self._add(torch_call, recognition, outputs, tensors, result)
-        return recognition
-
-    def _add(
-        self,
-        torch_call: TorchCall,
-        recognition: Recognized,
-        outputs: tuple[Value, ...],
-        tensors: list[Tensor],
-        result: Any,
-    ) -> None:
-        call_name = outputs[0].name if len(outputs) == 1 else outputs[0].name.rpartition(":")[0]
-        function = torch_call.function if recognition.function is None else recognition.function
-        args = torch_call.args if recognition.args is None else recognition.args
-        kwargs = torch_call.kwargs if recognition.kwargs is None else recognition.kwargs
+        depends = recognition is not None or any(ref.name in self._data for ref in tree.leaves((args, kwargs), Ref))
+        if recognition is None:
+            recognition = self._recognize(torch_call) if depends else Recognized("opaque")
+        func, args, kwargs = (
+            before if after is None else after
+            for before, after in (
+                (func, recognition.function),
+                (args, recognition.args),
+                (kwargs, recognition.kwargs),
+            )
+        )
         counter = recognition.attributes.get("num_batches_tracked")
         named = [ref.name for ref in tree.leaves((args, kwargs), Ref)]
-        inputs = tuple(dict.fromkeys([*named, counter] if counter else named))
-        depends = recognition.op == "random" or any(name in self._data for name in inputs)
+        if counter:
+            named.append(counter)
+            self.updates.remove(counter)
+            self.values[counter] = self._given[counter]
         for tensor, value in zip(tensors, outputs, strict=True):
             self.values[value.name] = value
             self._bind(tensor, value.name)
             if depends:
                 self._data.add(value.name)
-                self.made.append((weakref.ref(tensor), self._layers.name))
-        if counter:
-            self.updates.remove(counter)
-            self.values[counter] = self._given[counter]
-        structure = self.reference(result)
+                self.made.append((weakref.ref(tensor), layer))
         names = tuple(value.name for value in outputs)
-        facts = (inputs, names, structure, recognition.attributes, recognition.updates, self._recomputing > 0)
-        self.calls.append(Call(call_name, self._layers.name, recognition.op, function, args, kwargs, *facts))
+        name = names[0] if len(names) == 1 else names[0].rpartition(":")[0]
+        facts = (tuple(dict.fromkeys(named)), names, self.reference(result), recognition.attributes)
+        call = Call(name, layer, recognition.op, func, args, kwargs, *facts, recognition.updates, self._recomputing > 0)
+        self.calls.append(call)
         if not torch.is_grad_enabled() and torch_call.name != "detach":
-            self._stop_gradient(tensors)
-
-    def _stop_gradient(self, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            ref = Ref(self._names[id(tensor)])
-            outputs = self._name_outputs(torch.Tensor.detach, [tensor])
-            torch_call = TorchCall(torch.Tensor.detach, (ref,), {}, self.values, outputs, self._layers.module, ())
-            self._add(torch_call, self._recognize(torch_call), outputs, [tensor], tensor)
+            for tensor in tensors:
+                self._record(torch.Tensor.detach, (tensor,), {}, tensor, [tensor])
+        return recognition
 
     def _name_outputs(self, func: Any, tensors: list[Tensor]) -> tuple[Value, ...]:
         layer = self._layers.name
@@ -310,10 +305,8 @@ class Recorder(TorchFunctionMode):
         shape = tuple(tensor.shape)
         if not shape or shape[0] != self._num_samples:
             raise CaptureError("it draws random numbers that do not belong to one sample each", self._layers.name)
-        outputs = self._name_outputs(draw, [tensor])
         args = (kind, p, shape, tensor.dtype, tensor.device)
-        torch_call = TorchCall(draw, args, {}, self.values, outputs, self._layers.module, ())
-        self._add(torch_call, Recognized("random", {"draw": kind, "p": p}), outputs, [tensor], tensor)
+        self._record(draw, args, {}, tensor, [tensor], Recognized("random", {"draw": kind, "p": p}))
         return tensor
 
 

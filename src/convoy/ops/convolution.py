@@ -274,7 +274,6 @@ OPERATIONS = (
         _build,
         keeps=keeps_operands,
         gives_own=True,
-        operands=("input", "weight", "bias"),
         multiplications=_multiplications,
         options=("stride", "dilation", "transposed"),
         local_options=_options,

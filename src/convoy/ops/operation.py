@@ -73,8 +73,7 @@ class Operation:
         is_slice: whether it reads no more than it gives.
         is_random: whether it draws random numbers.
         follows: whether drawings of a network show it in the box of the layer before.
-        operands: attributes that name its tensors in the order in which costs look at them; the others follow.
-        multiplications: multiply-adds of the forward pass, from the shapes of its operands and of its output, and
+        multiplications: multiply-adds of the forward pass, from the shapes of its inputs and of its output, and
             whether it is transposed; None where there are none to speak of.
         passes: how often a kernel goes over its output again, beyond once: rough, for the roofline alone.
         by_function: whether its time depends on the torch function that is called.
@@ -99,7 +98,6 @@ class Operation:
     is_slice: bool = False
     is_random: bool = False
     follows: bool = False
-    operands: tuple[str, ...] = ()
     multiplications: Callable[[Sequence[Shape], Shape, bool], int] | None = None
     passes: float = 0.0
     by_function: bool = False

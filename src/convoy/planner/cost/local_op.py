@@ -239,8 +239,7 @@ def local_op(
         return Operand(shape, dtype_name(value.dtype), role, gradient, adds)
 
     operation = OPERATIONS[call.op]
-    order = dict.fromkeys(call.attributes[key] for key in operation.operands if call.attributes.get(key))
-    inputs = tuple(operand(name, placed.placed.inputs[name]) for name in dict.fromkeys((*order, *call.inputs)))
+    inputs = tuple(operand(name, placed.placed.inputs[name]) for name in call.inputs)
     outputs = tuple(operand(name, placed.placed.outputs[name]) for name in call.outputs)
     options = {name: call.attributes.get(name) for name in operation.options}
     if operation.local_options is not None:
