@@ -304,8 +304,3 @@ def each(value: Any, count: int) -> tuple[int, ...]:
         return (value,) * count
     numbers = tuple(int(item) for item in value)
     return numbers * count if len(numbers) == 1 else numbers
-
-
-def flat(sizes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`(1, 2)` for the arguments `1, 2` as well as for the one argument `(1, 2)`."""
-    return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else tuple(sizes)

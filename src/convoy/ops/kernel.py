@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from convoy.comm.groups import Groups
 from convoy.graph.graph import Call, Graph, Ref
@@ -176,26 +175,6 @@ def taking(dim: int, places: Indices, size: int) -> Callable[[Tensor], Tensor]:
     return lambda x: x.index_select(dim, constants.like(x, torch.int64))
 
 
-class AddBiasOnce(torch.autograd.Function):
-    """Adds the bias where `first`; its gradient is computed everywhere, for the gradient of a partial sum is whole. So
-    every rank of the group gets the bias's whole gradient, and nothing has to be sent for it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, dim: int, first: bool) -> Tensor:
-        """`x` [..., channels at `dim`, ...], `bias` [channels]; `x` may be of a lower precision, which stays."""
-        ctx.dim, ctx.dtype = dim, bias.dtype
-        shape = [1] * x.dim()
-        shape[dim] = -1
-        return x + bias.view(shape).to(x.dtype) if first else x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        """The bias's gradient is the sum over all other dimensions."""
-        dims = [dim for dim in range(gradient.dim()) if dim != ctx.dim]
-        return gradient, gradient.sum(dims, dtype=ctx.dtype), None, None
-
-
 def postponing(site: Site, layer: Weighted) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """The function of a layer, which leaves its weight gradient for later where the step's context asks for that."""
     context, name = site.context, site.call.name
@@ -213,8 +192,9 @@ def postponing(site: Site, layer: Weighted) -> Callable[[Tensor, Tensor, Tensor 
 
 
 def with_bias(site: Site, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor], dim: int) -> Kernel:
-    """The kernel of a function of (input, weight, bias or None), with its channels at `dim` of the output; where the
-    output is a partial sum, one rank adds the bias."""
+    """The kernel of a function of (input, weight, bias or None), with its channels at `dim` of the output. Where the
+    output is a partial sum, one rank adds the bias, and the others zeros that depend on it: the gradient of a partial
+    sum is whole, so that every rank gets the bias's whole gradient, and nothing has to be sent for it."""
     partial = site.layouts[site.output].partial
     first, pick = site.is_first(partial), by_role(site.call, "input", "weight", "bias")
 
@@ -222,6 +202,7 @@ def with_bias(site: Site, compute: Callable[[Tensor, Tensor, Tensor | None], Ten
         x, weight, bias = pick(tensors)
         if not partial or bias is None:
             return [compute(x, weight, bias)]
-        return [AddBiasOnce.apply(compute(x, weight, None), bias, dim, first)]
+        y, term = compute(x, weight, None), bias if first else bias - bias.detach()
+        return [y + term.view(-1, *[1] * (y.dim() - dim - 1)).to(y.dtype)]
 
     return kernel

@@ -12,7 +12,7 @@ graph, takes 40.9 ms on an H200 with these kernels, with torch's 53.1.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -39,7 +39,6 @@ class Holders:
 
     group: ProcessGroup
     counts: tuple[int, ...]  # how many numbers of each channel every rank has
-    _times: "dict[int, Holders]" = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def total(self) -> int:
@@ -53,9 +52,7 @@ class Holders:
 
     def times(self, samples: int) -> "Holders":
         """The same where `counts` are those of one sample."""
-        if samples not in self._times:
-            self._times[samples] = Holders(self.group, tuple(samples * count for count in self.counts))
-        return self._times[samples]
+        return Holders(self.group, tuple(samples * count for count in self.counts))
 
 
 def at_once(x: Tensor) -> bool:

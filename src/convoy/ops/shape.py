@@ -7,9 +7,11 @@ import operator
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from convoy.graph.graph import Recognized, TorchCall, flat
+from convoy.graph.graph import Recognized, Ref, TorchCall
+from convoy.graph.tree import replace
 from convoy.ops.kernel import Kernel, Site
 from convoy.ops.layouts import by_dim
 from convoy.ops.operation import Operation
@@ -23,53 +25,15 @@ def _reshape(call: TorchCall) -> Recognized | None:
     return Recognized("reshape", {"input": call.input}) if same_type else None
 
 
-def _permuted(call: TorchCall, order: list[int]) -> Recognized:
-    return Recognized("permute", {"input": call.input, "order": tuple(order)})
-
-
-def _permute(call: TorchCall) -> Recognized:
-    rank = len(call.output)
-    order = flat(call.args[1:]) if len(call.args) > 1 else tuple(call.kwargs["dims"])
-    return _permuted(call, [dim % rank for dim in order])
-
-
-def _transpose(call: TorchCall) -> Recognized:
-    rank = len(call.output)
-    names = ("axis0", "axis1") if "axis0" in call.kwargs or "axis1" in call.kwargs else ("dim0", "dim1")
-    arguments = call.bound(input=None, **dict.fromkeys(names, 0))
-    a, b = (arguments[name] % rank for name in names)
-    order = list(range(rank))
-    order[a], order[b] = b, a
-    return _permuted(call, order)
-
-
-def _move(call: TorchCall) -> Recognized:
-    rank = len(call.output)
-    arguments = call.bound(input=None, source=0, destination=0)
-    ends = [
-        (value,) if isinstance(value, int) else tuple(value)
-        for value in (arguments["source"], arguments["destination"])
-    ]
-    sources, targets = ([dim % rank for dim in dims] for dims in ends)
-    rest = iter(dim for dim in range(rank) if dim not in sources)
-    source_of = dict(zip(targets, sources, strict=True))
-    return _permuted(call, [source_of[dim] if dim in source_of else next(rest) for dim in range(rank)])
-
-
-def _t(call: TorchCall) -> Recognized:
-    return _permuted(call, list(range(len(call.output)))[::-1])
-
-
-def _property(call: TorchCall) -> Recognized | None:
-    """`.T` and `.mT`, told apart by their descriptors."""
+def _permute(call: TorchCall) -> Recognized | None:
+    """Where dimensions go shows a tensor all of whose dimensions differ in size; of properties `T` and `mT` do so."""
     descriptor = getattr(call.function, "__self__", None)
-    name = getattr(descriptor, "__name__", "")
-    rank = len(call.output)
-    if name == "T":
-        return _t(call)
-    if name == "mT":
-        return _permuted(call, [*range(rank - 2), rank - 1, rank - 2])
-    return None
+    if call.name == "get" and getattr(descriptor, "__name__", "") not in ("T", "mT"):
+        return None
+    probe = torch.empty(*range(2, 2 + len(call.output)), device="meta")
+    args, kwargs = replace((call.args, call.kwargs), Ref, lambda _: probe)
+    order = tuple(size - 2 for size in call.function(*args, **kwargs).shape)
+    return Recognized("permute", {"input": call.input, "order": order})
 
 
 def _place_identity(situation: Situation) -> Placed:
@@ -185,13 +149,7 @@ OPERATIONS = (
     Operation(
         "permute",
         _place_permute,
-        {
-            **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
-            **dict.fromkeys(("movedim", "moveaxis"), _move),
-            "get": _property,
-            "permute": _permute,
-            "t": _t,
-        },
+        dict.fromkeys(("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "get", "permute", "t"), _permute),
         _build_permute,
         is_view=True,
         follows=True,
