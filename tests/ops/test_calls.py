@@ -214,6 +214,11 @@ def pad(draw: Draw) -> tuple[Function, tuple[int, ...]]:
     return lambda m, x: F.pad(x, flat, mode, value), (2, 4, 7, 6)
 
 
+def lrn(draw: Draw) -> tuple[Function, tuple[int, ...]]:
+    size = draw.choice([1, 2, 3, 5, 9])
+    return lambda m, x: F.local_response_norm(x, size, 0.3, 0.7, 2.0), (3, 7, 4, 4)
+
+
 def reduce(draw: Draw) -> tuple[Function, tuple[int, ...]]:
     dims = tuple(draw.choice([dim, dim - 4]) for dim in draw.sample(range(4), draw.randint(1, 4)))
     function, keepdim = draw.choice([torch.mean, torch.sum, torch.amax]), draw.random() < 0.5
@@ -237,6 +242,7 @@ DRAWN: dict[str, Callable[[Draw], tuple[Function, tuple[int, ...]]]] = {
     "split": chunks,
     "pad": pad,
     "reduce": reduce,
+    "lrn": lrn,
     "conv": convolution,
 }
 

@@ -64,17 +64,8 @@ def test_memory_is_that_of_a_real_pass() -> None:
     (memory,), model = predict_memory(placed(small_net(), "serial")), same_net()  # to the byte
     assert memory.parameters == memory.gradients == sum(4 * p.numel() for p in model.parameters())
     assert memory.activations == kept_bytes(model, torch.zeros(8, 3, 16, 16))
-
-
-def test_more_ranks_hold_less() -> None:
-    plans = ("serial", "sample=2", "sample=3", "filter=2", "owt=2")
-    of = {plan: predict_memory(placed(small_net(), plan)) for plan in plans}
-    whole, by_samples, by_filters, owt = (of[plan][0] for plan in ("serial", "sample=2", "filter=2", "owt=2"))
-    assert by_samples.parameters == whole.parameters and by_samples.activations * 2 == whole.activations
-    assert of["sample=3"][0].activations > of["sample=3"][2].activations
-    assert predict_memory(placed(small_net(), "serial"), in_flight=3)[0].activations == 3 * whole.activations
-    assert by_filters.parameters * 2 == whole.parameters and by_filters.parameters < owt.parameters < whole.parameters
-    assert owt.activations < by_filters.activations > whole.activations  # for inputs that are gathered
+    assert predict_memory(placed(small_net(), "serial"), in_flight=3)[0].activations == 3 * memory.activations
+    assert predict_memory(placed(small_net(), "sample=2"))[0].activations * 2 == memory.activations
 
 
 OPTIONS = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
