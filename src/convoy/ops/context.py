@@ -1,7 +1,8 @@
 """What layers must know of the step in which they run: which samples they see, in which microbatches.
 
 A part of a forward pass that is computed again in the backward pass must give the same numbers and do nothing else: it
-sees the context of its own pass, notes no statistics, and asks no other rank a second time.
+sees the context of its own pass, notes no statistics, and asks no other rank a second time. Kernels read the context,
+so it is here, below the engine, which announces passes to it.
 """
 
 import itertools

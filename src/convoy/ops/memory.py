@@ -48,6 +48,8 @@ class Readers:
         return OPERATIONS[producer.op].gives_own or is_sum
 
 
+# The network is captured without in-place calls, since under a plan the same tensor may be needed for sending; this
+# recovers those of the original, and finds more.
 def overwritten(call: Call, is_spare: Callable[[str], bool]) -> str | None:
     """The input that a call writes its result over, or None where the result has memory of its own."""
     name = getattr(call.function, "__name__", "")

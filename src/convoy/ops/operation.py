@@ -46,7 +46,8 @@ def keeps_operands(call: Call, values: Mapping[str, Value]) -> Kept:
 
 @dataclass(frozen=True)
 class Operation:
-    """One kind of call: how it is recognized, divided and run, and what it costs.
+    """One kind of call: how it is recognized, divided and run, and what it costs. Calls name it by text, so that graphs
+    can be compared, printed and made by hand, and keys of the profile store stay valid.
 
     Only `name`, `place` and, for all but what the recorder itself records, `functions` must be given. The defaults are
     those of a call that does the same on a part as on the whole, is as fast as memory, and keeps nothing.

@@ -13,6 +13,8 @@ from convoy.plans.mesh import Axes
 from convoy.plans.place import Batch, Placed, PlacedCall, Placement, Situation, Strategies, own_samples
 from convoy.plans.transfer import transfer
 
+# Both need every operation, and operations need layouts, halos and collectives, which are above `graph` and `plans`. So
+# `graph.capture` takes the function that recognizes calls: a registry filled by imports would hang on their order.
 # `convoy.graph.capture` with the operations of Convoy: `capture(model, inputs, training=None, ...)`
 capture = partial(capture_by, recognize)
 

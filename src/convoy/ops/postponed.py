@@ -4,6 +4,10 @@ For the gradient of its weight, a convolution or linear layer needs its input an
 schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2024) keep both and go on with the backward pass. Gradients of
 several parts of a batch are computed at once, so that each weight and its gradient are read and written once, which is
 most of the work for small parts of a batch in layers with many weights.
+
+Autograd could compute a part of any graph later, but keeps the whole graph of every part for it, and computes each
+part's gradients by themselves. A weight that is computed (a parametrization, a redistribution) keeps its gradient where
+it is: its own backward pass would run twice.
 """
 
 from collections import deque
