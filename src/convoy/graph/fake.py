@@ -115,7 +115,7 @@ class Constants:
         self.named: dict[str, Tensor] = {}
         self.outside: dict[int, Tensor] = {}
         self.fakes = fakes
-        self._real: dict[int, Tensor] = {}
+        self._real: dict[int, Tensor | None] = {}  # None for what is empty and has not been read yet
         self._names: dict[int, tuple[str, int]] = {}
         self.kept: list[Tensor] = []
 
@@ -125,7 +125,17 @@ class Constants:
     def value(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._real:
             self.outside[id(tensor)] = tensor
-        return self._real.get(id(tensor), tensor)
+            return tensor
+        real = self._real[id(tensor)]
+        if real is None:
+            with self.fakes.real():
+                real = self._real[id(tensor)] = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return real
+
+    def empty(self, tensor: Tensor) -> Tensor:
+        self.keep(tensor)
+        self._real[id(tensor)] = None
+        return tensor
 
     def keep(self, tensor: Tensor) -> None:
         self.kept.append(tensor)

@@ -154,8 +154,8 @@ class Graph:
 
     def scaled(self, other: "Graph", samples: int) -> "Graph | None":
         """The network at another number of samples, extrapolated from its graphs at two numbers (at least 2 in both),
-        since capturing takes far longer (six captures of ResNet-152 were 70 % of a search for cuts); None where the two differ in more than multiples of their numbers of samples.
-        """
+        since capturing takes far longer: six times ResNet-152 were 70 % of a search for cuts. None where the two differ
+        in more than multiples of their numbers of samples."""
         sizes = self.shape(self.inputs[0])[0], other.shape(other.inputs[0])[0]
         facts, other_facts = (
             (graph.calls, graph.values, graph.output, [x.shape for x in graph.constants.values()])

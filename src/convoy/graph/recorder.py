@@ -45,8 +45,8 @@ def out_of_place(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 QUESTIONS = {"__get__", "size", "dim", "stride", "numel", "__len__", "is_floating_point", "is_contiguous", "ndimension"}
-FROM_SHAPE = {f"new_{kind}" for kind in ("zeros", "ones", "full", "tensor", "empty")}
-FROM_SHAPE |= {f"{kind}_like" for kind in ("zeros", "ones", "full", "empty")}
+FROM_SHAPE = {"new_zeros", "new_ones", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like"}
+EMPTY = {"empty", "new_empty", "empty_like"}
 UNIFORM = {"rand", "rand_like"}
 
 
@@ -149,6 +149,8 @@ class Recorder(TorchFunctionMode):
             raise CaptureError("it uses a tensor that was computed from parameters before", self._layers.name)
         if kwargs.get("out") is not None:
             raise CaptureError(f"{name} writes into out=", self._layers.name)
+        if name in EMPTY:
+            return self.constants.empty(func(*args, **kwargs))
         if name in UNIFORM:
             return self._draw("uniform", None, func(*args, **kwargs))
         if name in ("bernoulli", "bernoulli_", "uniform_") and self.constants.known(tensors[0]):
@@ -201,14 +203,9 @@ class Recorder(TorchFunctionMode):
         depends = recognition is not None or any(ref.name in self._data for ref in tree.leaves((args, kwargs), Ref))
         if recognition is None:
             recognition = self._recognize(torch_call) if depends else Recognized("opaque")
-        func, args, kwargs = (
-            before if after is None else after
-            for before, after in (
-                (func, recognition.function),
-                (args, recognition.args),
-                (kwargs, recognition.kwargs),
-            )
-        )
+        func = func if recognition.function is None else recognition.function
+        args = args if recognition.args is None else recognition.args
+        kwargs = kwargs if recognition.kwargs is None else recognition.kwargs
         counter = recognition.attributes.get("num_batches_tracked")
         named = [ref.name for ref in tree.leaves((args, kwargs), Ref)]
         if counter:

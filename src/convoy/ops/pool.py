@@ -1,16 +1,14 @@
 """Pooling: follows the layout of its input; rows and columns stay divided, with a halo where windows overlap."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall, Value, each
-from convoy.ops.constants import Constants
 from convoy.ops.kernel import Kernel, Part, Site, as_called, flat_padding, guarded
 from convoy.ops.layouts import Follow, by_dim, spatial
 from convoy.ops.operation import Kept, Operation, keeps_input
@@ -54,6 +52,16 @@ def _pool(situation: Situation, linear: bool) -> Placed:
     is a partial sum over the ranks that divide them."""
     call = situation.call
     windows, out_shape = _windows_of(situation.graph, call), situation.shape(call.outputs[0])
+    is_uneven = (
+        call.op == "avg_pool"
+        and not call.attributes["divisor_override"]
+        and any(
+            count != window.kernel
+            for window in windows.values()
+            if window is not None
+            for count in window.counts(range(window.output_size), call.attributes["count_include_pad"])
+        )
+    )
 
     def follow(dim: int, split: Split) -> Follow:
         if dim not in windows:
@@ -65,6 +73,8 @@ def _pool(situation: Situation, linear: bool) -> Placed:
             return f"dim {dim} is whole: its windows differ in size"
         if window.output_size < len(split.parts):
             return f"dim {dim} is whole: fewer output rows ({window.output_size}) than ranks ({len(split.parts)})"
+        if is_uneven:
+            return f"dim {dim} is whole: the call's windows are means over unequal numbers"
         result = output_split(window.output_size, situation.mesh, split.axes)
         return halo_split(window, result), (dim, result)
 
@@ -92,19 +102,20 @@ def _windows_of(graph: Graph, call: Call) -> dict[int, Window | None]:
 
 
 def _build(site: Site) -> Kernel:
-    """The largest value of every window, which ignores padding, or the mean over as many elements as the whole call
-    counts."""
+    """The largest value of every window, which ignores padding, or the mean, which counts it where the call does."""
     windows, attributes = _windows(site), site.call.attributes
     if not _divides_rows(site):
         return guarded(site, as_called(site))
     needs = [window.needed(site.rows(dim)) for dim, window in windows.items()]
     pad = flat_padding([(need.before, need.after) for need in needs])
     options = {"kernel_size": attributes["kernel"], "stride": attributes["stride"]}
-    outside, correct = 0.0, _correction(site, windows)
+    outside = 0.0
     if site.call.op == "max_pool":
         options["dilation"], outside = attributes["dilation"], -math.inf
+    elif attributes["divisor_override"]:
+        options["divisor_override"] = attributes["divisor_override"]
     pool = partial(getattr(F, f"{site.call.op}{len(windows)}d"), **options)
-    return guarded(site, lambda x: [correct(pool(F.pad(x, pad, value=outside) if any(pad) else x))])
+    return guarded(site, lambda x: [pool(F.pad(x, pad, value=outside) if any(pad) else x)])
 
 
 def _build_adaptive(site: Site) -> Kernel:
@@ -139,35 +150,6 @@ def _windows(part: Part) -> dict[int, Window]:
 
 def _divides_rows(part: Part) -> bool:
     return any(dim in _windows(part) for dim, _ in part.layouts[part.output].splits)
-
-
-def _correction(site: Site, windows: Mapping[int, Window]) -> Callable[[Tensor], Tensor]:
-    """From means over full windows to means over as many elements as the whole call counts."""
-    attributes = site.call.attributes
-    volume, override = math.prod(attributes["kernel"]), attributes["divisor_override"]
-    if site.call.op == "max_pool":
-        return lambda y: y
-    if override:
-        return lambda y: y * (volume / override)
-    num_dims = len(site.graph.shape(site.output))
-    factors = []
-    for dim, window in windows.items():
-        counts = window.counts(site.rows(dim), attributes["count_include_pad"])
-        if any(count != window.kernel for count in counts):
-            shape = [-1 if position == dim else 1 for position in range(num_dims)]
-            ratios = [window.kernel / count for count in counts]
-            factors.append(Constants(torch.tensor(ratios, dtype=torch.float64).reshape(shape)))
-    if not factors:
-        return lambda y: y
-
-    def correct(y: Tensor) -> Tensor:
-        dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
-        z = y
-        for factor in factors:
-            z = z * factor.like(y, dtype)
-        return z.to(y.dtype)
-
-    return correct
 
 
 def _options(part: Part) -> dict[str, Any]:
