@@ -1,39 +1,16 @@
 """Who imports whom: no circles of modules or rooms; every folder only from those above it in docs/architecture.md."""
 
-import ast
-import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+from folders import PACKAGE, PICTURE, Imports, imports, listed_folders, module_name, picture  # noqa: E402
+
 SOURCE = ROOT / "src"
-PACKAGE = "convoy"
-
-Imports = dict[str, set[str]]
-"""The modules that each module imports, those within functions too."""
-
-
-def imports(source: Path) -> Imports:
-    paths = {_name(path.relative_to(source)): path for path in source.rglob("*.py")}
-    return {name: set(_imported(name, path, paths)) - {name} for name, path in paths.items()}
-
-
-def _name(path: Path) -> str:
-    parts = path.with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def _imported(name: str, path: Path, known: Mapping[str, Path]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in known)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{name} imports by a relative name"
-            for alias in node.names:
-                module = f"{node.module}.{alias.name}"
-                if module in known or node.module in known:
-                    yield module if module in known else node.module
 
 
 def circle(graph: Mapping[str, set[str]]) -> list[str]:
@@ -45,32 +22,26 @@ def circle(graph: Mapping[str, set[str]]) -> list[str]:
     return []
 
 
-def rooms(found: Imports, folder: str) -> dict[str, set[str]]:
+def rooms(modules: Imports, folder: str) -> dict[str, set[str]]:
     """Which of the folders in a folder import from which others of these."""
-    folders = {name.rpartition(".")[0] for name in found}
+    folders = {name.rpartition(".")[0] for name in modules}
 
     def room(module: str) -> str | None:
         name = module.removeprefix(f"{folder}.").partition(".")[0]
         return name if module.startswith(f"{folder}.") and f"{folder}.{name}" in folders else None
 
     graph: dict[str, set[str]] = {}
-    for name, others in found.items():
+    for name, others in modules.items():
         here = room(name)
         if here is not None:
             graph.setdefault(here, set()).update({room(other) or here for other in others} - {here})
     return graph
 
 
-def house(page: str) -> list[str]:
-    """The folders, from top to bottom, of the list in docs/architecture.md."""
-    listed = page.partition("src/convoy/\n")[2].partition("\nbenchmarks/")[0]
-    return re.findall(r"^  (\w+)/", listed, re.MULTILINE)
-
-
-def upwards(found: Imports, order: list[str]) -> list[str]:
+def upwards(modules: Imports, order: list[str]) -> list[str]:
     """Imports from a folder that stands below, or from one that does not stand there."""
     wrong = []
-    for name, others in found.items():
+    for name, others in modules.items():
         for other in others:
             here, there = ((*module.split("."), "")[1] for module in (name, other))
             if here in order and there in order and order.index(there) > order.index(here):
@@ -84,10 +55,14 @@ def test_nothing_imports_in_a_circle_and_folders_only_from_those_above_them() ->
     assert circle(all_imports) == []
     folders = [path for path in SOURCE.rglob("*") if (path / "__init__.py").exists() and path.name != PACKAGE]
     for folder in folders:
-        assert circle(rooms(all_imports, _name(folder.relative_to(SOURCE)))) == []
-    order = house((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+        assert circle(rooms(all_imports, module_name(folder.relative_to(SOURCE)))) == []
+    order = list(listed_folders((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")))
     assert sorted(order) == sorted(path.parent.name for path in (SOURCE / PACKAGE).glob("*/__init__.py"))
     assert upwards(all_imports, order) == []
+
+
+def test_the_picture_of_the_folders_is_of_now() -> None:
+    assert PICTURE.read_text(encoding="utf-8") == picture(), "python docs/folders.py draws it anew"
 
 
 def write(source: Path, **modules: str) -> Path:
