@@ -10,7 +10,7 @@ from torch import Tensor
 
 from convoy.engine import SampleDropout, StepContext
 from convoy.errors import ConvoyError
-from convoy.ops import norms
+from convoy.ops import normalization, norms
 from convoy.plans.layout import Layout, Split, consecutive
 from one_call import OneCall, worst
 from ops.many_calls import Draw, run_calls
@@ -84,7 +84,7 @@ def test_statistics_of_one_rank_are_noticed() -> None:
             of_last("rms_norm", Draw(0), columns[1], 1),
         ]
         for case in of_norms:
-            case.sabotage = norms.__name__, collective
+            case.sabotage = (normalization if collective == "all_gather" else norms).__name__, collective
             cases.append(case)
     for case, got in zip(cases, run_calls(cases), strict=True):
         assert error(case, got) > 1e-3, f"{case.op} {case.sabotage}"

@@ -1,7 +1,6 @@
 """Batch norm of a rank's part of an activation."""
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -91,8 +90,9 @@ class _Layer:
         other_axes = tuple(sorted(axis for dim, split in layout.splits if dim > 1 for axis in split.axes))
         self.in_turns = site.context.in_turns and not site.graph.training and attributes["running_mean"] is None
         divided_axes = tuple(sorted({*self.sample_axes, *other_axes}))
-        self.passing = self._holders(other_axes if self.in_turns else divided_axes)
-        self.own = self._holders(other_axes, samples=False)
+        dims = range(2, len(self.shape))
+        self.passing = Holders.of(site, other_axes if self.in_turns else divided_axes, (0, *dims))
+        self.own = Holders.of(site, other_axes, dims)
         self._divisions: dict[tuple[int, ...], _Division] = {}
 
     def by_running_statistics(self, x: Tensor, norm: Norm, buffers: Buffers) -> Tensor:
@@ -154,19 +154,6 @@ class _Layer:
             count.add_(terms)
         momentum = 0.0 if self.momentum is None and count is None else self.momentum
         return Running(mean, var, momentum, count, self.name, self.sample_axes)
-
-    def _holders(self, axes: Axes, samples: bool = True) -> Holders | None:
-        """The ranks along some axes, and how many numbers of each channel they have."""
-        group = self.site.groups.of(axes)
-        if group is None:
-            return None
-        dims = [dim for dim in range(len(self.shape)) if dim > 1 or (dim == 0 and samples)]
-        layout, mesh = self.site.layouts[self.source], self.site.mesh
-        counts = (
-            math.prod(len(layout.parts(dim, mesh, place, self.shape[dim])) for dim in dims)
-            for place in mesh.group(self.site.coordinates, axes)
-        )
-        return Holders(group, tuple(counts))
 
     def _division(self) -> _Division:
         sizes = self.site.context.sizes

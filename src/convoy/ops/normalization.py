@@ -11,7 +11,7 @@ graph, takes 40.9 ms on an H200 with these kernels, with torch's 53.1.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
@@ -29,30 +29,49 @@ from convoy.ops.batch_norm_torch import Norm, Saved, ended, fits
 from convoy.ops.constants import Constants
 from convoy.ops.context import exchanged
 from convoy.ops.gpu import is_watched, triton_kernels
+from convoy.ops.kernel import Site
 from convoy.ops.statistics import Running, add_term
+from convoy.plans.mesh import Axes
 
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks that hold parts of the same channels. How many numbers every rank has is known from the plan, so that a
-    GPU's host never waits."""
+    """The ranks that hold parts of the same numbers. How many every rank has is known from the plan, so that a GPU's
+    host never waits."""
 
     group: ProcessGroup
-    counts: tuple[int, ...]  # how many numbers of each channel every rank has
+    counts: tuple[int, ...]  # by rank, of those numbers that have a mean together, such as a channel's
+
+    @classmethod
+    def of(cls, site: Site, axes: Axes, dims: Iterable[int], factor: int = 1) -> "Holders | None":
+        """Those along some axes of a call's input, of numbers along `dims`; None where a rank has all."""
+        group, name = site.groups.of(axes), site.call.attributes["input"]
+        if group is None:
+            return None
+        shape, dims = site.graph.shape(name), tuple(dims)
+        places = site.mesh.group(site.coordinates, axes)
+        parts = ((site.layouts[name].parts(dim, site.mesh, place, shape[dim]) for dim in dims) for place in places)
+        return cls(group, tuple(factor * math.prod(map(len, parts_of_rank)) for parts_of_rank in parts))
 
     @property
     def total(self) -> int:
-        """How many numbers each channel has on all ranks."""
         return sum(self.counts)
 
     @cached_property
     def shares(self) -> Constants:
-        """Each rank's share of them: [ranks]."""
+        """Each rank's share of the total: [ranks]."""
         return Constants([count / self.total for count in self.counts])
 
     def times(self, samples: int) -> "Holders":
         """The same where `counts` are those of one sample."""
         return Holders(self.group, tuple(samples * count for count in self.counts))
+
+    def combined(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and mean square deviation of what all have from those of this rank's part: [2, ...]."""
+        gathered = exchanged(all_gather, own, self.group)
+        shares = self.shares.like(gathered).view(-1, *[1] * own.dim())
+        mean, var = (gathered * shares).sum(0).unbind(0)
+        return mean, var + ((gathered[:, 0] - mean).square_() * shares[:, 0]).sum(0)
 
 
 def at_once(x: Tensor) -> bool:
@@ -126,10 +145,7 @@ class _OnCpu(torch.autograd.Function):
         moments = unused = torch.zeros(2, x.shape[1], dtype=_type(x, weight), device=x.device)
         if x.numel():
             moments = torch.stack(torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0))  # they only say the type
-        gathered = exchanged(all_gather, moments, holders.group)
-        shares = holders.shares.like(gathered)[:, None, None]
-        mean, var = (gathered * shares).sum(0).unbind(0)
-        var = var + ((gathered[:, 0] - mean).square_() * shares[:, 0]).sum(0)
+        mean, var = holders.combined(moments)
         if running is not None:
             term = mean, var * (holders.total / max(1, holders.total - 1))
             add_term([running.mean, running.var], term, [running.weight] * 2)

@@ -1,38 +1,23 @@
 """Group, instance, layer and RMS norm: whole on a rank, or over numbers of which several ranks hold parts."""
 
 import math
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
-from convoy.comm.collectives import all_gather, all_reduce
+from convoy.comm.collectives import all_reduce
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall
-from convoy.ops.constants import Constants
-from convoy.ops.context import exchanged
 from convoy.ops.kernel import Alone, Kernel, Site, by_role
 from convoy.ops.layouts import axes_along, by_channel, groups_in, resolved
+from convoy.ops.normalization import Holders
 from convoy.ops.operation import Operation, Shape, keeps_input
 from convoy.plans.layout import Layout
 from convoy.plans.place import Placed, Situation
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """The ranks that have parts of the same rows of numbers."""
-
-    group: ProcessGroup
-    shares: tuple[float, ...]  # each rank's share of a row
-    total: int  # numbers of a row on all ranks
-
-    @cached_property
-    def by_rank(self) -> Constants:
-        return Constants(self.shares)
 
 
 class Normalize(torch.autograd.Function):
@@ -43,21 +28,18 @@ class Normalize(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sharing: Sharing, eps: float, is_centred: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, holders: Holders, eps: float, is_centred: bool) -> Tensor:
         """`x` [rows, numbers], this rank's part."""
         wide = x if x.dtype == torch.float64 else x.float()
         own = wide.new_zeros(2, len(x))
         if x.numel():
             own[0] = wide.mean(1) * is_centred
             own[1] = (wide - own[0, :, None]).square_().mean(1)
-        means, squares = exchanged(all_gather, own, sharing.group).unbind(1)
-        shares = sharing.by_rank.like(wide)[:, None]
-        mean = (means * shares).sum(0)
-        variance = ((squares + (means - mean).square()) * shares).sum(0)
+        mean, variance = holders.combined(own)
         inverse = (variance + eps).rsqrt()[:, None]
         y = ((wide - mean[:, None]) * inverse).to(x.dtype)
         ctx.save_for_backward(y, inverse)
-        ctx.sharing, ctx.is_centred = sharing, is_centred
+        ctx.holders, ctx.is_centred = holders, is_centred
         return y
 
     @staticmethod
@@ -66,8 +48,8 @@ class Normalize(torch.autograd.Function):
         """dx = (dy − mean(dy) − y·mean(dy·y)) / √(variance + eps), where nothing is subtracted without mean(dy)."""
         y, inverse = ctx.saved_tensors
         wide = gradient.to(inverse.dtype)
-        sums = all_reduce(torch.stack([wide.sum(1), (wide * y).sum(1)]), ctx.sharing.group)
-        mean, slope = (sums / ctx.sharing.total)[..., None].unbind(0)
+        sums = all_reduce(torch.stack([wide.sum(1), (wide * y).sum(1)]), ctx.holders.group)
+        mean, slope = (sums / ctx.holders.total)[..., None].unbind(0)
         dx = (wide - mean * ctx.is_centred - y * slope) * inverse
         return dx.to(y.dtype), None, None, None
 
@@ -127,8 +109,7 @@ def _build(site: Site) -> Kernel:
     channels = len(site.parts(source, 1)) if is_group else 1
     size = shape[1] // call.attributes["num_groups"] if is_group else 1  # channels of a group
     view = (-1, *[1] * len(dims)) if is_group else local
-    axes = axes_along(layout, dims)
-    group = site.groups.of(axes)
+    holders = Holders.of(site, axes_along(layout, dims), dims, size)
 
     def alone(*tensors: Tensor) -> list[Tensor]:
         x, weight, bias = pick(tensors)
@@ -140,20 +121,14 @@ def _build(site: Site) -> Kernel:
             return [affine(x.clone(), weight, bias, view)]
         return [F.group_norm(x, channels // size, weight, bias, eps)]
 
-    if group is None:
+    if holders is None:
         return alone
-    total = size * math.prod(shape[dim] for dim in dims)
-    counts = (
-        size * math.prod(len(layout.parts(dim, site.mesh, place, shape[dim])) for dim in dims)
-        for place in site.mesh.group(site.coordinates, axes)
-    )
-    sharing = Sharing(group, tuple(count / total for count in counts), total)
     is_centred = call.op != "rms_norm"
 
     def together(*tensors: Tensor) -> list[Tensor]:
         x, weight, bias = pick(tensors)
         rows = x.reshape(math.prod(x.shape[: dims[0]]) // size, size * math.prod(local))
-        y = Normalize.apply(rows, sharing, torch.finfo(x.dtype).eps if eps is None else eps, is_centred)
+        y = Normalize.apply(rows, holders, torch.finfo(x.dtype).eps if eps is None else eps, is_centred)
         y = y.view(x.shape)
         return [affine(y if y.stride() == x.stride() else torch.empty_like(x).copy_(y), weight, bias, view)]
 

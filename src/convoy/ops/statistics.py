@@ -186,14 +186,7 @@ class _Vector:
 
     def follow(self, total: Tensor) -> None:
         """Update the buffers by the sum of all ranks' terms."""
-        terms, sums = len(_order(self.passes)), total.split(self.sizes)
-        if self.momentum is not None:
-            torch._foreach_mul_(self.buffers, (1.0 - self.momentum) ** terms)
-            torch._foreach_add_(self.buffers, sums)
-            return
-        for buffer, mean, count in zip(self.buffers, sums, self.counts, strict=True):
-            assert count is not None
-            buffer.lerp_(mean.to(buffer.dtype), (terms / count.to(mean.dtype)).to(buffer.dtype))
+        _follow(self.buffers, total.split(self.sizes), len(_order(self.passes)), self.momentum, self.counts)
 
     def follow_in_order(self, gathered: Tensor) -> None:
         """Update the buffers by one term after the other, from all ranks' [ranks, terms, numbers]."""
@@ -272,13 +265,23 @@ def add_term(running: list[Tensor], term: list[Tensor] | tuple[Tensor, ...], wei
 
 def follow_at_once(running: Running, terms: Tensor) -> None:
     """Apply terms in a few launches: their sum with the weights that one update after the other gives them."""
-    number, buffers = len(terms), [running.mean, running.var]
-    if running.momentum is None:
-        assert running.count is not None
-        for buffer, term in zip(buffers, terms.mean(0).unbind(0), strict=True):
-            buffer.lerp_(term.to(buffer.dtype), (number / running.count.to(terms.dtype)).to(buffer.dtype))
+    number, momentum = len(terms), running.momentum
+    if momentum is None:
+        sums = terms.mean(0)
+    else:
+        exponents = torch.arange(number - 1, -1, -1, device=terms.device, dtype=terms.dtype)
+        sums = (terms * (momentum * (1.0 - momentum) ** exponents)[:, None, None]).sum(0)
+    _follow([running.mean, running.var], sums.unbind(0), number, momentum, [running.count] * 2)
+
+
+def _follow(
+    buffers: list[Tensor], sums: Sequence[Tensor], number: int, momentum: float | None, counts: list[Tensor | None]
+) -> None:
+    """Apply as many terms at once, by their weighted sums, or without a momentum by their means."""
+    if momentum is not None:
+        torch._foreach_mul_(buffers, (1.0 - momentum) ** number)
+        torch._foreach_add_(buffers, list(sums))
         return
-    exponents = torch.arange(number - 1, -1, -1, device=terms.device, dtype=terms.dtype)
-    weights = running.momentum * (1.0 - running.momentum) ** exponents
-    torch._foreach_mul_(buffers, (1.0 - running.momentum) ** number)
-    torch._foreach_add_(buffers, (terms * weights[:, None, None]).sum(0).unbind(0))
+    for buffer, mean, count in zip(buffers, sums, counts, strict=True):
+        assert count is not None
+        buffer.lerp_(mean.to(buffer.dtype), (number / count.to(mean.dtype)).to(buffer.dtype))
