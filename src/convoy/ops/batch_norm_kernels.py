@@ -88,19 +88,19 @@ def _combined(
     third = tl.zeros([lanes, width], dtype)
     for begin in range(0, number, lanes):
         k = begin + tl.arange(0, lanes)
-        there = (k < number)[:, None] & (c < channels)[None, :]
+        mask = (k < number)[:, None] & (c < channels)[None, :]
         at = parts + k[:, None] * stride + c[None, :]
-        more = tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
-        value = tl.load(at + channels, mask=there, other=0.0, cache_modifier=".cg")
+        part_first = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+        value = tl.load(at + channels, mask=mask, other=0.0, cache_modifier=".cg")
         if rows == 3:
             delta = value - second
-            total = tl.maximum(first + more, 1.0)
-            second += delta * (more / total)
-            third += tl.load(at + 2 * channels, mask=there, other=0.0, cache_modifier=".cg")
-            third += delta * delta * (first * more / total)
+            total = tl.maximum(first + part_first, 1.0)
+            second += delta * (part_first / total)
+            third += tl.load(at + 2 * channels, mask=mask, other=0.0, cache_modifier=".cg")
+            third += delta * delta * (first * part_first / total)
         else:
             second += value
-        first += more
+        first += part_first
     return _joined(first, second, third, rows)
 
 
@@ -110,8 +110,8 @@ def _joined(first, second, third, rows: tl.constexpr):
     whole = tl.sum(first, 0)
     if rows == 3:
         mean = tl.sum(second * first, 0) / tl.maximum(whole, 1.0)
-        away = second - mean[None, :]
-        return whole, mean, tl.sum(third + first * away * away, 0)
+        deviation = second - mean[None, :]
+        return whole, mean, tl.sum(third + first * deviation * deviation, 0)
     return whole, tl.sum(second, 0), tl.sum(third, 0)
 
 
@@ -167,9 +167,9 @@ def _moments(
     for first in range(begin, end, height):
         step += 1  # noqa: SIM113 (kernels have no enumerate)
         r = first + lane
-        there = (r < end)[:, None] & (c < channels)[None, :]
-        value = tl.load(x + _offsets(start, r, c, channels, positions, inner), mask=there, other=0.0).to(dtype)
-        delta = tl.where(there, value - mean, 0.0)
+        mask = (r < end)[:, None] & (c < channels)[None, :]
+        value = tl.load(x + _offsets(start, r, c, channels, positions, inner), mask=mask, other=0.0).to(dtype)
+        delta = tl.where(mask, value - mean, 0.0)
         mean += delta / step
         square += delta * (value - mean)
     number = tl.maximum((end - begin - lane + height - 1) // height, 0).to(dtype)[:, None]
@@ -229,15 +229,15 @@ def _normalize(
     scale, shift = _affine(weight, bias, inverse, c, channels, width, dtype)
     for first in range(begin, end, height):
         r = first + tl.arange(0, height)
-        there = (r < end)[:, None] & (c < channels)[None, :]
+        mask = (r < end)[:, None] & (c < channels)[None, :]
         offsets = _offsets(start, r, c, channels, positions, inner)
-        value = tl.load(x + offsets, mask=there, other=0.0).to(dtype)
+        value = tl.load(x + offsets, mask=mask, other=0.0).to(dtype)
         value = (value - mean[None, :]) * scale[None, :] + shift[None, :]
         if residual is not None:
-            value += tl.load(residual + offsets, mask=there, other=0.0).to(dtype)
+            value += tl.load(residual + offsets, mask=mask, other=0.0).to(dtype)
         if relu:
             value = tl.where(value <= 0.0, 0.0, value)  # what is no number stays none
-        tl.store(y + offsets, value, mask=there)
+        tl.store(y + offsets, value, mask=mask)
 
 
 @triton.jit(do_not_specialize=UNLIKE)
@@ -258,17 +258,17 @@ def _gradient_sums(
     scale, shift = _affine(weight, bias, inverse, c, channels, width, dtype)
     for first in range(begin, end, height):
         r = first + tl.arange(0, height)
-        there = (r < end)[:, None] & (c < channels)[None, :]
+        mask = (r < end)[:, None] & (c < channels)[None, :]
         offsets = _offsets(start, r, c, channels, positions, inner)
-        dy = tl.load(gradient + offsets, mask=there, other=0.0).to(dtype)
-        away = tl.load(x + offsets, mask=there, other=0.0).to(dtype) - mean[None, :]
+        dy = tl.load(gradient + offsets, mask=mask, other=0.0).to(dtype)
+        deviation = tl.load(x + offsets, mask=mask, other=0.0).to(dtype) - mean[None, :]
         if y is not None:
-            dy = tl.where(tl.load(y + offsets, mask=there, other=0.0) <= 0.0, 0.0, dy)
-            tl.store(masked + offsets, dy, mask=there)
+            dy = tl.where(tl.load(y + offsets, mask=mask, other=0.0) <= 0.0, 0.0, dy)
+            tl.store(masked + offsets, dy, mask=mask)
         elif relu:
-            dy = tl.where(away * scale[None, :] + shift[None, :] <= 0.0, 0.0, dy)
+            dy = tl.where(deviation * scale[None, :] + shift[None, :] <= 0.0, 0.0, dy)
         total += dy
-        slope += dy * away
+        slope += dy * deviation
     of_dy, of_slope, none = _joined(total, slope, tl.zeros([height, width], dtype), 2)
     of_slope *= inverse
     _finish(
@@ -295,13 +295,13 @@ def _input_gradient(
     scale, shift = _affine(weight, bias, inverse, c, channels, width, dtype)
     for first in range(begin, end, height):
         r = first + tl.arange(0, height)
-        there = (r < end)[:, None] & (c < channels)[None, :]
+        mask = (r < end)[:, None] & (c < channels)[None, :]
         offsets = _offsets(start, r, c, channels, positions, inner)
-        dy = tl.load(gradient + offsets, mask=there, other=0.0).to(dtype)
-        away = tl.load(x + offsets, mask=there, other=0.0).to(dtype) - mean[None, :]
+        dy = tl.load(gradient + offsets, mask=mask, other=0.0).to(dtype)
+        deviation = tl.load(x + offsets, mask=mask, other=0.0).to(dtype) - mean[None, :]
         if relu:
-            dy = tl.where(away * scale[None, :] + shift[None, :] <= 0.0, 0.0, dy)
-        tl.store(dx + offsets, (dy - mean_dy[None, :] - away * slope[None, :]) * scale[None, :], mask=there)
+            dy = tl.where(deviation * scale[None, :] + shift[None, :] <= 0.0, 0.0, dy)
+        tl.store(dx + offsets, (dy - mean_dy[None, :] - deviation * slope[None, :]) * scale[None, :], mask=mask)
 
 
 class _Work:

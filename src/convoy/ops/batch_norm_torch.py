@@ -101,8 +101,8 @@ def gradient_sums(gradient: Tensor, saved: Saved, copies: bool = False) -> tuple
         dims = [1, *range(3, part.dim())]
         slope = (wide * _normalized(part, mean, inverse, None, None)).sum(dims)
         sums.append(torch.stack([wide.sum(dims), slope], 1))
-    whole = _joined(sums)
-    return whole, whole.clone() if copies else whole.new_empty(0), masked
+    total_sums = _joined(sums)
+    return total_sums, total_sums.clone() if copies else total_sums.new_empty(0), masked
 
 
 def input_gradient(gradient: Tensor, saved: Saved, sums: Tensor, total: int | None) -> Tensor:
@@ -114,8 +114,8 @@ def input_gradient(gradient: Tensor, saved: Saved, sums: Tensor, total: int | No
         means = sums[begin : begin + len(part)] / (total or part.shape[1] * math.prod(part.shape[3:]))
         shift, slope = means.unbind(1)
         dy = _behind_relu(dy, part, mean, inverse, weight, bias) if relu else dy.to(mean.dtype)
-        away = _normalized(part, mean, inverse, None, None)
-        dx = dy - torch.addcmul(_over(shift, part), away, _over(slope, part))
+        deviation = _normalized(part, mean, inverse, None, None)
+        dx = dy - torch.addcmul(_over(shift, part), deviation, _over(slope, part))
         scale = inverse if weight is None else inverse * weight
         results.append((dx * _over(scale, part)).to(x.dtype).flatten(0, 1))
         begin += len(part)

@@ -27,8 +27,8 @@ from convoy.plans.windows import Need, Transposed, Window, halo_split, output_sp
 
 
 def _convolution(call: TorchCall, transposed: bool) -> Recognized | None:
-    rest = {"output_padding": 0, "groups": 1, "dilation": 1} if transposed else {"dilation": 1, "groups": 1}
-    attributes = call.bound(input=None, weight=None, bias=None, stride=1, padding=0, **rest)
+    defaults = {"output_padding": 0, "groups": 1, "dilation": 1} if transposed else {"dilation": 1, "groups": 1}
+    attributes = call.bound(input=None, weight=None, bias=None, stride=1, padding=0, **defaults)
     kernel = call.shape(attributes["weight"])[2:]
     spatial = len(kernel)
     if len(call.shape(attributes["input"])) != spatial + 2:

@@ -66,10 +66,10 @@ class Holders:
         """The same where `counts` are those of one sample."""
         return Holders(self.group, tuple(samples * count for count in self.counts))
 
-    def combined(self, own: Tensor) -> tuple[Tensor, Tensor]:
+    def combined(self, local_moments: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and mean square deviation of what all have from those of this rank's part: [2, ...]."""
-        gathered = exchanged(all_gather, own, self.group)
-        shares = self.shares.like(gathered).view(-1, *[1] * own.dim())
+        gathered = exchanged(all_gather, local_moments, self.group)
+        shares = self.shares.like(gathered).view(-1, *[1] * local_moments.dim())
         mean, var = (gathered * shares).sum(0).unbind(0)
         return mean, var + ((gathered[:, 0] - mean).square_() * shares[:, 0]).sum(0)
 
@@ -223,10 +223,10 @@ class _Fused(torch.autograd.Function):
         dy, needs_gradient, holders = _arranged_as(saved.x, dy), ctx.needs_input_grad, ctx.holders
         dx = None
         if holders is None:
-            dx, own_sums, masked = _run("normalize_backward", dy, *saved)
+            dx, local_sums, masked = _run("normalize_backward", dy, *saved)
         else:
-            sums, own_sums, masked = _run("gradient_sums", dy, *saved)
-        shift, slope = (own_sums[0] if len(own_sums) == 1 else own_sums.sum(0)).unbind(0)
+            sums, local_sums, masked = _run("gradient_sums", dy, *saved)
+        shift, slope = (local_sums[0] if len(local_sums) == 1 else local_sums.sum(0)).unbind(0)
         dy = dy if saved.y is None else masked  # behind the ReLU the gradient is that of both terms of the sum
         if holders is not None and needs_gradient[0]:
             dx = _run("input_gradient", dy, *saved, all_reduce(sums, holders.group), holders.total)
@@ -261,8 +261,8 @@ def _operations(way: Callable[[Tensor], Any]) -> dict[str, Callable[..., Any]]:
     def normalize(x: Tensor, moments_of_ranks: Tensor | None, *flat: Any) -> Any:
         norm, buffers, sizes = Norm(*flat[:5]), flat[5:9], flat[9]
         running = None if buffers[0] is None else Running(*buffers)
-        own = moments_of_ranks is None
-        return way(x).normalize(x, moments(x, sizes) if own else moments_of_ranks, norm, running, sizes, own)
+        is_alone = moments_of_ranks is None
+        return way(x).normalize(x, moments(x, sizes) if is_alone else moments_of_ranks, norm, running, sizes, is_alone)
 
     def gradient_sums(gradient: Tensor, *saved: Any, copies: bool = True) -> Any:
         return (way(gradient) if gradient.numel() else batch_norm_torch).gradient_sums(gradient, Saved(*saved), copies)

@@ -31,11 +31,11 @@ class Normalize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, holders: Holders, eps: float, is_centred: bool) -> Tensor:
         """`x` [rows, numbers], this rank's part."""
         wide = x if x.dtype == torch.float64 else x.float()
-        own = wide.new_zeros(2, len(x))
+        local_moments = wide.new_zeros(2, len(x))
         if x.numel():
-            own[0] = wide.mean(1) * is_centred
-            own[1] = (wide - own[0, :, None]).square_().mean(1)
-        mean, variance = holders.combined(own)
+            local_moments[0] = wide.mean(1) * is_centred
+            local_moments[1] = (wide - local_moments[0, :, None]).square_().mean(1)
+        mean, variance = holders.combined(local_moments)
         inverse = (variance + eps).rsqrt()[:, None]
         y = ((wide - mean[:, None]) * inverse).to(x.dtype)
         ctx.save_for_backward(y, inverse)
@@ -89,8 +89,8 @@ def _place_groups(situation: Situation) -> Placed:
     size, channels = situation.shape(call.attributes["input"])[1] // call.attributes["num_groups"], layout.split(1)
     if channels is None or all(groups_in(part, size) is not None for part in channels.parts):
         return by_channel(situation, layout)
-    whole = Layout.of({dim: split for dim, split in layout.splits if dim != 1})
-    return replace(by_channel(situation, whole), note="groups of divided channels are whole")
+    without_channels = Layout.of({dim: split for dim, split in layout.splits if dim != 1})
+    return replace(by_channel(situation, without_channels), note="groups of divided channels are whole")
 
 
 def _shared_dims(call: Call, graph: Graph, layout: Layout) -> set[int]:

@@ -31,13 +31,13 @@ def _random_bits(keys, layer, part, result, count, blocks, width: tl.constexpr):
     """A stretch of the elements of a sample: `result` [samples, count]."""
     sample = tl.program_id(0) // blocks
     i = tl.program_id(0) % blocks * width + tl.arange(0, width)
-    there = i < count
+    mask = i < count
     element = i
     if part is not None:
-        element = tl.load(part + i, mask=there, other=0)
+        element = tl.load(part + i, mask=mask, other=0)
     bits = _mix(element * _STRIDE + tl.load(keys + 2 * sample))
     bits = _mix((bits ^ tl.load(keys + 2 * sample + 1)) + layer)
-    tl.store(result + sample.to(tl.int64) * count + i, bits, mask=there)
+    tl.store(result + sample.to(tl.int64) * count + i, bits, mask=mask)
 
 
 def try_out(device: torch.device) -> None:

@@ -164,7 +164,7 @@ def stretches(placement: Placement, tensors: KeptTensors | None = None) -> tuple
     """
     if not any(placed.call.recomputed for placed in placement.calls):
         return ()
-    return _Stretches(placement, tensors or KeptTensors(placement)).found
+    return _Stretches(placement, tensors or KeptTensors(placement)).stretches
 
 
 def kept_in(tensors: KeptTensors, calls: range) -> set[Kept]:
@@ -209,7 +209,7 @@ class _Stretches:
                 high, cuts = peak, lower_cuts
         assert cuts is not None
         self.cuts = cuts
-        self.found = tuple(stretch for stretch in cuts if self._frees(stretch))
+        self.stretches = tuple(stretch for stretch in cuts if self._frees(stretch))
 
     def _measure(self) -> None:
         """Add up the bytes of tensors by where they are made and needed."""

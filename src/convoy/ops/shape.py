@@ -101,7 +101,7 @@ def _cut_along(
         )
         blocks.append(_block(parts, tuple(sizes.values()), tuple(out_sizes)))
     for dim in range(len(out_sizes)):
-        others = [range(size) for other, size in enumerate(out_sizes) if other != dim]
+        others = [range(size) for out_dim, size in enumerate(out_sizes) if out_dim != dim]
         if all(
             block is not None and (not block[dim] or [*block[:dim], *block[dim + 1 :]] == others) for block in blocks
         ):
@@ -118,8 +118,8 @@ def _block(
     places = np.ravel_multi_index(np.ix_(*(np.array(part, dtype=np.intp) for part in parts)), sizes).ravel()
     by_dim = np.unravel_index(places, out_sizes)
     block = [numbers[np.sort(np.unique(numbers, return_index=True)[1])] for numbers in by_dim]
-    again = np.ravel_multi_index(np.ix_(*block), out_sizes).ravel()
-    return tuple(indices(numbers.tolist()) for numbers in block) if np.array_equal(again, places) else None
+    places_of_block = np.ravel_multi_index(np.ix_(*block), out_sizes).ravel()
+    return tuple(indices(numbers.tolist()) for numbers in block) if np.array_equal(places_of_block, places) else None
 
 
 def _build_reshape(site: Site) -> Kernel:
