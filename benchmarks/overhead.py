@@ -41,7 +41,7 @@ from convoy.engine.network import network_of
 from convoy.engine.parallelize import local_samples, parallelize
 from convoy.progress import ConsoleReporter
 from convoy.terminal import Console
-from convoy.training import Recipe, load_recipe, train
+from convoy.training import Recipe, Trainer, load_recipe
 from convoy.training.optimizers import create_optimizer, learning_rate
 
 
@@ -74,7 +74,7 @@ def bare_loop(recipe: Recipe, data: DataSet, updates: int) -> float:
 def trainer(recipe: Recipe, folder: Path) -> float:
     """Seconds of the same number of updates in Convoy's trainer, by its own metrics."""
     with Path(os.devnull).open("w") as nowhere:
-        train(recipe, folder, device=torch.device("cpu"), reporter=ConsoleReporter(Console(file=nowhere)))
+        Trainer(recipe, folder, device=torch.device("cpu"), reporter=ConsoleReporter(Console(file=nowhere))).run()
     return float(harness.lines_of(folder)[-1]["time_s"])
 
 

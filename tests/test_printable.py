@@ -11,7 +11,7 @@ from convoy import progress, units
 from convoy.errors import ConvoyError
 from convoy.late import waiting_for
 from convoy.progress import ConsoleReporter
-from convoy.terminal import Console, brief, printable, shortened
+from convoy.terminal import Console, printable
 from made_time import made_time
 
 ESCAPED = {
@@ -47,17 +47,6 @@ def test_a_console_writes_no_control_characters_but_its_own() -> None:
         if "\udcff" not in text:
             console.print(text)
             assert written.getvalue().endswith(f"{shown}\n")
-
-
-def test_what_was_typed_is_not_repeated_at_length() -> None:
-    assert brief("sample=2") == "sample=2"
-    assert brief("a" * 50 + "b" * 5_000 + "c" * 26) == "a" * 50 + "bbb…" + "c" * 26
-    path = "/".join(["folder"] * 30)
-    assert str(ConvoyError(f"there is no file {path}: check the path")) == f"there is no file {path}: check the path"
-    long = str(ConvoyError(f"there is no file {'x' * 5_000}: check the path"))
-    assert long.startswith("there is no file xxx") and long.endswith("xxx: check the path") and len(long) < 300
-    assert len(shortened("x " * 5_000)) == 1_500
-    assert shortened("line\n" * 5_000) == "line\n" * 5_000
 
 
 NUMBERS: list[tuple[str, str]] = [

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from convoy.progress import Reporter
-from convoy.training import load_recipe, loop, train
+from convoy.training import Trainer, load_recipe, loop
 from convoy.training.environment import join_ranks
 from convoy.training.watchdog import Watchdog
 
@@ -71,7 +71,7 @@ def train_here(
     recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()])
     words, notes = Words(), []
     with as_before():
-        train(
+        Trainer(
             recipe,
             out,
             resume=resume,
@@ -82,7 +82,7 @@ def train_here(
             keep=keep,
             **options,
             on_start=lambda session: notes.append(session.notes),
-        )
+        ).run()
     digest = hashlib.sha256((out / "weights.safetensors").read_bytes()).hexdigest()
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return Ended(digest, [line["loss"] for line in lines], [*words.said, *(note for each in notes for note in each)])

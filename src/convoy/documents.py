@@ -1,7 +1,8 @@
 """YAML as people expect it: `1e-3` is a number, `no` is a word, a key written twice is a mistake.
 
 PyYAML reads YAML 1.1. This follows the core schema of YAML 1.2 instead, for reading and for writing, so that a recipe
-that was written reads back as the same values.
+that was written reads back as the same values. Plans keep their own walk over the nodes: their words (`on`, `1e3`) may
+be names of layers.
 """
 
 import re

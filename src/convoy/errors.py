@@ -1,4 +1,7 @@
-"""The one exception that is meant for the person at the keyboard."""
+"""The one exception that is meant for the person at the keyboard.
+
+Files lie beside this one where several folders need them and no folder stands above all of these.
+"""
 
 from convoy.terminal import printable, shortened
 

@@ -1,4 +1,8 @@
-"""Why a rank failed, how it reports that, and which of several failures is the cause of the others."""
+"""Why a rank failed, how it reports that, and which of several failures is the cause of the others.
+
+Under torchrun the agent, which loads Convoy for its rendezvous, prints the cause (`launch/torchrun.py`): a rank would
+do so beside all others, above forty lines of torchrun's that name none.
+"""
 
 import contextlib
 import json

@@ -1,7 +1,8 @@
 """Which network interface the ranks talk through, how they know each other, and sockets that listen on one address.
 
-gloo and NCCL listen on the interface that a variable names. torch's key-value store listens on all of them, unless it
-is given a socket that listens already.
+gloo and NCCL listen on the interface that a variable names, by default that of the route to the rendezvous: gloo's own
+is the address of the host's name, loopback on many machines. torch's key-value store listens on all of them, unless it
+is given a socket that listens already (`master_listen_fd`).
 """
 
 import contextlib

@@ -28,11 +28,10 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("piece", [5, 1 << 22])
 def test_every_tensor_comes_back_bit_for_bit_by_the_library_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_PIECE", piece)
+    monkeypatch.setattr(files, "_PIECE", 5)
     path = tmp_path / "x.safetensors"
     assert write_shard(path, tensors()) == hashlib.sha256(path.read_bytes()).hexdigest()
     for back in (read_shard(path), load_file(path)):

@@ -1,5 +1,4 @@
-"""The commands that the README and the first guide show: each can be typed as it stands, and
-the README says what the expensive ones take."""
+"""The commands that the README and the first guide show: each can be typed as it stands."""
 
 import re
 import shlex
@@ -15,7 +14,6 @@ from convoy.cli.requests import PlanRequest, TrainRequest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "docs/first-run.md")
-EXPENSIVE = ("train", "plan", "bench", "doctor")
 
 
 def blocks(document: str) -> Iterator[str]:
@@ -54,10 +52,3 @@ def test_every_command_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert PlanRequest(arguments, values).check().model.name, line
         elif verb == "train" and "runs/resnet50-photos" not in arguments:
             assert TrainRequest(arguments, values).recipe_of().data.path, line
-
-
-def test_the_readme_says_what_each_of_its_expensive_commands_takes() -> None:
-    rows = re.findall(r"^\| `([^`]+)` \| [^|]+ \| [^|]+ \|$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
-    block = next(block for block in blocks("README.md") if "convoy train resnet18" in block)
-    for line in (line for line in commands(block) if line.split()[0] in EXPENSIVE):
-        assert any(line.startswith(row) for row in rows), line

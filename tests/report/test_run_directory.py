@@ -18,15 +18,15 @@ def test_a_run_is_read_and_everything_but_the_configuration_may_be_missing(tmp_p
     alone = read_run(write_run(tmp_path / "alone", config="data: {path: no}\nseed: 017\n"))  # as the trainer reads it
     assert (alone.setting("data.path"), alone.setting("seed")) == ("no", 17)
     assert (alone.summary.status, alone.evaluation.classes, alone.environment) == (None, [], {})
-    for path, words in ((tmp_path, r"has no config\.yaml"), (tmp_path / "nothing", "does not exist")):
-        with pytest.raises(ConvoyError, match=words):
+    for path in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(ConvoyError, match=r"has no config\.yaml"):
             read_run(path)
 
 
 DAMAGE = [
     ("config.yaml", b"model:\n  name: [lenet\n", "line 3"),
     ("summary.json", b'{"status":\n "finished",\n', "line 3"),
-    ("environment.json", b'{"a": ' + b"[" * 100_000, "nested too deep"),
+    ("environment.json", b'{"a": ' + b"[" * 100_000, "recursion"),
     ("evaluation.json", b'{"classes": ["a"],\n "x": "\xff"}', "can't decode byte 0xff"),
     ("evaluation.json", b'{"classes": ["a", "b"], "confusion": [[1, 2]]}', "2 rows and 2 columns"),
     ("prediction.json", b'{"version": 2}', "`version`"),
@@ -59,13 +59,7 @@ def train(step: int, loss: float | None = 1.0) -> dict[str, object]:
     return {"split": "train", "step": step, "loss": loss, "top1": 0.5}
 
 
-def test_metrics_are_one_history(tmp_path: Path) -> None:
-    first, second = ({"split": "test", "step": 30, "top1": top1} for top1 in (0.1, 0.2))
-    resumed = history(tmp_path, train(10, 1), train(20, 2), train(30, 3), first, train(20, 4))
-    assert [(line.step, line.loss) for line in resumed.train] == [(10, 1), (20, 4)]
-    assert resumed.test == []  # of a branch that is dead
-    repeated = history(tmp_path, train(10), first, train(40), second)
-    assert [line.top1 for line in repeated.test] == [0.2] and len(repeated.train) == 2
+def test_numbers_that_are_not_finite_and_a_line_that_was_cut_are_no_damage(tmp_path: Path) -> None:
     rows = [f'{{"split": "train", "step": {n}, "loss": {x}}}' for n, x in enumerate(("null", "NaN", "Infinity", "2"))]
     np.testing.assert_array_equal(column(history(tmp_path, *rows).train, "loss"), [np.nan, np.nan, np.nan, 2])
     cut = history(tmp_path, train(10), '{"split": "train", "st', end="")

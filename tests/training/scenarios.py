@@ -21,7 +21,7 @@ from convoy.checkpoint.files import Checkpoint
 from convoy.checkpoint.store import CheckpointStore
 from convoy.errors import ConvoyError
 from convoy.resources import own_cores, pin
-from convoy.training import Outcome, Recipe, Session, load_recipe, train
+from convoy.training import Outcome, Recipe, Session, Trainer, load_recipe
 from convoy.training.environment import join_ranks
 from convoy.training.set_up import set_up
 from convoy.training.step import TrainingStep
@@ -79,7 +79,10 @@ def trained(
     recipe = recipe_of(data, {"parallel.devices": str(ranks.num)} | (settings or {}))
     with as_before() as patch:
         patch.setattr(TrainingStep, "__call__", failing)
-        outcome = train(recipe, out, device=device, ranks=ranks, reporter=console, on_start=sessions.append, **options)
+        training = Trainer(
+            recipe, out, device=device, ranks=ranks, reporter=console, on_start=sessions.append, **options
+        )
+        outcome = training.run()
     return Trained(outcome, console.said, sessions[0] if sessions else None)
 
 

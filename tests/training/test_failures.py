@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,34 +184,6 @@ def test_memory_lacks(
     assert str(caught.value).startswith(f"the device ran out of memory ({where}): {NEEDED}")
     if least > 1:
         assert "ran out of memory" in (tmp_path / "run" / "summary.json").read_text()
-
-
-SMALL_DISK = """mount -t tmpfs -o size=230k convoy-test "$0" && run=$0 && kept=$1 && shift 1 &&
-    { "$@"; status=$?; }; cp -r "$run" "$kept" && exit $status"""
-
-
-@pytest.mark.slow
-def test_on_a_full_disk_a_run_stops_with_its_last_whole_checkpoint(data: Path, tmp_path: Path) -> None:
-    """A small file system in a mount namespace of its own; what there is in the end is copied from it."""
-    disk, kept = tmp_path / "disk", tmp_path / "kept"
-    disk.mkdir()
-    probe = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0"', str(tmp_path)]
-    if subprocess.run(probe, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a small file system")
-    settings = ["checkpoint.every=2ba", "checkpoint.keep=9", "log_every=1ba", "threads=1", "evaluate_every=1000ba"]
-    options = ["--devices", "2", *(part for each in settings for part in ("--set", each))]
-    options += ["--batch", "24", "--microbatches", "2", "--epochs", "16ba", "--data", str(data)]
-    command = [sys.executable, "-m", "convoy", "train", "tiny:TinyNet", "--out", str(disk / "run"), *options]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-    arguments = ["unshare", "--mount", "sh", "-c", SMALL_DISK, str(disk), str(kept), *command]
-    found = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=150)
-    assert found.returncode == 2 and "Traceback" not in found.stderr + found.stdout, found.stderr
-    (sentence,) = [line for line in found.stderr.splitlines() if line.startswith("convoy: ")]
-    store = store_of(kept / "run")
-    newest = store.steps()[-1]
-    assert store.load(newest).step == newest < 16 and "No space left on device" in sentence
-    assert f"could not be written to {disk}/run/checkpoints" in sentence
-    assert f"the newest whole one is of update {newest}" in sentence and not list(store.folder.glob(".*"))
 
 
 # Signals during an evaluation

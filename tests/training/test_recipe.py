@@ -77,7 +77,9 @@ def test_what_is_wrong_is_one_sentence_with_the_key_and_the_way_out(tmp_path: Pa
 
 def test_every_quantity_says_how_and_why() -> None:
     """Goyal et al., 2017, at batch 8,192."""
-    found = {row.name: row for row in derive(default("data.path=x", "batch=8192", name="imagenet-90"), 1_281_167)}
+    recipe = default("data.path=x", "batch=8192", name="imagenet-90")
+    rows = derive(recipe, 1_281_167, samples=(8192,), workers=(4, "x"), sizes=(32,) * 256)
+    found = {row.name: row for row in rows}
     want = {"weight updates per epoch": 156, "weight updates": 14_040, "microbatches": 256, "evaluation every": 156}
     want |= {"samples per microbatch": 32, "weight updates of warm-up": 780, "peak learning rate": pytest.approx(3.2)}
     want |= {"learning rate drops at updates": "4680, 9360, 12480"}

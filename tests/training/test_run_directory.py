@@ -98,7 +98,7 @@ def test_nothing_is_overwritten_but_what_a_process_left_that_was_killed_as_it_be
         with pytest.raises(ConvoyError, match=f"already holds a run, {words}"):
             run.check_free()
     begun = RunDirectory(tmp_path / "begun")
-    begun.make()
+    begun.path.mkdir()
     for name in (LOCK, ".environment.json.4711.tmp", ".config.yaml.4711.tmp"):
         (begun.path / name).write_text("{")
     begun.check_free()

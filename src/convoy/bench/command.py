@@ -42,7 +42,7 @@ from convoy.doctor.updates import RunDoctor
 from convoy.errors import ConvoyError
 from convoy.progress import Reporter
 from convoy.report.run_directory import column, read_metrics
-from convoy.training import Recipe, RunDirectory, train
+from convoy.training import Recipe, RunDirectory, Trainer
 from convoy.training.config import Duration
 from convoy.training.derived import num_microbatches, resolve
 from convoy.units import plural
@@ -310,7 +310,7 @@ def train_rank(task: MeasurementTask, out: Path, command: str, keep: bool, say: 
         "subscribe": RunDoctor,
     }
     with heard(options["reporter"], say):
-        return train(task.recipe, out, resume=True, device=device, ranks=ranks, **options).signal
+        return Trainer(task.recipe, out, resume=True, device=device, ranks=ranks, **options).run().signal
 
 
 _FEW, _OFTEN = 10, Duration(5, "%")  # where a run would be evaluated less often than so many times, it is this often

@@ -79,11 +79,11 @@ def command(
         from convoy.training.restore import evaluate_run, evaluation_data
         from convoy.training.resume import check_ranks
 
-    def work(ranks: "Ranks", here: "torch.device") -> int:
+    def work(ranks: "Ranks", local_device: "torch.device") -> int:
         trained = load_chosen(run, checkpoint, ranks, trust_code)
         opened, notes = evaluation_data(trained, data)
         check_ranks(opened, ranks)
-        result = evaluate_run(trained, opened, here, ranks)
+        result = evaluate_run(trained, opened, local_device, ranks)
         if ranks.rank > 0:
             return 0
         for note in notes:

@@ -9,6 +9,7 @@ import click
 
 from convoy.errors import ConvoyError
 from convoy.files import expanded
+from convoy.late import waiting_for
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.schema import field_at, number_type
 
@@ -91,6 +92,7 @@ def loaded(
 def check_own(recipe: Recipe, file: str | None, typed: Collection[str]) -> None:
     """Refuse code from elsewhere that a file names as its network; what the command line names is the user's will."""
     if file is not None and ":" in recipe.model.name and not {"model", "model.name"} & set(typed):
-        from convoy.models.factory import check_own  # with torch, for which no mistake is to wait
+        with waiting_for("loading PyTorch"):
+            from convoy.models.factory import check_own  # with torch, for which no mistake is to wait
 
         check_own(recipe.model.name, expanded(file))

@@ -1,19 +1,13 @@
 """`convoy models` and `convoy recipes`: the networks and the recipes that come with Convoy."""
 
-import shutil
 import sys
-import textwrap
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import click
 
 from convoy.cli import options
 from convoy.errors import ConvoyError
 from convoy.terminal import did_you_mean
-
-if TYPE_CHECKING:
-    from convoy.training.schema import Key
 
 USUAL_SHAPE = (3, 224, 224)
 
@@ -79,23 +73,12 @@ def recipes(name: str | None, keys: bool, as_json: bool) -> None:
 
     if keys:
         items = describe_keys(Recipe)
-        if as_json:
-            options.show([asdict(key) for key in items], as_json)
+        if as_json or sys.stdout.isatty():
+            options.show(list(map(asdict, items)), as_json)
         else:
-            terminal = sys.stdout.isatty()
-            click.echo("\n".join(_for_reading(key) if terminal else "\t".join(asdict(key).values()) for key in items))
+            click.echo("\n".join("\t".join(asdict(key).values()) for key in items))
         return
     if name is not None:
         click.echo(recipe_text(name), nl=False)
         return
     options.show([{"recipe": recipe, "what": recipe_summary(recipe)} for recipe in recipe_names()], as_json)
-
-
-def _for_reading(key: "Key") -> str:
-    """A key for a terminal: key, default and type, and below them its description, wrapped."""
-    width = max(40, shutil.get_terminal_size().columns)
-    default = f" = {key.default}" if key.default else ""
-    head = f"{click.style(key.key, bold=True)}{default}  ({key.type})"
-    return "\n".join(
-        [head, *textwrap.wrap(key.description, width - 4, initial_indent="    ", subsequent_indent="    ")]
-    )

@@ -59,15 +59,13 @@ class TrainRequest(SimpleNamespace):
 
     def check(self) -> None:
         """Refuse what needs neither torch nor data to be found wrong."""
-        recipe = self.recipe_of()
+        recipe, _ = self.resolve()
         check_names(recipe)
-        number, explicit = self._number(recipe), self.explicit_keys
-        section = fitted(recipe.parallel, number, "parallel.plan" in explicit, "parallel.shares" in explicit)
-        plan, _ = plan_of(section, number)
-        check_shares(section.shares if isinstance(section.shares, tuple) else None, number, plan)
+        section, number = recipe.parallel, num_devices(recipe.parallel)
+        if plan_of(section, number)[0] is None:
+            check_shares(section.shares, number)
         if self.out is not None and not (self.resume and RunDirectory(self.out).is_run()):
             RunDirectory(self.out).check_free()
-            RunDirectory(self.out).check_writable()
 
     def _no_run(self, option: str) -> ConvoyError:
         """What to say where an option needs a run, and MODEL is none."""
@@ -75,18 +73,13 @@ class TrainRequest(SimpleNamespace):
             return ConvoyError(f"{option} needs a run: convoy train RUN {option}")
         folder = Path(self.model)
         entries = folder.parent.iterdir() if len(folder.parts) > 1 and folder.parent.is_dir() else ()
-        near = difflib.get_close_matches(folder.name, [one.name for one in entries if RunDirectory(one).is_run()], 1)
+        near = difflib.get_close_matches(
+            folder.name, [entry.name for entry in entries if RunDirectory(entry).is_run()], 1
+        )
         if near:
             return ConvoyError(f"{folder} holds no run: did you mean {folder.with_name(near[0])}?")
         # a run that was stopped before its first update left nothing
         return ConvoyError(f"{folder} holds no run, which {option} needs: begin one by its first command, without it")
-
-    def _number(self, recipe: Recipe) -> int:
-        """How many devices are asked for: by a plan of the command line sooner than by the recipe."""
-        section, explicit = recipe.parallel, self.explicit_keys
-        if "parallel.plan" in explicit and "parallel.devices" not in explicit:
-            section = section.model_copy(update={"devices": None})
-        return num_devices(section)
 
     def _extend(self, more: str) -> None:
         """Take over the recipe of the run that is to be made longer."""
@@ -108,33 +101,40 @@ class TrainRequest(SimpleNamespace):
     def explicit_keys(self) -> set[str]:
         return {override.partition("=")[0].strip() for override in self.overrides}
 
-    def resolve(self, ranks: "Ranks", jobs: Sequence[str] = (), elastic: bool = False) -> tuple[Recipe, Path]:
-        """The recipe of this command line, and the folder of its run; the same on every rank.
+    def resolve(
+        self, ranks: "Ranks | None" = None, jobs: Sequence[str] = (), elastic: bool = False
+    ) -> tuple[Recipe, Path]:
+        """The recipe of this command line, and the folder of its run; the same on every rank. None are the ranks of a
+        process that is alone, or may start others.
 
         A run that the same ranks began, before they were started again, is gone on with: `jobs` are the names of what
         started them (`convoy.launch.rank.job`). The number of `elastic` ranks may be another one than the plan is for,
         which is fitted to it.
         """
+        first, num, rank = (lambda call: call(), 1, 0) if ranks is None else (ranks.first, ranks.num, ranks.rank)
         if jobs:
-            self.out, self.again = ranks.first(lambda: self._folder(self.recipe_of(), jobs))
+            self.out, self.again = first(lambda: self._folder(self.recipe_of(), jobs))
         self.resume = self.resume or self.again
         recipe, explicit = self.recipe_of(), self.explicit_keys
         if not self.trust_code and self.model is None:
             check_own(recipe, self._file, explicit)
         elastic = elastic or self.again
-        number = ranks.num if elastic or ranks.num > 1 else self._number(recipe)
-        keep_plan, keep_shares = (not elastic and f"parallel.{name}" in explicit for name in ("plan", "shares"))
+        section = recipe.parallel
+        if "parallel.plan" in explicit and "parallel.devices" not in explicit:  # it says more than the recipe
+            section = section.model_copy(update={"devices": None})
+        number = num if elastic or num > 1 else num_devices(section)
+        keep = {key.removeprefix("parallel.") for key in explicit} if not elastic else ()
         try:
-            parallel = fitted(recipe.parallel, number, keep_plan, keep_shares, self.notes)
+            parallel = fitted(recipe.parallel, number, keep, self.notes)
         except LostGroupError as error:
             if not elastic:
                 raise
-            if ranks.rank == 0:
+            if rank == 0:
                 click.echo(f"{error}; waiting for others")
             while True:  # torch's launcher starts all ranks anew when others come
                 time.sleep(60)
         recipe = recipe.model_copy(update={"parallel": parallel})
-        return recipe, self.out or ranks.first(lambda: self._folder(recipe)[0])
+        return recipe, self.out or first(lambda: self._folder(recipe)[0])
 
     def _folder(self, recipe: Recipe, jobs: Sequence[str] = ()) -> tuple[Path, bool]:
         """The folder of the run, the first free one where none is named, and whether these jobs began a run there."""
@@ -144,8 +144,8 @@ class TrainRequest(SimpleNamespace):
         else:
             old = self.begins_with if self.begins_with.name else self.begins_with.resolve()
             first = old.with_name(f"{old.name}-extended")
-        others = (first.with_name(f"{first.name}-{n}") for n in count(2))
-        for path in chain([first], others) if self.out is None else [self.out]:
+        numbered = (first.with_name(f"{first.name}-{n}") for n in count(2))
+        for path in chain([first], numbered) if self.out is None else [self.out]:
             by = RunDirectory(path).begun_by()
             if set(jobs) & set(by.get("jobs") or ()) and by.get("command") == command_of(self.arguments):
                 return path, True
@@ -248,16 +248,16 @@ class PlanRequest(SimpleNamespace):
             raise ConvoyError(sentence)
         for fix in self.fix:
             parse_fix(fix)
-        for one in self.machines:
-            if one.between:
-                link_named(one.between)
+        for cluster in self.machines:
+            if cluster.between:
+                link_named(cluster.between)
         if self.link is not None:
             links_named(self.link, on_cpu=True)
         for name in ("out", "html", "trace"):
             if getattr(self, name) is not None:
                 check_writable(f"--{name}", getattr(self, name))
         _ = self.prices
-        check_shares(recipe.parallel.shares if isinstance(recipe.parallel.shares, tuple) else None, number)
+        check_shares(recipe.parallel.shares, number)
         check_names(recipe)
         if not self.trust_code and self.model is None:
             check_own(recipe, self.recipe, keys)
@@ -284,7 +284,7 @@ class PlanRequest(SimpleNamespace):
             yield "--score is for one machine, but --compare names more: drop one of the two"
         if "parallel.schedule" in keys and self.plans and all(plan.num_stages == 1 for plan in self.plans):
             yield "--schedule is for plans with stages, and --score names none: leave it out"
-        if self.between is not None and all(one.hosts == 1 for one in self.machines):
+        if self.between is not None and all(cluster.hosts == 1 for cluster in self.machines):
             mend = f"write several as 4x({self.on})"
             yield f"--between {self.between} is a network between hosts, but {self.on} is one host: {mend}"
         for plan in self.plans:

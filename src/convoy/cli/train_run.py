@@ -1,10 +1,9 @@
 """Runs `convoy train`: as one of several ranks, as what starts them, or alone; and prints how it goes."""
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
-import torch
 
 from convoy import interfaces, launch, resources
 from convoy.cli.on_devices import device_of
@@ -20,14 +19,13 @@ from convoy.planner.comparison import comparison_text, headline
 from convoy.plans.plan import Plan
 from convoy.progress import ConsoleReporter
 from convoy.terminal import Console
-from convoy.training import Outcome, Recipe, RunDirectory, Session, choose_device, train
+from convoy.training import Outcome, Recipe, RunDirectory, Session, Trainer, choose_device
 from convoy.training.build import check_layers
-from convoy.training.config import TimeSpan
+from convoy.training.config import seconds_of
 from convoy.training.environment import join_ranks
 from convoy.training.interrupt import SIGNALS, Interrupt
 from convoy.training.parallel_config import num_devices, plan_of
 from convoy.training.resume import check_run
-from convoy.training.run_directory import Witness
 from convoy.training.set_up import check_devices
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 from convoy.units import plural, shorten
@@ -41,7 +39,7 @@ def run(request: TrainRequest) -> int:
     timeout_s = TIMEOUT_S
     if request.timeout is not None:
         try:
-            timeout_s = TimeSpan.parse(request.timeout).seconds
+            timeout_s = seconds_of(request.timeout)
         except ValueError as error:
             raise ConvoyError(f"--timeout: {error}") from error
     if request.interface is not None:
@@ -52,34 +50,39 @@ def run(request: TrainRequest) -> int:
     recipe, out = request.resolve(Ranks())
     number, per_device = num_devices(recipe.parallel), recipe.parallel.cores_per_device
     if number > 1:
-        check_run(RunDirectory(out), recipe, request.resume)
-        resources.share(resources.own_cores(), number, 0, per_device)
-        try:
-            check_devices(recipe, number)
-        except ConvoyError:
-            turns = resources.in_turns(number, len(resources.own_cores()))
-            if turns is not None and choose_device(request.device).type == "cpu":  # else a note of the run
-                click.echo(turns, err=True)
-            raise
-        plan, _ = plan_of(recipe.parallel, number)
-        if plan is not None and plan != Plan.by_samples(number):
-            check_layers(recipe, plan)
-        witness = Witness(RunDirectory(out))
-        return launch.start(
-            request.arguments,
-            number,
-            is_verbose(request.arguments),
-            request.max_restarts or 0,
-            advice=lambda: _ADVICE if any(RunDirectory(out).checkpoints.glob("step-*")) else "nothing was saved yet",
-            on_failure=lambda failure: witness.note(failure.reason),
-        )
+        return _start_ranks(request, recipe, RunDirectory(out), number)
     request.notes += _without_effect(request, None, 1)
     if per_device is not None:
         resources.pin(resources.share(resources.own_cores(), 1, 0, per_device))
     with Watchdog(Ranks(), None, timeout_s=timeout_s, patient=True) as watchdog:
-        outcome = _train(request, recipe, out, Ranks(), choose_device(request.device), watchdog=watchdog)
+        outcome = _train(request, recipe, out, device=choose_device(request.device), watchdog=watchdog)
     with Interrupt():
         return _answer(outcome, Ranks(), is_verbose(request.arguments))
+
+
+def _start_ranks(request: TrainRequest, recipe: Recipe, folder: RunDirectory, number: int) -> int:
+    """Start as many processes, after what each of them would refuse; the exit status."""
+    check_run(folder, recipe, request.resume)
+    resources.share(resources.own_cores(), number, 0, recipe.parallel.cores_per_device)
+    try:
+        check_devices(recipe, number)
+    except ConvoyError:
+        turns = resources.in_turns(number, len(resources.own_cores()))
+        if turns is not None and choose_device(request.device).type == "cpu":  # else a note of the run
+            click.echo(turns, err=True)
+        raise
+    plan, _ = plan_of(recipe.parallel, number)
+    if plan is not None and plan != Plan.by_samples(number):
+        check_layers(recipe, plan)
+    before = folder.stamp()
+    return launch.start(
+        request.arguments,
+        number,
+        is_verbose(request.arguments),
+        request.max_restarts or 0,
+        advice=lambda: _ADVICE if any(folder.checkpoints.glob("step-*")) else "nothing was saved yet",
+        on_failure=lambda failure: folder.note_end(failure.reason, before),
+    )
 
 
 def _run_as_rank(request: TrainRequest, place: launch.RankPlace, timeout_s: float) -> int:
@@ -99,9 +102,14 @@ def _run_as_rank(request: TrainRequest, place: launch.RankPlace, timeout_s: floa
             if ranks.num > 1 and device.type == "cpu":
                 turns = resources.in_turns(ranks.on_host, num_cores)
                 request.notes += [turns] if turns is not None else []
-            handed_on = place.folder is not None
-            outcome = _train(request, recipe, out, ranks, device, handed_on, jobs, watchdog)
-            with Interrupt(HANDED_ON if handed_on else SIGNALS):  # the training so far is reported in any case
+            of_rank: dict[str, Any] = {
+                "device": device,
+                "ranks": ranks,
+                "handed_on": place.folder is not None,
+                "jobs": jobs,
+            }
+            outcome = _train(request, recipe, out, watchdog=watchdog, **of_rank)
+            with Interrupt(HANDED_ON if place.folder is not None else SIGNALS):  # the training is reported in any case
                 status = _answer(outcome, ranks, is_verbose(request.arguments))
                 ranks.barrier()  # before any rank's status has a launcher end the others
         ranks.barrier()  # nobody asks any more where the others are
@@ -122,37 +130,26 @@ def check_alike(ranks: Ranks, recipe: Recipe) -> None:
             )
 
 
-def _train(
-    request: TrainRequest,
-    recipe: Recipe,
-    out: Path,
-    ranks: Ranks,
-    device: torch.device,
-    handed_on: bool = False,
-    jobs: Sequence[str] = (),
-    watchdog: Watchdog | None = None,
-) -> Outcome:
+def _train(request: TrainRequest, recipe: Recipe, out: Path, ranks: Ranks | None = None, **place: Any) -> Outcome:
+    ranks = ranks or Ranks()
     console, verbose = Console(highlight=False, quiet=ranks.rank > 0), is_verbose(request.arguments)
     for note in request.notes:
         if note not in recipe.notes():  # those are printed, and kept, with the session's
             console.print(note, markup=False, soft_wrap=True)
     with ConsoleReporter(console) as reporter:
-        return train(
+        return Trainer(
             recipe,
             out,
             resume=request.resume,
-            device=device,
             ranks=ranks,
             command=command_of(request.arguments),
             reporter=reporter,
             on_start=lambda session: None if request.again else _show_start(session, out, console, verbose),
-            handed_on=handed_on,
-            jobs=jobs,
-            watchdog=watchdog,
             explicit_keys=request.explicit_keys,
             accept_code_change=request.accept_code_change,
             subscribe=RunDoctor,
-        )
+            **place,
+        ).run()
 
 
 def _answer(outcome: Outcome, ranks: Ranks, verbose: bool) -> int:
@@ -160,7 +157,7 @@ def _answer(outcome: Outcome, ranks: Ranks, verbose: bool) -> int:
     current.to("report")
     console, out = Console(highlight=False, quiet=ranks.rank > 0), outcome.run
     say = ConsoleReporter(console).say
-    if outcome.signal is not None:
+    if outcome.signal is not None:  # status 1: a script that goes on with && is not to take it for a finished run
         done = f"{outcome.steps:,} of {outcome.total_steps:,} updates"
         say(f"{outcome.signal}: stopped and saved after {done}; go on with: convoy train {out} --resume")
         if ranks.rank == 0:

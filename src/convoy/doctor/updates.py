@@ -83,7 +83,7 @@ class Watch:
             test_samples=-(-len(session.data.test) // ranks.num_sample_ranks),
             ahead=samples_ahead(max(1, samples)) / max(1, samples),
             **{name: getattr(quantities, name) for name in lengths},
-            mtbf_s=recipe.checkpoint.mtbf.seconds,
+            mtbf_s=recipe.checkpoint.mtbf_s,
             hosts=tuple(name for name, _ in dict.fromkeys(places)) if ranks.num > 1 else (),
             bubble=waiting,
         )

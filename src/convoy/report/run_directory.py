@@ -1,7 +1,4 @@
-"""Reads a run directory into one checked object; whatever a run has not written yet may be missing.
-
-Of `metrics.jsonl` one history is made, even where a resumed run repeats itself.
-"""
+"""Reads a run directory into one checked object; whatever a run has not written yet may be missing."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -18,7 +15,7 @@ from convoy.documents import read_mapping
 from convoy.errors import ConvoyError
 from convoy.planner.comparison import Comparison
 from convoy.training.records import EvaluationFile, MetricsLine, RunSummary
-from convoy.training.run_directory import is_locked
+from convoy.training.run_directory import RunDirectory, is_locked
 
 _Model = TypeVar("_Model")
 
@@ -46,59 +43,37 @@ def read_metrics(path: Path) -> Metrics:
     the middle of writing is no error: it is left out, and `cut` says so.
     """
     raw = path.read_bytes() if path.exists() else b""
-    rows = raw.split(b"\n")
+    *rows, last = raw.split(b"\n")
+    mend = "mend or delete that line"
+    lines = [
+        _checked(row, MetricsLine, f"{path}, line {number}", mend) for number, row in enumerate(rows, 1) if row.strip()
+    ]
     cut = False
-    lines: list[MetricsLine] = []
-    for number, row in enumerate(rows, start=1):
-        if row.strip():
-            try:
-                lines.append(_parsed(row, MetricsLine))
-            except ValueError as error:
-                if number < len(rows):
-                    mend = "mend or delete that line and write the report again"
-                    raise ConvoyError(f"{path}, line {number}: {_problem(error)}; {mend}.") from None
-                cut = True
-    return Metrics(*_one_history(lines), raw, cut)
+    if last.strip():
+        try:
+            lines.append(_checked(last, MetricsLine, str(path), mend))
+        except ConvoyError:
+            cut = True
+    train, test = ([line for line in lines if line.split == split] for split in ("train", "test"))
+    return Metrics(train, test, raw, cut)
 
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
-def _parsed(text: bytes, model: type[_Model]) -> _Model:
+def _checked(text: bytes, model: type[_Model], where: str, mend: str = "restore or delete the file") -> _Model:
+    """A JSON text as an object of the schema; the ConvoyError names the key or the line that is wrong."""
     try:
+        # Not by pydantic's own reader, which refuses names of files that are no UTF-8.
         value: _Model = _adapter(model).validate_python(json.loads(text))
         return value
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-
-
-def _problem(error: ValueError) -> str:
-    """The first thing that is wrong with a document, as words that name the key or the line."""
-    if not isinstance(error, ValidationError):
-        return f"this is no JSON ({error})"
-    problem = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in problem["loc"])
-    message = problem["msg"][:1].lower() + problem["msg"][1:]
-    return f"`{key}`: {message}" if key else message
-
-
-def _one_history(lines: list[MetricsLine]) -> tuple[list[MetricsLine], list[MetricsLine]]:
-    """Training and test lines in order of updates, each update once.
-
-    A run that is killed and resumed goes back to its checkpoint and writes some updates a second time. Training lines
-    are written in order, so one that goes back starts anew: what an earlier attempt had written beyond it is dropped.
-    """
-    train: dict[int, MetricsLine] = {}
-    test: dict[int, MetricsLine] = {}
-    for line in lines:
-        if line.split == "test":
-            test[line.step] = line
-            continue
-        if train and line.step <= max(train):
-            train = {step: kept for step, kept in train.items() if step < line.step}
-            test = {step: kept for step, kept in test.items() if step < line.step}
-        train[line.step] = line
-    return list(train.values()), [test[step] for step in sorted(test)]
+    except (ValueError, RecursionError) as error:
+        words = f"this is no JSON ({error})"
+        if isinstance(error, ValidationError):
+            problem = error.errors(include_url=False)[0]
+            key = ".".join(str(part) for part in problem["loc"])
+            words = f"{f'`{key}`: ' if key else ''}{problem['msg'][:1].lower()}{problem['msg'][1:]}"
+        raise ConvoyError(f"{where}: {words}; {mend} and write the report again.") from None
 
 
 @dataclass(frozen=True)
@@ -132,23 +107,20 @@ def read_run(path: Path) -> Run:
 
     Raises ConvoyError if it is no run directory (no `config.yaml`) or a file in it is corrupt, naming file and line.
     """
-    path = Path(path)
-    config_file = path / "config.yaml"
-    if not config_file.is_file():
-        missing = "has no config.yaml" if path.is_dir() else "does not exist or is no directory"
-        raise ConvoyError(f"{path} is not a run directory: it {missing}; give the directory that `--out` named.")
+    run = RunDirectory(Path(path))
+    run.check_run()
     try:
         return Run(
-            path=path,
-            config=read_mapping(config_file, "recipe"),
-            config_text=config_file.read_text(encoding="utf-8"),
-            environment=_read(path / "environment.json", dict[str, Any]) or {},
-            metrics=read_metrics(path / "metrics.jsonl"),
-            summary=_read(path / "summary.json", RunSummary) or RunSummary(),
-            evaluation=_read_evaluation(path / "evaluation.json"),
-            prediction=_read(path / "prediction.json", Comparison),
-            diagnosis=_read(path / "diagnosis.json", Diagnosis),
-            training=is_locked(path),
+            path=run.path,
+            config=read_mapping(run.config, "recipe"),
+            config_text=run.config.read_text(encoding="utf-8"),
+            environment=_read(run.environment, dict[str, Any]) or {},
+            metrics=read_metrics(run.metrics),
+            summary=_read(run.summary_file, RunSummary) or RunSummary(),
+            evaluation=_read(run.evaluation, EvaluationFile) or EvaluationFile(),
+            prediction=_read(run.prediction, Comparison),
+            diagnosis=_read(run.diagnosis, Diagnosis),
+            training=is_locked(run.path),
         )
     except OSError as error:
         raise ConvoyError(
@@ -157,21 +129,4 @@ def read_run(path: Path) -> Run:
 
 
 def _read(path: Path, model: type[_Model]) -> _Model | None:
-    if not path.exists():
-        return None
-    try:
-        return _parsed(path.read_bytes(), model)
-    except ValueError as error:
-        mend = "restore or delete the file and write the report again"
-        raise ConvoyError(f"{path}: {_problem(error)}; {mend}.") from None
-
-
-def _read_evaluation(path: Path) -> EvaluationFile:
-    evaluation = _read(path, EvaluationFile) or EvaluationFile()
-    size, table = len(evaluation.classes), evaluation.confusion
-    if table and (len(table) != size or any(len(row) != size for row in table)):
-        raise ConvoyError(
-            f"{path}: `confusion` is not a table of {size} rows and {size} columns, one for each of `classes`; "
-            "evaluate the run again."
-        )
-    return evaluation
+    return _checked(path.read_bytes(), model, str(path)) if path.exists() else None

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from convoy.training.recipe import load_recipe as load_recipe
     from convoy.training.recipe import recipe_names as recipe_names
     from convoy.training.run import Outcome as Outcome
-    from convoy.training.run import train as train
+    from convoy.training.run import Trainer as Trainer
     from convoy.training.run_directory import RunDirectory as RunDirectory
     from convoy.training.session import Session as Session
 
@@ -19,7 +19,7 @@ __getattr__ = lazily(
     {
         "environment": "choose_device",
         "recipe": "Recipe load_recipe recipe_names",
-        "run": "Outcome train",
+        "run": "Outcome Trainer",
         "run_directory": "RunDirectory",
         "session": "Session",
     },

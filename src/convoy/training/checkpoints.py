@@ -7,7 +7,7 @@ import math
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from convoy.checkpoint.store import CheckpointStore, State, Writing, snapshot, stamp
+from convoy.checkpoint.store import CheckpointStore, Writing, snapshot, stamp
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError, MachineError
 from convoy.files import to_json
@@ -29,8 +29,7 @@ FIRST_S = 30.0  # the same in seconds: the first one shows what a checkpoint cos
 _REMEMBERED = 5  # costs of checkpoints, of which the median counts
 LOOK_S = 0.5  # how often the ranks ask each other, beside the training, whether a checkpoint is written
 MAX_UPDATES = 1000  # the same in updates, at most
-PATIENCE_S = (0.05, 1.0)  # a rank's wait for its own thread before it hears of the other ranks: at first, and at most
-LONG_S = 30.0  # a longer wait is mentioned
+PATIENCE_S = 0.1  # a rank's wait for its own thread before it hears of the other ranks
 TIMEOUT_S = 300.0  # the default limit of the run's wait for a checkpoint
 END_S = 5.0  # what a checkpoint on its way is given when the run ends by a mistake
 
@@ -131,8 +130,8 @@ class CheckpointTally:
 class Report:
     """What a rank knows of the checkpoint on its way."""
 
-    state: State
-    failure: str | None  # why this rank could not write
+    writes: bool  # this rank still does
+    failure: str | None  # why it could not
     cost_s: float  # that it kept the run from its work so far
     seconds: float  # until it was written
     update_s: float  # the time of an update
@@ -177,10 +176,9 @@ class Saver:
         """
         if self.ranks.rank == 0:
             self.store.sweep()
-        here = stamp(seen)
-        stamps = self.ranks.gather((here, uuid.uuid4().hex))
+        stamps = self.ranks.gather((stamp(seen), uuid.uuid4().hex))
         self._token = stamps[0][1]
-        self._writers = [rank for rank, (stamp, _) in enumerate(stamps) if rank == 0 or stamp == stamps[0][0]]
+        self._writers = [rank for rank, (of_rank, _) in enumerate(stamps) if rank == 0 or of_rank == stamps[0][0]]
         try:
             yield
         except BaseException as error:
@@ -237,20 +235,13 @@ class Saver:
         ranks call it.
         """
         came, before_s = time.perf_counter(), self.tally.waited_s
-        patience, longest = PATIENCE_S
-        said = False
         while self._writing is not None:
             began = time.perf_counter()
-            self._writing.wait(patience)
-            patience = min(longest, 2 * patience)
+            self._writing.wait(PATIENCE_S)
             self._waited(began)
-            writing, reports = self._writing, self._ask(or_raise, time.perf_counter() - came)
-            kept_s = reports[0].kept_s  # one clock for all
-            if self._writing is not None and kept_s > self.timeout_s:
-                self._too_late(writing, reports)
-            if not said and kept_s > LONG_S:
-                said = True
-                self.tell(f"waiting for the checkpoint of update {writing.draft.step:,}, {_still(reports)}")
+            reports = self._ask(or_raise, time.perf_counter() - came)
+            if self._writing is not None and reports[0].kept_s > self.timeout_s:  # one clock for all
+                self._too_late(self._writing, reports)
         self.tally.longest_wait_s = max(self.tally.longest_wait_s, self.tally.waited_s - before_s)
 
     def _waited(self, since: float) -> None:
@@ -263,20 +254,19 @@ class Saver:
         """What every rank knows of the checkpoint on its way; when all have ended, what follows."""
         writing = self._writing
         assert writing is not None
-        state, reason, failure = writing.state, None, writing.failure
-        if state != "running" and failure is not None:
-            named = isinstance(failure, OSError) and failure.strerror
-            reason = named or f"{type(failure).__name__}: {failure}"
+        runs, reason, error = writing.runs, None, writing.failure
+        if not runs and error is not None:
+            reason = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
         cost_s = self._wait_s + (writing.processor_s if self.on_processor else 0.0)
-        report = Report(state, reason, cost_s, writing.seconds, self.when.update_s, kept_s)
-        reports = self.ranks.gather(report)
-        states = [report.state for report in reports]
-        if "failed" in states:
+        reports = self.ranks.gather(Report(runs, reason, cost_s, writing.seconds, self.when.update_s, kept_s))
+        failures = [(rank, report.failure) for rank, report in enumerate(reports) if report.failure is not None]
+        if failures:
             writing.give_up()
-        if "running" not in states:
+        if not any(report.writes for report in reports):
             self._writing = None
-            if "failed" in states:
-                self._failure(writing, reports, or_raise)
+            if failures:
+                rank, reason = failures[0]
+                self._failure(writing, f"rank {rank}: {reason}" if len(reports) > 1 else reason, or_raise)
             else:
                 self._success(writing.draft.step, reports)
         return reports
@@ -291,7 +281,7 @@ class Saver:
         if (sentence := self.when.measured(cost_s, write_s, reports[0].update_s)) is not None:
             self.tell(sentence)
 
-    def _failure(self, writing: Writing, reports: list[Report], or_raise: bool) -> None:
+    def _failure(self, writing: Writing, reason: str | None, or_raise: bool) -> None:
         if self.ranks.rank == 0:
             writing.draft.discard()
         self.ranks.first(lambda: self.check(writing.draft.step))
@@ -299,7 +289,7 @@ class Saver:
             raise writing.failure
         sentence = (
             f"the checkpoint of update {writing.draft.step:,} could not be written to {self.store.folder} "
-            f"({_first_failure(reports)}): {self._older()}"
+            f"({reason}): {self._older()}"
         )
         if or_raise or not self.goes_on:
             raise ConvoyError(
@@ -314,10 +304,11 @@ class Saver:
         """The file system may not answer: nothing more is asked of it, not even to remove the draft."""
         self._writing = None
         writing.give_up()
+        slow = ", ".join(f"rank {rank}" for rank, report in enumerate(reports) if report.writes)
         raise MachineError(
             f"the checkpoint of update {writing.draft.step:,} is not written after {in_words(self.timeout_s)} "
-            f"(--timeout), {_still(reports)}: {self._older()}; see whether the file system of {self.store.folder} "
-            "answers, then go on with --resume"
+            f"(--timeout), still written by {slow}: {self._older()}; see whether the file system of "
+            f"{self.store.folder} answers, then go on with --resume"
         )
 
     def _older(self) -> str:
@@ -330,15 +321,5 @@ class Saver:
             return
         writing.wait(timeout_s)
         writing.give_up()
-        if self.ranks.rank == 0 and timeout_s and writing.state != "written":
+        if self.ranks.rank == 0 and timeout_s and (writing.runs or writing.failure is not None):
             writing.draft.discard()
-
-
-def _still(reports: Sequence[Report]) -> str:
-    slow = ", ".join(f"rank {rank}" for rank, report in enumerate(reports) if report.state == "running")
-    return f"still written by {slow}"
-
-
-def _first_failure(reports: Sequence[Report]) -> str:
-    rank, reason = next((rank, report.failure) for rank, report in enumerate(reports) if report.failure is not None)
-    return f"rank {rank}: {reason}" if len(reports) > 1 else reason

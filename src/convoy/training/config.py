@@ -3,7 +3,6 @@ sections, which are typed, unchangeable and strict about names that they do not 
 
 import math
 import re
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
@@ -19,33 +18,13 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True)
-class _Written(ABC):
-    """A number with a unit that recipes write as text: pydantic reads it by `parse` and writes it by `str`."""
-
-    value: float
-    unit: str
-
-    @classmethod
-    @abstractmethod
-    def parse(cls, text: Any) -> Self:
-        """Read it; a ValueError says what it may be."""
-
-    def __str__(self) -> str:
-        number = int(self.value) if self.value == int(self.value) else self.value
-        return f"{number}{self.unit}"
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            lambda value: value if isinstance(value, cls) else cls.parse(value),
-            serialization=core_schema.to_string_ser_schema(),
-        )
-
-
-class Duration(_Written):
+class Duration:
     """A length or a point of training: a number of epochs (`ep`), a whole number of weight updates (`ba`), each of one
     global batch, or a share of the whole run (`%`, at most 100). It is not negative.
     """
+
+    value: float
+    unit: str
 
     @classmethod
     def parse(cls, text: Any) -> Self:
@@ -79,24 +58,26 @@ class Duration(_Written):
     def __bool__(self) -> bool:
         return self.value > 0
 
-
-class TimeSpan(_Written):
-    """A span of time, more than none: `90s`, `30min`, `6h` or `2d`."""
+    def __str__(self) -> str:
+        number = int(self.value) if self.value == int(self.value) else self.value
+        return f"{number}{self.unit}"
 
     @classmethod
-    def parse(cls, text: Any) -> Self:
-        """Read it."""
-        form = _SPAN.fullmatch(text.strip()) if isinstance(text, str) else None
-        if form is None:
-            raise ValueError(f"{text!r} is not a span of time: write {SPANS}")
-        if float(form[1]) == 0:
-            raise ValueError(f"{text} is no time at all: write more than 0")
-        return cls(float(form[1]), form[2])
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            lambda value: value if isinstance(value, cls) else cls.parse(value),
+            serialization=core_schema.to_string_ser_schema(),
+        )
 
-    @property
-    def seconds(self) -> float:
-        """In seconds."""
-        return self.value * _SECONDS[self.unit]
+
+def seconds_of(text: str) -> float:
+    """A span of time: `90s`, `30min`, `6h` or `2d`; a ValueError says what it may be."""
+    form = _SPAN.fullmatch(text.strip())
+    if form is None:
+        raise ValueError(f"{text!r} is not a span of time: write {SPANS}")
+    if float(form[1]) == 0:
+        raise ValueError(f"{text} is no time at all: write more than 0")
+    return float(form[1]) * _SECONDS[form[2]]
 
 
 def in_words(seconds: float) -> str:
@@ -113,6 +94,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+def _time_span(text: str) -> str:
+    seconds_of(text)
+    return text
+
+
 def _positive(value: Duration) -> Duration:
     if not value:
         raise ValueError(f"{value} is no time at all: write more than 0")
@@ -127,3 +113,4 @@ def _absolute(value: Duration) -> Duration:
 
 PositiveDuration = Annotated[Duration, AfterValidator(_positive)]
 AbsoluteDuration = Annotated[Duration, AfterValidator(_absolute)]
+TimeSpan = Annotated[str, AfterValidator(_time_span)]

@@ -1,7 +1,8 @@
 """What a recipe leaves open, settled for the devices of a run: precision, memory format, fused optimizers.
 
 That is done once, where a run begins, alike on all ranks, and kept in its `config.yaml`: a run goes on as it was begun,
-wherever it goes on.
+wherever it goes on, and does not change its numbers in the middle without a word. All that differs from fp32's numbers
+follows from the precision.
 """
 
 from collections.abc import Iterator
@@ -43,40 +44,37 @@ def has_bf16(device: torch.device) -> bool:
     return not BF16_FLAGS.isdisjoint(resources.processor_flags())
 
 
-def settle(
-    recipe: Recipe,
-    device: torch.device,
-    ranks: Ranks | None = None,
-) -> Settled:
+def settle(recipe: Recipe, device: torch.device, ranks: Ranks | None = None) -> Settled:
     """Choose what a recipe leaves open, for the weakest of the ranks' devices (without ranks, for this one). All ranks
     call it.
     """
-    ranks, was_open = ranks or Ranks(), _open_keys(recipe)
+    ranks, open_keys = ranks or Ranks(), _open_keys(recipe)
+    if not open_keys:
+        return Settled(recipe, list(_to_know(recipe, device)), [])
     notes: list[str] = []
     derived: list[Derived] = []
-    if was_open:
-        able = ranks.gather(_ability(device))
-        on_gpus = all(one.type == "cuda" for one in able)
-        if "precision" in was_open:
-            precision, why, is_told = _precision(recipe, able)
-            recipe = recipe.model_copy(update={"precision": precision})
-            notes += [f"precision {precision}: {why}"] if is_told else []
-            derived.append(Derived("precision", precision, why, "docs/gpus.md"))
-        lowered = on_gpus and recipe.precision != "fp32"
-        if "channels_last" in was_open:
-            recipe = recipe.model_copy(update={"channels_last": lowered})
-            if lowered:
-                why = f"channels lie innermost, as {recipe.precision} convolutions on GPUs take them"
-                notes.append(f"channels_last: {why} (--channels-first turns it off)")
-                derived.append(Derived("memory format", "channels_last", why, "docs/gpus.md"))
-        # A CPU reads and writes the weights once then, not for each term of the formula: SGD of AlexNet takes a core 56
-        # ms for 232. The bits are those of other kernels but for the ends of tensors.
-        on_cpus = all(one.type == "cpu" for one in able) and not recipe.reproducible
-        if "optimizer.fused" in was_open and (lowered or on_cpus):
-            recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"fused": True})})
-            why = "the update of all weights is one kernel"
-            notes += [f"fused optimizer: {why} (--set optimizer.fused=false turns it off)"] if lowered else []
-            derived.append(Derived("optimizer", "fused", why, "docs/gpus.md"))
+    devices = ranks.gather(_ability(device))
+    on_gpus = all(ability.type == "cuda" for ability in devices)
+    if "precision" in open_keys:
+        precision, why, is_told = _precision(recipe, devices)
+        recipe = recipe.model_copy(update={"precision": precision})
+        notes += [f"precision {precision}: {why}"] if is_told else []
+        derived.append(Derived("precision", precision, why, "docs/gpus.md"))
+    lowered = on_gpus and recipe.precision != "fp32"
+    if "channels_last" in open_keys:
+        recipe = recipe.model_copy(update={"channels_last": lowered})
+        if lowered:
+            why = f"channels lie innermost, as {recipe.precision} convolutions on GPUs take them"
+            notes.append(f"channels_last: {why} (--channels-first turns it off)")
+            derived.append(Derived("memory format", "channels_last", why, "docs/gpus.md"))
+    # A CPU reads and writes the weights once then, not for each term of the formula: SGD of AlexNet takes a core 56 ms
+    # for 232. The bits are those of other kernels but for the ends of tensors.
+    on_cpus = all(ability.type == "cpu" for ability in devices) and not recipe.reproducible
+    if "optimizer.fused" in open_keys and (lowered or on_cpus):
+        recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"fused": True})})
+        why = "the update of all weights is one kernel"
+        notes += [f"fused optimizer: {why} (--set optimizer.fused=false turns it off)"] if lowered else []
+        derived.append(Derived("optimizer", "fused", why, "docs/gpus.md"))
     return Settled(recipe, [*notes, *_to_know(recipe, device)], derived)
 
 
@@ -101,19 +99,24 @@ def _ability(device: torch.device) -> _Ability:
     return _Ability(device.type, name, has_bf16(device))
 
 
-def _precision(recipe: Recipe, able: list[_Ability]) -> tuple[str, str, bool]:
-    """The precision, why, and whether the log is to say so."""
-    on_gpus = all(one.type == "cuda" for one in able)
+def _precision(recipe: Recipe, devices: list[_Ability]) -> tuple[str, str, bool]:
+    """The precision, why, and whether the log is to say so.
+
+    On a CPU bf16 is only for who asks: it lets ResNet-18 take 0.69 of fp32's time, but LeNet 1.3 times
+    (docs/benchmarks/cpu-bf16.md).
+    """
+    on_gpus = all(ability.type == "cuda" for ability in devices)
     if recipe.reproducible:
         return "fp32", "a reproducible run does not follow its device (--precision bf16 is another choice)", on_gpus
     if recipe.precision is None and not on_gpus:
         return "fp32", "as on every CPU (--precision auto takes bf16 from those that have it)", False
-    rank, lacking = next(((rank, one) for rank, one in enumerate(able) if not one.bf16), (0, None))
-    if lacking is not None:
-        which = lacking.name if len(able) == 1 or not on_gpus else f"{lacking.name}, the device of rank {rank},"
-        other = " (--precision fp16 is another choice)" if on_gpus else ": neither avx512_bf16 nor amx"
-        return "fp32", f"{which} has no bf16 in hardware{other}", True
-    return "bf16", "layers compute in bf16, weights stay in fp32 (--precision fp32 turns it off)", True
+    rank = next((rank for rank, ability in enumerate(devices) if not ability.bf16), None)
+    if rank is None:
+        return "bf16", "layers compute in bf16, weights stay in fp32 (--precision fp32 turns it off)", True
+    name = devices[rank].name
+    which = name if len(devices) == 1 or not on_gpus else f"{name}, the device of rank {rank},"
+    other = " (--precision fp16 is another choice)" if on_gpus else ": neither avx512_bf16 nor amx"
+    return "fp32", f"{which} has no bf16 in hardware{other}", True
 
 
 def _to_know(recipe: Recipe, device: torch.device) -> Iterator[str]:
@@ -122,7 +125,7 @@ def _to_know(recipe: Recipe, device: torch.device) -> Iterator[str]:
         yield f"precision {recipe.precision}: without hardware for it, this CPU may take longer than in fp32"
     if device.type == "cuda" and recipe.precision == "fp32" and torch.cuda.get_device_capability(device) >= (8, 0):
         cudnn: Any = torch.backends.cudnn
-        each = (("convolutions", cudnn.conv), ("matrix products", torch.backends.cuda.matmul))
-        what = " and ".join(name for name, switch in each if switch.fp32_precision == "tf32")
+        switches = (("convolutions", cudnn.conv), ("matrix products", torch.backends.cuda.matmul))
+        what = " and ".join(name for name, switch in switches if switch.fp32_precision == "tf32")
         if what:
             yield f"TF32: {what} in fp32 multiply in TF32 (NVIDIA_TF32_OVERRIDE=0 in the environment turns it off)"

@@ -1,6 +1,6 @@
 """What follows from a recipe and the size of the data, each with its formula and where the formula comes from."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from convoy.engine.coupling import microbatch_sizes
@@ -31,7 +31,6 @@ class Quantities:
     evaluate_every: int  # in updates, as the two that follow
     checkpoint_every: int | None  # None: measured
     log_every: int
-    threads: int
 
     def logged(self, done: int) -> bool:
         """Whether a line of metrics comes after so many updates.
@@ -89,7 +88,6 @@ def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
         evaluate_every=updates(recipe.evaluate_every),
         checkpoint_every=None if save_every == "auto" else updates(save_every),
         log_every=updates(recipe.log_every) if recipe.log_every != "auto" else often,
-        threads=num_threads(recipe),
     )
 
 
@@ -109,64 +107,58 @@ def derive(
     recipe: Recipe,
     num_train_samples: int,
     *,
-    samples: Sequence[int] | None = None,
-    workers: tuple[int, str] | None = None,
-    sizes: Sequence[int] | None = None,
-) -> list[Derived]:
+    samples: Sequence[int],
+    workers: tuple[int, str],
+    sizes: Sequence[int],
+) -> Iterator[Derived]:
     """The derived quantities of a run, in the order in which they follow from each other; errors are those of
     `resolve`.
 
-    `samples` are those of each part of a global batch (None: one device computes all of it), `workers` the processes
-    that load data, and why (`convoy.data.num_workers`), `sizes` the samples of each microbatch where they are smaller
-    than the recipe says.
+    `samples` are those of each part of a global batch, `workers` the processes that load data, and why
+    (`convoy.data.num_workers`), `sizes` the samples of each microbatch, which may be smaller than the recipe says.
     """
     q = resolve(recipe, num_train_samples)
-    samples = (recipe.batch,) if samples is None else samples
-    sizes = sizes or q.sizes
     batch, epochs, number = recipe.batch, recipe.epochs, len(sizes)
+    per_epoch = f"⌊{num_train_samples} samples / batch {batch}⌋"
+    incomplete = "the last incomplete batch of an epoch is left out, so every update has the same batch"
+    yield Derived("weight updates per epoch", q.updates_per_epoch, per_epoch, incomplete)
+    length = f"{epochs} as said" if epochs.unit == "ba" else f"{epochs.value:g} epochs · {q.updates_per_epoch}"
+    yield Derived("weight updates", q.total_updates, length, "the recipe's epochs")
     cut = f"⌈batch {batch} / microbatch {recipe.microbatch}⌉" if recipe.microbatch else f"{number} as said"
     if number > len(q.sizes):
         cut = f"one for each of {number} parts, more than {cut}"
-    length = f"{epochs} as said" if epochs.unit == "ba" else f"{epochs.value:g} epochs · {q.updates_per_epoch}"
+    yield Derived("microbatches", number, cut, f"virtual nodes of VirtualFlow; {_GOYAL}, section 3")
+    yield Derived("samples per microbatch", _counts(sizes), f"{batch} / {number}, as even as can be", "Convoy")
     parts = f"batch {batch} / {len(samples)} part{'s' if len(samples) > 1 else ''}"
-    incomplete = "the last incomplete batch of an epoch is left out, so every update has the same batch"
     of_all = "the batch is that of all devices together; the plan divides it into so many parts"
-    per_epoch = f"⌊{num_train_samples} samples / batch {batch}⌋"
-    rows = [
-        Derived("weight updates per epoch", q.updates_per_epoch, per_epoch, incomplete),
-        Derived("weight updates", q.total_updates, length, "the recipe's epochs"),
-        Derived("microbatches", number, cut, f"virtual nodes of VirtualFlow; {_GOYAL}, section 3"),
-        Derived("samples per microbatch", _counts(sizes), f"{batch} / {number}, as even as can be", "Convoy"),
-        Derived("samples per device", _counts(samples), parts, of_all),
-        Derived("peak learning rate", q.lr, *_rate(recipe)),
-    ]
+    yield Derived("samples per device", _counts(samples), parts, of_all)
+    yield Derived("peak learning rate", q.lr, *_rate(recipe))
     if q.schedule.warmup:
         rise = f"{recipe.schedule.warmup}, learning rate {q.schedule.start:g} to {q.lr:g} in a line"
         source = f"gradual warm-up: {_GOYAL}, section 2.2"
-        rows.append(Derived("weight updates of warm-up", q.schedule.warmup, rise, source))
+        yield Derived("weight updates of warm-up", q.schedule.warmup, rise, source)
     if isinstance(recipe.schedule, StepConfig):
-        drops, written = (", ".join(map(str, each)) for each in (q.schedule.milestones, recipe.schedule.milestones))
-        rows.append(Derived("learning rate drops at updates", drops, f"{written}, in weight updates", "the recipe"))
+        places = q.schedule.milestones, recipe.schedule.milestones
+        drops, written = (", ".join(map(str, milestones)) for milestones in places)
+        yield Derived("learning rate drops at updates", drops, f"{written}, in weight updates", "the recipe")
     if recipe.ema is not None:
         decay, age = recipe.ema.decay, "mean age of an exponential average"
-        rows.append(Derived("updates in the averaged weights", round(1 / (1 - decay)), f"1 / (1 - {decay:g})", age))
+        yield Derived("updates in the averaged weights", round(1 / (1 - decay)), f"1 / (1 - {decay:g})", age)
     every = f"{recipe.evaluate_every} in weight updates"
-    rows.append(Derived("evaluation every", q.evaluate_every, every, "the recipe"))
+    yield Derived("evaluation every", q.evaluate_every, every, "the recipe")
     if q.checkpoint_every is None:
         young = f"sqrt(2 · cost · {recipe.checkpoint.mtbf}) when the cost is known"
-        rows.append(Derived("checkpoint every", "auto", young, "Young 1974"))
+        yield Derived("checkpoint every", "auto", young, "Young 1974")
     else:
         every = f"{recipe.checkpoint.every} in weight updates"
-        rows.append(Derived("checkpoint every", q.checkpoint_every, every, "the recipe"))
+        yield Derived("checkpoint every", q.checkpoint_every, every, "the recipe")
     why = "cores that this process may use", "the machine"
     if recipe.threads is not None:
         why = "as said", "the recipe"
     elif recipe.reproducible:
         why = "1 because of reproducible", "the order of sums depends on the threads"
-    rows.append(Derived("threads", q.threads, *why))
-    if workers is not None:
-        rows.append(Derived("data workers", *workers, "one core each at most: docs/data.md"))
-    return rows
+    yield Derived("threads", num_threads(recipe), *why)
+    yield Derived("data workers", *workers, "one core each at most: docs/data.md")
 
 
 def _counts(sizes: Sequence[int]) -> int | str:

@@ -61,7 +61,7 @@ class Loop:
         # Local SGD averages the weights for a checkpoint: only when it does so anyway may clocks decide.
         self.saver = Saver(
             self.store,
-            Timetable(every, session.ranks, recipe.checkpoint.mtbf.seconds, recipe.parallel.local_sgd or 1),
+            Timetable(every, session.ranks, recipe.checkpoint.mtbf_s, recipe.parallel.local_sgd or 1),
             session.ranks,
             self.tell,
             goes_on=recipe.checkpoint.on_error == "continue",

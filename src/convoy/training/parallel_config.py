@@ -1,6 +1,6 @@
 """The `parallel` section of a recipe: on how many devices, by which plan. Most of it is no part of the experiment."""
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator, model_validator
@@ -31,6 +31,8 @@ PlanOrAuto = Annotated[
     PlainSerializer(lambda plan: plan_text(plan) if isinstance(plan, Plan) else plan),
 ]
 
+Shares = Literal["auto"] | tuple[float, ...] | None
+
 # Keys that change where and how fast a run goes, but not its result.
 PLACEMENT = ("devices", "plan", "schedule", "shares", "cores_per_device", "memory_limit", "lost_group")
 
@@ -51,7 +53,7 @@ class ParallelConfig(Section):
         description="through stages: 1f1b (least memory), gpipe, zero-bubble (least waiting); the result is the same; "
         "null: 1f1b, or with plan auto the one that is predicted to be fastest",
     )
-    shares: Literal["auto"] | tuple[float, ...] | None = Field(
+    shares: Shares = Field(
         None, description="parts of the batch for unequal devices, e.g. 3,3,2, or auto to measure; not said: even"
     )
     cores_per_device: int | None = Field(None, ge=1, description="CPU cores of each; not said: its share of all")
@@ -103,25 +105,25 @@ class ParallelConfig(Section):
 
 
 def fitted(
-    section: ParallelConfig, num_devices: int, keep_plan: bool, keep_shares: bool, notes: list[str] | None = None
+    section: ParallelConfig, num_devices: int, keep: Collection[str] = (), notes: list[str] | None = None
 ) -> ParallelConfig:
-    """The section for the devices that there are, with a sentence in `notes` on what was changed; `keep_plan` and
-    `keep_shares` leave these as they are, even if they do not fit. A LostGroupError where the plan's model groups
-    cannot be formed, and the section says to wait then.
+    """The section for the devices that there are, with a sentence in `notes` on what was changed; a plan or shares in
+    `keep` stay as they are, even if they do not fit. A LostGroupError where the plan's model groups cannot be formed,
+    and the section says to wait then.
     """
     plan, shares, notes = section.plan, section.shares, [] if notes is None else notes
-    if isinstance(plan, Plan) and not keep_plan and plan.mesh.num_devices not in (1, num_devices):
-        before, result = plan, fit(plan, num_devices)
-        if result.regrouped and section.lost_group == "wait":
-            raise LostGroupError(
-                f"{num_devices} devices cannot form the model groups of {result.groups[0]} of the plan {before}, "
-                "and --lost-group is wait: start as many as the plan is for, or leave --lost-group away"
-            )
-        plan = result.plan
-        notes.append(f"the plan {before} was fitted to {plural(num_devices, 'device')}: {plan}")
-    if isinstance(plan, Plan) and not keep_plan and plan.mesh.num_devices != num_devices:
-        plan = None  # one for a single device says nothing of more
-    if isinstance(shares, tuple) and not keep_shares:
+    if isinstance(plan, Plan) and "plan" not in keep and plan.mesh.num_devices != num_devices:
+        before, plan = plan, None  # one for a single device says nothing of more
+        if before.mesh.num_devices > 1:
+            result = fit(before, num_devices)
+            if result.regrouped and section.lost_group == "wait":
+                raise LostGroupError(
+                    f"{num_devices} devices cannot form the model groups of {result.groups[0]} of the plan {before}, "
+                    "and --lost-group is wait: start as many as the plan is for, or leave --lost-group away"
+                )
+            plan = result.plan
+            notes.append(f"the plan {before} was fitted to {plural(num_devices, 'device')}: {plan}")
+    if isinstance(shares, tuple) and "shares" not in keep:
         number, parts = len(shares), plan.parts if isinstance(plan, Plan) else num_devices
         is_open = plan == "auto" and section.devices == num_devices  # any of the planner's choices may have these parts
         if number != parts and not (is_open and number > 1 and num_devices % number == 0):
@@ -133,16 +135,9 @@ def fitted(
     return section.model_copy(update={"devices": num_devices, "plan": plan, "shares": shares})
 
 
-def check_shares(shares: Sequence[float] | None, num_devices: int, plan: Plan | None = None) -> None:
-    """Refuse shares that no plan on so many devices (or not this plan) has parts for, whatever the network."""
-    if shares is not None and plan is not None:
-        for_all = set(dict(plan.layers).get("*", {}).values()) if len(plan.layers) == 1 else set()
-        if "sample" in for_all and "owt" not in for_all and plan.parts != len(shares):
-            raise ConvoyError(
-                f"--shares names {len(shares)} parts, but the plan divides the batch into {plan.parts}: give "
-                f"{plan.parts} numbers"
-            )
-    elif shares is not None and num_devices % len(shares):
+def check_shares(shares: Shares, num_devices: int) -> None:
+    """Refuse shares that no plan on so many devices has parts for, whatever the network."""
+    if isinstance(shares, tuple) and num_devices % len(shares):
         raise ConvoyError(
             f"--shares names {len(shares)} parts of the batch, into which no plan on {plural(num_devices, 'device')} "
             f"divides it: give {num_devices} numbers"

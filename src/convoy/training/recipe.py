@@ -1,6 +1,5 @@
 """A recipe: everything that defines a run, whatever it runs on. Which options mean nothing together."""
 
-import difflib
 import json
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -13,8 +12,8 @@ from convoy.documents import DEEPEST, dump, parse, read_mapping, show
 from convoy.errors import ConvoyError
 from convoy.files import existing, expanded
 from convoy.models.registry import check_name
-from convoy.terminal import brief
-from convoy.training.config import AbsoluteDuration, Duration, PositiveDuration, Section, TimeSpan
+from convoy.terminal import brief, did_you_mean
+from convoy.training.config import AbsoluteDuration, Duration, PositiveDuration, Section, TimeSpan, seconds_of
 from convoy.training.optimizers import OptimizerConfig, SgdConfig
 from convoy.training.parallel_config import ParallelConfig
 from convoy.training.schedules import CosineConfig, ScheduleConfig, StepConfig
@@ -62,13 +61,20 @@ class CheckpointConfig(Section):
     every: PositiveDuration | Literal["auto"] = Field(
         "auto", description="e.g. 1ep or 500ba; auto follows from the measured cost of a checkpoint and mtbf"
     )
+    # Pessimistic for eight devices in a rack, about right for rented ones; Young's formula forgives: four times as long
+    # doubles the interval. What a user knows is how often something fails, so `every` is no number of epochs.
     mtbf: TimeSpan = Field(
-        TimeSpan(6, "h"), description="mean time between failures of the run that auto reckons with, e.g. 30min or 2d"
+        "6h", description="mean time between failures of the run that auto reckons with, e.g. 30min or 2d"
     )
     keep: int = Field(3, ge=1, description="how many of the last are kept, beside the best")
+    # A run that trains for days on a full disk loses days, one that stops the minutes since the newest checkpoint.
     on_error: Literal["stop", "continue"] = Field(
         "stop", description="what the run does when a checkpoint cannot be written, e.g. on a full disk"
     )
+
+    @property
+    def mtbf_s(self) -> float:
+        return seconds_of(self.mtbf)
 
 
 class EmaConfig(Section):
@@ -89,6 +95,7 @@ class Recipe(Section):
     extends: str | None = Field(
         None, min_length=1, description="finished run with whose state this one begins: convoy train RUN --extend"
     )
+    # On small data too: one that followed the data would hold too few microbatches for several devices.
     batch: int = Field(128, ge=1, description="global batch: samples of one weight update; on all devices together")
     microbatches: int | None = Field(
         None, ge=1, description=f"pieces of the global batch; not said: of {DEFAULT_MICROBATCH} samples"
@@ -120,7 +127,7 @@ class Recipe(Section):
     )
     compile: bool = Field(False, description="compile the network with torch.compile")
     cuda_graphs: Annotated[
-        Literal["auto", "off"], BeforeValidator(lambda given: "off" if given is False else given)
+        Literal["auto", "off"], BeforeValidator(lambda value: "off" if value is False else value)
     ] = Field(
         "auto", description="updates recorded once and replayed on GPUs: auto or off; where that gives the same results"
     )
@@ -236,9 +243,8 @@ def recipe_text(name: str) -> str:
     """
     names = recipe_names()
     if name not in names:
-        close = difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}, or name a YAML file"
-        raise ConvoyError(f"there is no recipe {brief(name)}: {hint}")
+        hint = did_you_mean(name, names, otherwise=f"there are {', '.join(names)}, or name a YAML file")
+        raise ConvoyError(f"there is no recipe {brief(name)}{hint}")
     return (_BUILT_IN / f"{name}.yaml").read_text(encoding="utf-8")
 
 

@@ -1,11 +1,11 @@
-"""What a run remembers over a stop, and what it leaves for its report: written by the trainer, and read, checked, by
-whoever shows it.
+"""What a run remembers over a stop, and what it leaves for its report: written by the trainer, without checks, as
+nothing in a summary may end a run, and read, checked, by whoever shows it.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from convoy.files import finite
 
@@ -148,3 +148,10 @@ class EvaluationFile(Record):
     top5: Share = None
     loss: Number = None
     mistakes: list[Mistake] = []
+
+    @model_validator(mode="after")
+    def _check_table(self) -> Self:
+        size, table = len(self.classes), self.confusion
+        if table and (len(table) != size or any(len(row) != size for row in table)):
+            raise ValueError(f"`confusion` is not a table of {size} rows and {size} columns, one for each of `classes`")
+        return self

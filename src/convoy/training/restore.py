@@ -51,15 +51,14 @@ class Transform:
     channels, and every channel normalized. Pillow takes the place of a decoder of the recipe's that is not installed.
     """
 
-    def __init__(self, given: NetworkInput, config: DataConfig) -> None:
+    def __init__(self, network_input: NetworkInput, config: DataConfig) -> None:
         augment = config.augment
-        self._channels = given.channels
-        self._in_memory = given.in_memory
-        self._geometry = Geometry(given.image_size, given.resize, augment)
-        self._normalize = Normalize(given.mean, given.std)
+        self._channels, self._in_memory = network_input.channels, network_input.in_memory
+        self._geometry = Geometry(network_input.image_size, network_input.resize, augment)
+        self._normalize = Normalize(network_input.mean, network_input.std)
         method = augment.interpolation or "bilinear"
-        turbo = config.decoder == "turbo" and not missing()
-        self._turbo = Turbo(given.image_size, given.channels, method) if turbo else None
+        has_turbo = config.decoder == "turbo" and not missing()
+        self._turbo = Turbo(network_input.image_size, network_input.channels, method) if has_turbo else None
 
     def __call__(self, picture: Picture) -> Tensor:
         """Float32 [channels, image_size, image_size], on the CPU, of a PIL image, the path of a file, or a uint8 array
@@ -72,30 +71,26 @@ class Transform:
         normalized: Tensor = self._normalize(torch.from_numpy(pixels.copy())[None])[0]
         return normalized
 
-    def pixels(self, picture: Picture, name: str | None = None) -> NDArray[np.uint8]:
+    def pixels(self, picture: Picture) -> NDArray[np.uint8]:
         """The same before it is normalized: uint8 [channels, image_size, image_size]. Raises BadImage."""
+        size, turbo, name = self._geometry.image_size, self._turbo, "the picture"
+        planes = np.empty((self._channels, size, size), np.uint8)
         if isinstance(picture, str | os.PathLike):
-            path = os.fspath(picture)
-            name = path if name is None else name
-            data = picture_bytes(path, name)
-            if self._turbo is not None and not self._in_memory:
-                self._turbo.write(data, name, self._geometry.center_box, False, planes := self._planes())
+            name = os.fspath(picture)
+            data = picture_bytes(name, name)
+            if turbo is not None and not self._in_memory:
+                turbo.write(data, name, self._geometry.center_box, False, planes)
                 return planes
             image = open_picture(data, name)
         else:
-            name = "the picture" if name is None else name
             image = picture if isinstance(picture, Image.Image) else _image_of(picture)
-        if self._turbo is not None or self._in_memory:
-            pixels = np.asarray(in_channels(finish_picture(image, name), self._channels))
-            if self._turbo is not None:
-                box = self._geometry.center_box(pixels.shape[1], pixels.shape[0])
-                self._turbo.write_part(pixels, box, False, planes := self._planes())
-                return planes
-            image = Image.fromarray(pixels)
-        return evaluation_pixels(image, name, self._geometry, self._channels)
-
-    def _planes(self) -> NDArray[np.uint8]:
-        return np.empty((self._channels, self._geometry.image_size, self._geometry.image_size), np.uint8)
+        if turbo is None and not self._in_memory:
+            return evaluation_pixels(image, name, self._geometry, self._channels)
+        pixels = np.asarray(in_channels(finish_picture(image, name), self._channels))
+        if turbo is None:
+            return evaluation_pixels(Image.fromarray(pixels), name, self._geometry, self._channels)
+        turbo.write_part(pixels, self._geometry.center_box(pixels.shape[1], pixels.shape[0]), False, planes)
+        return planes
 
 
 def _image_of(array: object) -> Image.Image:
@@ -122,7 +117,7 @@ class TrainedRun:
     network: nn.Module  # with the weights (averaged ones where the recipe has `ema`), in evaluation mode, on the CPU
     transform: Transform  # prepares a picture for the network
     classes: list[str]  # names, by the network's outputs
-    given: NetworkInput  # what the network is given
+    network_input: NetworkInput
     changed: str = ""  # the first layer that the code makes otherwise than when the weights were written
 
     @property
@@ -208,10 +203,10 @@ def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None, 
     if not trust_code:
         check_own(recipe.model.name, run.config)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": None})})
-    given = NetworkInput.of_run(run)
+    network_input = NetworkInput.of_run(run)
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(gpus):  # whoever calls this may have seeded the generators
-        network, _ = build_model(recipe, given)
+        network, _ = build_model(recipe, network_input)
     try:
         weights = load_file(source) if checkpoint is None else delivered_weights(read_checkpoint(source))
         network.load_state_dict(weights)
@@ -220,9 +215,11 @@ def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None, 
     except RuntimeError as error:
         reason = str(error).partition("\n")[2].strip().partition("\n")[0].rstrip(".")
         raise ConvoyError(f"{source} does not fit {recipe.model.name}: {reason}") from error
-    changed = _changed_code(run, checkpoint, network, (given.channels, given.image_size, given.image_size))
+    size = network_input.image_size
+    changed = _changed_code(run, checkpoint, network, (network_input.channels, size, size))
     network.eval()
-    return TrainedRun(run.path, recipe, network, Transform(given, recipe.data), list(given.classes), given, changed)
+    transform, classes = Transform(network_input, recipe.data), list(network_input.classes)
+    return TrainedRun(run.path, recipe, network, transform, classes, network_input, changed)
 
 
 def _changed_code(
@@ -245,7 +242,8 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
     does not know.
 
     With `path` they are other data, whose classes are found among the run's by their names; a folder of pictures
-    without class folders is of the class that it is named after.
+    without class folders is of the class that it is named after. Those without a split count as a whole, as nothing
+    there is for training, unless they are the run's own: what it was trained on says nothing.
     """
     if path is None:
         data = open_data(run.recipe.data)
@@ -289,7 +287,7 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfig:
     """The run's section for other data."""
     settings = {"path": path, "format": "auto", **dict.fromkeys(("validation_fraction", "split_seed", "train", "test"))}
-    settings |= {key: getattr(run.given, key) for key in ("image_size", "resize", "channels", "mean", "std")}
+    settings |= {key: getattr(run.network_input, key) for key in ("image_size", "resize", "channels", "mean", "std")}
     return run.recipe.data.model_copy(update={**settings, **split})
 
 

@@ -1,13 +1,14 @@
 """What a run goes on from: whether a recipe may go on with a run that another one began, and from which checkpoint.
 
-A run made longer is a new one that begins with the state at the end of a finished one, of which nothing changes. Its
-schedule is that of the whole, new length: a cosine goes on from where it would stand in the longer run.
+A run made longer is a new one that begins with the state at the end of a finished one, of which nothing changes: a
+longer `--resume` would change what a run directory says it is. Its schedule is that of the whole, new length, as in
+timm's trainer: the old one's last rate is 0 for a cosine, and a second cosine (SGDR) is another experiment.
 """
 
 import hashlib
 import json
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -54,10 +55,10 @@ def check_run(run: RunDirectory, recipe: Recipe, resume: bool) -> bool:
         check_same(recipe, load_recipe(str(run.config)), run)
         return True
     run.check_free()
-    run.check_writable()
     return False
 
 
+# Keys that change no result, or whose change a reader of the curve sees: a run may go on with other ones.
 FREE = (
     "data.workers",
     "data.path",
@@ -79,7 +80,7 @@ def check_same(recipe: Recipe, begun: Recipe, run: RunDirectory) -> None:
     What the recipe leaves open stays as it was begun. How often to log, evaluate and save, the number of workers, the
     place of the data, devices and plan may change.
     """
-    for key, now, before in differences(as_begun(recipe, begun), begun):
+    for key, now, before in differences(recipe, begun):
         ways = "or begin a new run in another --out"
         if key == "epochs":
             more = recipe.epochs.value - begun.epochs.value if recipe.epochs.unit == begun.epochs.unit else 0
@@ -107,7 +108,7 @@ def check_ranks(data: DataSet, ranks: Ranks) -> None:
 
 def check_data(data: DataSet, run: RunDirectory) -> None:
     """Refuse data that are not those a run was begun on, as far as it has noted what those were; the ConvoyError names
-    what differs.
+    what differs. Where they lie may change: `config.yaml` keeps the first place.
     """
     begun, changes = run.begun_by(), list[str]()
     with suppress(KeyError, TypeError, AttributeError):  # not noted, or by somebody else
@@ -126,18 +127,6 @@ def check_data(data: DataSet, run: RunDirectory) -> None:
         )
 
 
-def mended_files(data: DataSet, run: RunDirectory) -> str | None:
-    """The sentence where files have other sizes than when the run was begun."""
-    with suppress(KeyError, TypeError, AttributeError):
-        begun, now = (
-            [size for split in ("training", "test") for size in fingerprint[split].get("sizes", ())]
-            for fingerprint in (run.begun_by()["data"], data.fingerprint)
-        )
-        if changed := num_changed(now, begun):
-            return f"{changed} of {len(now)} files that were looked at have another size than when the run was begun"
-    return None
-
-
 def moved_data(recipe: Recipe, run: RunDirectory) -> str | None:
     """The sentence where the data come from another place than when the run was begun."""
     before = load_recipe(str(run.config)).data.path
@@ -146,29 +135,44 @@ def moved_data(recipe: Recipe, run: RunDirectory) -> str | None:
     return f"the data come from {recipe.data.path}, not from {before} as when the run was begun"
 
 
-def other_machine(recipe: Recipe, run: RunDirectory, now: Mapping[str, str | int]) -> str | None:
-    """The sentence where a reproducible run goes on on a machine (`environment.machine`) whose bits may be others."""
-    before = {key: value for key, value in run.begun_by().items() if key in ("machine", "kernels")}
-    if not recipe.reproducible or all(now.get(key) == value for key, value in before.items()):
-        return None
-    was, here = (" with ".join(map(str, each.values())) for each in (before, now))
-    return (
-        f"the run was begun on {was} and continues on {here}: its numbers may differ in their last bits "
-        "from those of a run that stays on one kind of processor"
-    )
+def since_begun(
+    recipe: Recipe, data: DataSet, run: RunDirectory, machine: dict[str, str | int]
+) -> Iterator[tuple[str, dict[str, str | int]]]:
+    """A sentence for each thing that is otherwise than when the run was begun, and need not stop it, with what to note
+    of it: the place of the data, sizes of files, and of a reproducible run the machine (`environment.machine`).
+    """
+    begun = run.begun_by()
+    if (moved := moved_data(recipe, run)) is not None:
+        yield moved, {"data": recipe.data.path}
+    with suppress(KeyError, TypeError, AttributeError):
+        before, now = (
+            [size for split in ("training", "test") for size in fingerprint[split].get("sizes", ())]
+            for fingerprint in (begun["data"], data.fingerprint)
+        )
+        if changed := num_changed(now, before):
+            yield f"{changed} of {len(now)} files that were looked at have another size than when the run was begun", {}
+    was = {key: value for key, value in begun.items() if key in ("machine", "kernels")}
+    if recipe.reproducible and any(machine.get(key) != value for key, value in was.items()):
+        first, second = (" with ".join(map(str, facts.values())) for facts in (was, machine))
+        sentence = (
+            f"the run was begun on {first} and continues on {second}: its numbers may differ in their last bits "
+            "from those of a run that stays on one kind of processor"
+        )
+        yield sentence, machine
 
 
-def differences(recipe: Recipe, begun: Recipe) -> Iterator[tuple[str, Any, Any]]:
-    """Keys that define the result and differ, with both values."""
-    now, before = (dict(_leaves(each.model_dump(mode="json"))) for each in (recipe, begun))
+def differences(recipe: Recipe, begun: Recipe, free: Sequence[str] = ()) -> Iterator[tuple[str, Any, Any]]:
+    """Keys that define the result and differ, with both values, but for those that are `free`; what a recipe leaves
+    open is as it was begun."""
+    now, before = (dict(_leaves(version)) for version in (as_begun(recipe, begun), begun))
     for key in dict.fromkeys([*now, *before]):
-        if now.get(key) != before.get(key) and not _is_below(key, FREE):
+        if now.get(key) != before.get(key) and not _is_below(key, (*FREE, *free)):
             yield key, now.get(key), before.get(key)
 
 
 def identity(recipe: Recipe, num_train: int, num_test: int) -> str:
     """A checksum of all that defines the result of a run: the recipe's keys, and how many samples the data has."""
-    leaves = dict(_leaves(recipe.model_dump(mode="json")))
+    leaves = dict(_leaves(recipe))
     new = {key for key in ("extends", "data.decoder") if leaves[key] is None}  # runs of before keep theirs
     fixed = {key: value for key, value in leaves.items() if not _is_below(key, FREE) and key not in new}
     text = json.dumps([fixed, num_train, num_test], sort_keys=True)
@@ -179,8 +183,8 @@ def _is_below(key: str, names: Sequence[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _leaves(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in document.items():
+def _leaves(document: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in (document.model_dump(mode="json") if isinstance(document, Recipe) else document).items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
@@ -224,12 +228,11 @@ def check_extension(recipe: Recipe) -> None:
             f"--weights {old.path}"
         )
     begun = load_recipe(str(old.config))
-    for key, now, before in differences(as_begun(recipe, begun), begun):
-        if not _is_below(key, MAY_CHANGE):
-            raise ConvoyError(
-                f"{old.path} was trained with {key}={show(before)}, so a run that extends it cannot have "
-                f"{key}={show(now)}: leave that option away, or begin a new run with its weights (--weights {old.path})"
-            )
+    for key, now, before in differences(recipe, begun, MAY_CHANGE):
+        raise ConvoyError(
+            f"{old.path} was trained with {key}={show(before)}, so a run that extends it cannot have "
+            f"{key}={show(now)}: leave that option away, or begin a new run with its weights (--weights {old.path})"
+        )
     if recipe.epochs == begun.epochs or begun.epochs.longer_than(recipe.epochs):
         raise ConvoyError(
             f"a run of epochs={recipe.epochs} does not extend {old.path}, which has {begun.epochs}: make it longer"

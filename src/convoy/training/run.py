@@ -2,9 +2,10 @@
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -29,54 +30,17 @@ from convoy.training.log import write_summary
 from convoy.training.loop import Loop
 from convoy.training.recipe import Recipe, load_recipe, to_yaml
 from convoy.training.recorder import Subscriber
-from convoy.training.resume import (
-    check_data,
-    check_extension,
-    check_run,
-    extended,
-    load_latest,
-    mended_files,
-    moved_data,
-    other_machine,
-)
+from convoy.training.records import Status
+from convoy.training.resume import check_data, check_extension, check_run, extended, load_latest, since_begun
 from convoy.training.run_directory import RunDirectory, briefly, disk_explained
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
 from convoy.training.watchdog import Watchdog, say_and_end
 
-LIMIT_S = 600.0  # seconds that it may take
-
-
-def trace_back(session: Session, store: CheckpointStore, identity: str, error: NotFiniteError, update_s: float) -> str:
-    """Do the updates after the newest checkpoint again, in a fresh session, until the first that is not finite.
-
-    All ranks call it. Returns the sentence to end with.
-    """
-    checkpoint, _ = load_latest(store, identity, session.ranks)
-    begin = 0
-    if checkpoint is not None:
-        session.state.unpack(checkpoint)
-        begin = checkpoint.step
-    (too_long,) = session.ranks.largest(int((error.by - begin) * update_s > LIMIT_S))
-    if too_long:
-        return f"{error}; to see where it begins takes too long here: save more often (--set checkpoint.every=…)"
-    step = session.step()
-    step.guard = session.guard()
-    session.model.train()
-    batches = session.batches(begin, error.by - begin)
-    try:
-        for update, batch in enumerate(batches, begin):
-            result = step(batch, update)
-            if result.bad is not None:
-                return f"{result.bad}: {ADVICE}{SKIP} ({error.saved})"
-    finally:
-        batches.close()
-    return f"{error}; done again, all updates were finite"
-
-
 LOCK_PATIENCE_S = 30.0  # in which a process that is about to end lets go of the run
 # The same of ranks that are started again, whose host may be gone: a file server waits 90 s, then breaks its lock.
 LEASE_S = 150.0
+LIMIT_S = 600.0  # seconds that it may take to do updates again, to see where numbers stopped being finite
 
 
 @dataclass(frozen=True)
@@ -91,213 +55,240 @@ class Outcome:
     comparison: Comparison | None = None  # None where the run ended too early
 
 
-def train(
-    recipe: Recipe,
-    out: Path,
-    *,
-    resume: bool = False,
-    device: torch.device | None = None,
-    ranks: Ranks | None = None,
-    command: str = "",
-    reporter: Reporter,
-    on_start: Callable[[Session], None] = lambda session: None,
-    handed_on: bool = False,
-    jobs: Sequence[str] = (),
-    watchdog: Watchdog | None = None,
-    keep: bool = True,
-    explicit_keys: Collection[str] = (),
-    accept_code_change: bool = False,
-    subscribe: Callable[[Loop], Subscriber] | None = None,
-) -> Outcome:
-    """Train a network as its recipe says, and leave everything about it in the folder `out`: a new or empty one, or
-    with `resume` that of this very run. On several devices every rank calls it with the same recipe and folder; rank 0
-    writes. A ConvoyError says what is wrong with the recipe, the data, or the folder.
+@dataclass
+class Trainer:
+    """A network that is trained as its recipe says, and leaves everything about it in the folder `out`: a new or empty
+    one, or with `resume` that of this very run. On several devices every rank makes it with the same recipe and folder;
+    rank 0 writes.
 
     With `resume` the run goes on from the newest checkpoint, if there is one, and its final weights are those of a run
-    that was never stopped; `accept_code_change` allows that, or to extend a run, also where the network computes
-    something else than it did. `command` repeats the run, for the report. `on_start` is called on rank 0 when
-    everything is checked and before the first update. `handed_on`: another process hands signals on to this rank
-    (`convoy.launch`); the `jobs` that started the ranks know their run again by these names when they are started
-    again.
-
-    The watchdog watches already, patiently, and goes on to do so afterwards; None makes one for the run alone. `keep`
-    says whether measured times are kept for later plans, and those that are kept are used; `explicit_keys` are keys of
-    the recipe that the user has set just now, which are to have an effect; `subscribe` makes what looks at the updates.
+    that was never stopped.
     """
-    run = RunDirectory(out)
-    ranks = ranks or Ranks()
-    first = ranks.rank == 0
-    reporter = reporter if first else Reporter()
-    with contextlib.ExitStack() as stack:
-        if watchdog is None:
-            watchdog = stack.enter_context(Watchdog(ranks, meeting_store(), say_and_end, patient=True))
-        resuming, recipe = ranks.first(partial(_claim, stack, run, recipe, resume, jobs, reporter))
-        device = device or environment.choose_device(None)
+
+    recipe: Recipe
+    out: Path
+    _: KW_ONLY
+    reporter: Reporter
+    resume: bool = False
+    device: torch.device | None = None
+    ranks: Ranks = field(default_factory=Ranks)
+    command: str = ""  # repeats the run, for the report
+    on_start: Callable[[Session], None] = lambda session: None  # on rank 0, with all checked, before the first update
+    handed_on: bool = False  # another process hands signals on to this rank (`convoy.launch`)
+    jobs: Sequence[str] = ()  # that started the ranks, which know their run again by these names when started again
+    watchdog: Watchdog | None = None  # watches already, and afterwards; None makes one for the run alone
+    keep: bool = True  # whether measured times are kept for later plans, and those that are kept are used
+    explicit_keys: Collection[str] = ()  # that the user has set just now, which are to have an effect
+    accept_code_change: bool = False  # resume or extend a run also where the network computes something else now
+    subscribe: Callable[[Loop], Subscriber] | None = None  # makes what looks at the updates
+
+    def __post_init__(self) -> None:
+        self._folder = RunDirectory(self.out)
+        self._resuming = False
+
+    def run(self) -> Outcome:
+        """Train; a ConvoyError says what is wrong with the recipe, the data, or the folder."""
+        with contextlib.ExitStack() as self._stack:
+            watchdog = self.watchdog
+            if watchdog is None:
+                watchdog = Watchdog(self.ranks, meeting_store(), say_and_end, patient=True)
+                self._stack.enter_context(watchdog)
+            loop = self._begin(watchdog)
+            if loop.finished:
+                self.ranks.barrier()
+                return Outcome(self.out, loop.done, loop.done, self._folder.summary().get("top1"), None)
+            # Cuts into stages are the devices', so they stand there and not in the recipe.
+            self.ranks.first(lambda: write_text(self._folder.plan, loop.session.plan_with_cuts.to_yaml()))
+            self._summarize(loop, "running")
+            try:
+                signal = self._train(loop, watchdog)
+            except NotFiniteError as error:
+                trace = self._traced(loop)
+                error.__traceback__ = None  # its frames have the network, beside which there may be no room for another
+                del loop
+                self._end_by(error, trace, watchdog)
+            self._summarize(loop, "stopped" if signal else "finished")
+            self.ranks.barrier()  # nobody goes on, or away, before all is written
+        top1 = loop.evaluation.top1 if loop.evaluation else None
+        return Outcome(self.out, loop.done, loop.session.quantities.total_updates, top1, signal, loop.comparison)
+
+    def _begin(self, watchdog: Watchdog) -> Loop:
+        """The loop at its beginning, or at the newest checkpoint, in a folder that is this run's alone."""
+        ranks = self.ranks
+        reporter = self.reporter if ranks.rank == 0 else Reporter()
+        self._resuming, self.recipe = ranks.first(self._claim)
+        device = self.device or environment.choose_device(None)
         current.to("start")  # this process may have trained before
         with memory_explained(ranks.rank, ranks.num):
-            session = set_up(recipe, device, reporter.prepare, ranks, keep=keep, explicit_keys=explicit_keys)
+            session = set_up(
+                self.recipe, device, reporter.prepare, ranks, keep=self.keep, explicit_keys=self.explicit_keys
+            )
         current.to("start")
-        if first:
-            on_start(session)
-        loop = Loop(session, run, reporter, handed_on, watchdog.timeout_s, accept_code_change, subscribe)
-        stack.enter_context(disk_explained(run.path))
-        if recipe.extends is not None and not resuming:
+        if ranks.rank == 0:
+            self.on_start(session)
+        loop = Loop(
+            session,
+            self._folder,
+            reporter,
+            self.handed_on,
+            watchdog.timeout_s,
+            self.accept_code_change,
+            self.subscribe,
+        )
+        self._stack.enter_context(disk_explained(self.out))
+        extends = self.recipe.extends is not None and not self._resuming
+        if extends:
             loop.extend()
-        ranks.first(lambda: _begin(stack, run, session, (command, jobs), resuming, reporter))
+        ranks.first(lambda: self._make_folder(session))
         mesh = session.plan.mesh
         watchdog.begin(mesh.stage_of(ranks.rank) + 1 if mesh.stage_axis is not None else 0)
-        if resuming:
-            _go_on(run, session, loop, reporter)
-        elif recipe.extends is not None:
+        if self._resuming:
+            self._go_on(loop)
+        elif extends:
             loop.take_metrics()
-        if loop.finished:
-            ranks.barrier()
-            return Outcome(out, loop.done, loop.done, run.summary().get("top1"), None)
-        ranks.first(lambda: write_text(run.plan, session.plan_with_cuts.to_yaml()))
-        summary: Callable[..., None] = partial(write_summary, run, session) if first else lambda *of: None
-        summary(loop.progress, "running", loop.done, None)
-        hang, begun = watchdog.end, loop.done
+        return loop
 
-        def has_gone_well() -> bool:
-            return loop.done > begun
+    def _claim(self) -> tuple[bool, Recipe]:
+        """Whether there is a run to go on with, from which others are kept out before anything costly is done; and the
+        recipe, whose open choices become those of the run that it goes on with, or extends.
+        """
+        recipe, folder = self.recipe, self._folder
+        resuming = check_run(folder, recipe, self.resume)
+        if resuming:
+            recipe = as_begun(recipe, load_recipe(str(folder.config)))
+            again = bool(set(self.jobs) & set(folder.begun_by().get("jobs") or ()))
+            self._stack.enter_context(folder.lock(LEASE_S if again else LOCK_PATIENCE_S, self.reporter.say))
+            folder.sweep()
+        elif recipe.extends is not None:
+            check_extension(recipe)
+            recipe = as_begun(recipe, load_recipe(str(extended(recipe).config)))
+        return resuming, recipe
+
+    def _make_folder(self, session: Session) -> None:
+        """Make the folder, keep others out of it, and write what the run is; or see that it goes on with the same
+        data."""
+        folder, data = self._folder, session.data
+        if self._resuming:
+            check_data(data, folder)
+            return
+        self._stack.enter_context(folder.lock(tell=self.reporter.say))
+        folder.check_free(mine=True)
+        folder.sweep()
+        facts = environment.describe(self.command, session.device, session.ranks.num, str(session.plan))
+        run = {"run": str(self.out), "jobs": list(self.jobs), "input": NetworkInput.of(data).as_dict()}
+        folder.create(to_yaml(session.recipe), {**facts, **run, "data": data.fingerprint})
+
+    def _go_on(self, loop: Loop) -> None:
+        """Take over the newest checkpoint, and note that. All ranks call it."""
+        session, folder, rank, say = loop.session, self._folder, self.ranks.rank, loop.reporter.say
+        try:
+            with disk_explained(self.out):
+                loop.resume()
+        except Exception as error:
+            if rank == 0 and not isinstance(error, OtherCodeError):
+                briefly(partial(folder.note_failure, failure_of(rank, error).sentence))
+            raise
+        if loop.finished:
+            say(f"going on after {loop.done:,} of {loop.done:,} updates: the run is finished, and stays as it is")
+            return
+        if rank == 0:
+            session.notes[:0] = [note for note in folder.summary().get("notes") or () if note not in session.notes]
+            facts = environment.restart(loop.done, session.ranks.num, str(session.plan))
+            machine = environment.machine(session.device)
+            for sentence, more_facts in since_begun(session.recipe, session.data, folder, machine):
+                facts |= more_facts
+                loop.tell(sentence)
+            folder.add_restart(facts)
+        nothing = "" if loop.done else ": no checkpoint was written before"
+        say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates{nothing}")
+
+    def _train(self, loop: Loop, watchdog: Watchdog) -> str | None:
+        """Do the updates, and deliver; the signal that stopped them, if any. All ranks call it."""
+        ranks, hang, num_before = self.ranks, watchdog.end, loop.done
 
         def fail(sentence: str) -> None:
-            why = sentence.partition("\n")[0]
-            briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, why))
-            briefly(reporter.end)  # a bar hides the cursor
+            briefly(partial(self._summarize, loop, "failed", sentence.partition("\n")[0]))
+            briefly(loop.reporter.end)  # a bar hides the cursor
             hang(sentence)
 
+        disk = disk_explained(self.out, lambda: self._folder.check_there(loop.done))
         try:
-            memory = memory_explained(ranks.rank, ranks.num, has_gone_well)
-            disk = disk_explained(run.path, lambda: run.check_there(loop.done))
-            with watchdog.ending_by(fail), disk, memory:  # as it is printed, so it is kept
+            with (
+                watchdog.ending_by(fail),
+                disk,
+                memory_explained(ranks.rank, ranks.num, lambda: loop.done > num_before),
+            ):
                 signal = loop.run_to_end()
                 if signal is None:
-                    _deliver(run, session, loop)
-        except NotFiniteError as error:
-            briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, str(error)))
-            parallel = session.recipe.parallel.model_copy(update={"plan": session.plan, "shares": None})
-            ran = session.recipe.model_copy(update={"parallel": parallel})
-            data, division = session.data, session.division
-            store, name, update_s = loop.store, loop.identity, loop.progress.train_s / max(1, loop.done)
-            # There may be no room for a second network beside the first.
-            error.__traceback__ = None
-            del session, loop, summary, has_gone_well, memory, disk
-            release_freed_memory(device)
-
-            def end(sentence: str, before: str = str(error)) -> None:
-                hang(f"{before}\n{sentence}")
-
-            try:
-                with watchdog.ending_by(end):
-                    again = set_up(ran, device, reporter.prepare, ranks, data)
-                    again.division = division
-                    sentence = trace_back(again, store, name, error, update_s)
-            except Exception:
-                raise error from None
-            if first:
-                briefly(partial(run.note_failure, sentence))
-            raise ConvoyError(sentence) from error
-        except BaseException as error:
-            why = failure_of(ranks.rank, error).sentence
-            briefly(partial(summary, loop.progress, "failed", loop.done, loop.evaluation, why))
+                    self._deliver(loop)
+        except BaseException as error:  # as it is printed, so it is kept
+            briefly(partial(self._summarize, loop, "failed", failure_of(ranks.rank, error).sentence))
             raise
-        summary(loop.progress, "stopped" if signal else "finished", loop.done, loop.evaluation)
-        ranks.barrier()  # nobody goes on, or away, before all is written
-    top1 = loop.evaluation.top1 if loop.evaluation else None
-    return Outcome(out, loop.done, session.quantities.total_updates, top1, signal, loop.comparison)
+        return signal
 
+    def _summarize(self, loop: Loop, status: Status, error: str | None = None) -> None:
+        if self.ranks.rank == 0:
+            write_summary(self._folder, loop.session, loop.progress, status, loop.done, loop.evaluation, error)
 
-def _claim(
-    stack: contextlib.ExitStack,
-    run: RunDirectory,
-    recipe: Recipe,
-    resume: bool,
-    jobs: Sequence[str],
-    reporter: Reporter,
-) -> tuple[bool, Recipe]:
-    """Whether there is a run to go on with; others are then kept out of it before anything costly is done.
-
-    Also the recipe, whose open choices become those of the run that it goes on with, or extends.
-    """
-    resuming = check_run(run, recipe, resume)
-    if resuming:
-        recipe = as_begun(recipe, load_recipe(str(run.config)))
-    elif recipe.extends is not None:
-        check_extension(recipe)
-        recipe = as_begun(recipe, load_recipe(str(extended(recipe).config)))
-    if resuming:
-        again = bool(set(jobs) & set(run.begun_by().get("jobs") or ()))
-        stack.enter_context(run.lock(LEASE_S if again else LOCK_PATIENCE_S, reporter.say))
-        run.sweep()
-    return resuming, recipe
-
-
-def _begin(
-    stack: contextlib.ExitStack,
-    run: RunDirectory,
-    session: Session,
-    by: tuple[str, Sequence[str]],
-    resuming: bool,
-    reporter: Reporter,
-) -> None:
-    """Make the folder, keep others out of it, and write what the run is; or see that it goes on with the same data."""
-    if resuming:
-        check_data(session.data, run)
-    else:
-        run.make()
-        stack.enter_context(run.lock(tell=reporter.say))
-        run.check_free(mine=True)
-        run.sweep()
-        network_input = NetworkInput.of(session.data).as_dict()
-        facts = environment.describe(by[0], session.device, session.ranks.num, str(session.plan))
-        provenance = {
-            "run": str(run.path),
-            "jobs": list(by[1]),
-            "input": network_input,
-            "data": session.data.fingerprint,
-        }
-        run.create(to_yaml(session.recipe), {**facts, **provenance})
-
-
-def _go_on(run: RunDirectory, session: Session, loop: Loop, reporter: Reporter) -> None:
-    """Take over the newest checkpoint, and note that. All ranks call it."""
-    rank = session.ranks.rank
-    try:
-        with disk_explained(run.path):
-            loop.resume()
-    except Exception as error:
-        if rank == 0 and not isinstance(error, OtherCodeError):
-            briefly(partial(run.note_failure, failure_of(rank, error).sentence))
-        raise
-    if loop.finished:
-        reporter.say(f"going on after {loop.done:,} of {loop.done:,} updates: the run is finished, and stays as it is")
-        return
-    moved = mended = other = None
-    if rank == 0:
-        machine = environment.machine(session.device)
-        moved, mended = moved_data(session.recipe, run), mended_files(session.data, run)
-        other = other_machine(session.recipe, run, machine)
-        session.notes[:0] = [note for note in run.summary().get("notes") or () if note not in session.notes]
-        facts = environment.restart(loop.done, session.ranks.num, str(session.plan))
-        facts |= {"data": session.recipe.data.path} if moved else {}
-        run.add_restart(facts | (machine if other else {}))
-    for sentence in filter(None, (moved, mended, other)):
-        session.notes.append(sentence)
-        reporter.say(sentence)
-    nothing = "" if loop.done else ": no checkpoint was written before"
-    reporter.say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates{nothing}")
-
-
-def _deliver(run: RunDirectory, session: Session, loop: Loop) -> None:
-    """Write what the run was for. All ranks call it."""
-    current.to("weights")
-    kinds, wholes = session.state.whole_weights()
-    if session.ranks.rank > 0:
-        for _ in wholes:  # to send it
-            pass
-    else:
+    def _deliver(self, loop: Loop) -> None:
+        """Write what the run was for. All ranks call it."""
+        current.to("weights")
+        kinds, wholes = loop.session.state.whole_weights()
+        if self.ranks.rank > 0:
+            for _ in wholes:  # to send it
+                pass
+            return
         assert loop.evaluation is not None
-        data = session.data
-        write_json(run.evaluation, loop.evaluation.save(run.path, data.classes, data.test.name))
-        write_atomically(run.weights, lambda temporary: write_tensors(temporary, kinds, wholes))
+        folder, data = self._folder, loop.session.data
+        write_json(folder.evaluation, loop.evaluation.save(folder.path, data.classes, data.test.name))
+        write_atomically(folder.weights, lambda temporary: write_tensors(temporary, kinds, wholes))
+
+    def _traced(self, loop: Loop) -> Callable[[NotFiniteError], str]:
+        """What does the last updates of a loop again and says where it began; it keeps nothing of the network."""
+        session, ranks, prepare = loop.session, self.ranks, loop.reporter.prepare
+        parallel = session.recipe.parallel.model_copy(update={"plan": session.plan, "shares": None})
+        recipe = session.recipe.model_copy(update={"parallel": parallel})
+        device, data, division = session.device, session.data, session.division
+        store, identity, update_s = loop.store, loop.identity, loop.progress.train_s / max(1, loop.done)
+
+        def trace(error: NotFiniteError) -> str:
+            release_freed_memory(device)
+            session_again = set_up(recipe, device, prepare, ranks, data)
+            session_again.division = division
+            return trace_back(session_again, store, identity, error, update_s)
+
+        return trace
+
+    def _end_by(self, error: NotFiniteError, trace: Callable[[NotFiniteError], str], watchdog: Watchdog) -> NoReturn:
+        hang = watchdog.end
+        try:
+            with watchdog.ending_by(lambda sentence: hang(f"{error}\n{sentence}")):
+                sentence = trace(error)
+        except Exception:
+            raise error from None
+        if self.ranks.rank == 0:
+            briefly(partial(self._folder.note_failure, sentence))
+        raise ConvoyError(sentence) from error
+
+
+def trace_back(session: Session, store: CheckpointStore, identity: str, error: NotFiniteError, update_s: float) -> str:
+    """Do the updates after the newest checkpoint again, in a fresh session, until the first that is not finite; the
+    sentence to end with. All ranks call it.
+    """
+    checkpoint, _ = load_latest(store, identity, session.ranks)
+    begin = 0
+    if checkpoint is not None:
+        session.state.unpack(checkpoint)
+        begin = checkpoint.step
+    (too_long,) = session.ranks.largest(int((error.by - begin) * update_s > LIMIT_S))
+    if too_long:
+        return f"{error}; to see where it begins takes too long here: save more often (--set checkpoint.every=…)"
+    step = session.step()
+    step.guard = session.guard()
+    session.model.train()
+    with contextlib.closing(session.batches(begin, error.by - begin)) as batches:
+        for update, batch in enumerate(batches, begin):
+            result = step(batch, update)
+            if result.bad is not None:
+                return f"{result.bad}: {ADVICE}{SKIP} ({error.saved})"
+    return f"{error}; done again, all updates were finite"

@@ -2,7 +2,8 @@
 trains in it.
 
 The last by an advisory lock on a file in it, which ends with its process. The file stays: a lock on a file that is
-removed keeps nobody out. It is open for writing, as NFS has it. It also says whether the folder is still the same one.
+removed keeps nobody out. NFS grants such a lock only on files open for writing, which a folder never is. It also tells
+a run that goes on from one that was killed, and whether the folder is still the same one.
 """
 
 import errno
@@ -25,7 +26,7 @@ LOCK = ".lock"
 WRITE_S = 5.0  # seconds that a file system is given to answer when the run has failed
 _LOOK_S = 0.5  # a wait: another process may just be looking whether the lock is free
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-_HALF_WRITTEN = (".environment.json.", ".config.yaml.", ".convoy-")
+_LEFT_OVER = (LOCK, ".environment.json.", ".config.yaml.", ".convoy-")  # of a process that was killed as it began
 
 
 class RunDirectory:
@@ -65,12 +66,12 @@ class RunDirectory:
         before = begun.get("restarts")
         write_json(self.environment, {**begun, "restarts": [*(before if isinstance(before, list) else []), restart]})
 
-    def note_failure(self, sentence: str) -> None:
+    def note_failure(self, sentence: str, unless: str = "finished") -> None:
         """Put into the summary that is there that the run failed, and why; a run that is finished stays so. An OSError
         where it cannot be written.
         """
         summary = self.summary()
-        if summary and summary.get("status") != "finished":
+        if summary and summary.get("status") not in ("finished", unless):
             write_json(self.summary_file, {**summary, "status": "failed", "error": sentence})
 
     def check_run(self) -> None:
@@ -93,8 +94,8 @@ class RunDirectory:
             )
 
     def check_free(self, mine: bool = False) -> None:
-        """Refuse to begin a run where something is already; `mine` says that this process has the lock, so that nobody
-        else trains there.
+        """Refuse to begin a run where something is already, or nothing can be written; `mine` says that this process
+        has the lock, so that nobody else trains there.
         """
         path = self.path
         if self.is_run():
@@ -108,30 +109,17 @@ class RunDirectory:
             raise ConvoyError(f"{path} already holds a run{failed}: {ways}")
         if path.is_file():
             raise ConvoyError(f"{path} is a file: choose a folder for --out")
-        if path.is_dir() and not all(map(self._is_left_over, path.iterdir())):
-            raise ConvoyError(f"the folder {path} is not empty: choose a new one for --out")
-
-    def _is_left_over(self, entry: Path) -> bool:
-        """Whether a process has left it that was killed while it began its run, which is no run yet."""
-        if entry.name == self.environment.name:
-            return "convoy" in self.begun_by()
-        return entry.name == LOCK or entry.name.startswith(_HALF_WRITTEN)
-
-    def check_writable(self) -> None:
-        """Refuse a place where the run could not be written, before the work for it is done."""
-        reason = unwritable(self.path)
-        if reason is not None:
-            raise ConvoyError(f"cannot write to {self.path} ({reason}): choose another --out")
-
-    def make(self) -> None:
-        """Make the folder."""
-        with _writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+        for entry in path.iterdir() if path.is_dir() else ():
+            is_begun = entry.name == self.environment.name and "convoy" in self.begun_by()
+            if not is_begun and not entry.name.startswith(_LEFT_OVER):
+                raise ConvoyError(f"the folder {path} is not empty: choose a new one for --out")
+        if not mine and (reason := unwritable(path)) is not None:
+            raise ConvoyError(f"cannot write to {path} ({reason}): choose another --out")
 
     def create(self, config: str, environment: dict[str, Any]) -> None:
         """Write how the run was begun."""
-        self.make()
         with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
             write_json(self.environment, environment)
             write_text(self.config, config)
 
@@ -158,19 +146,31 @@ class RunDirectory:
 
     @contextmanager
     def lock(self, patience_s: float = 0.0, tell: Callable[[str], None] = lambda sentence: None) -> Iterator[None]:
-        """Keep other processes from training in this folder, while entered; wait so many seconds for one that is about
-        to end."""
+        """Keep other processes from training in this folder, which is made where it is missing, while entered; wait so
+        many seconds for one that is about to end."""
         with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
             file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        with suppress(OSError):  # that of somebody else stays as it is
-            os.fchmod(file, _mode(self.path))
         try:
-            if _wait_for(file, self.path, max(_LOOK_S, patience_s), tell):
+            with suppress(OSError):  # that of somebody else stays as it is
+                # Whoever can open the file can lock it, so only those may who could train in the folder.
+                mode = self.path.stat().st_mode
+                os.fchmod(file, 0o600 | 0o060 * bool(mode & stat.S_IWGRP) | 0o006 * bool(mode & stat.S_IWOTH))
+            began, told = time.monotonic(), False
+            while (is_taken := _take(file, fcntl.LOCK_EX)) is False:
+                waited_s = time.monotonic() - began
+                if waited_s >= max(_LOOK_S, patience_s):
+                    raise ConvoyError(_busy(self.path))
+                if not told and waited_s > _LOOK_S:
+                    told = True
+                    tell(f"waiting for the end of another process that is training in {self.path}{_holder(self.path)}")
+                time.sleep(0.1)
+            if is_taken is None:
+                tell(f"the file system of {self.path} knows no locks: see to it that no other process trains there")
+            else:
                 with suppress(OSError):  # say whose it is, if there is room
                     os.ftruncate(file, 0)
                     os.pwrite(file, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-            else:
-                tell(f"the file system of {self.path} knows no locks: see to it that no other process trains there")
             self._locked = file
             yield
         finally:
@@ -196,6 +196,24 @@ class RunDirectory:
             f"{self.path} is not the folder any more that this run writes to, as was seen after {done:,} updates: "
             f"{_fate(self._locked, self.path)}"
         )
+
+    def stamp(self) -> tuple[int, int] | None:
+        """What changes with every writing of the summary; None where there is none."""
+        try:
+            status = self.summary_file.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    def note_end(self, sentence: str, before: tuple[int, int] | None) -> None:
+        """Put into the summary why the processes that trained here failed, where they could not do so themselves: if it
+        was they who wrote it, after the stamp of `before`, and nobody goes on with the run already. A run that was
+        stopped stays so: all that it had done was saved.
+        """
+        with suppress(OSError, ConvoyError):
+            if self.stamp() not in (None, before):  # None: the run directory has gone, and stays so
+                with self.lock():
+                    self.note_failure(sentence, unless="stopped")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -227,26 +245,6 @@ def is_locked(folder: Path) -> bool | None:
     return None if is_free is None else not is_free
 
 
-def _mode(folder: Path) -> int:
-    """Of the lock's file: whoever can open it can lock it, so only those may who could train in the folder."""
-    mode = folder.stat().st_mode
-    return 0o600 | 0o060 * bool(mode & stat.S_IWGRP) | 0o006 * bool(mode & stat.S_IWOTH)
-
-
-def _wait_for(file: int, folder: Path, patience_s: float, tell: Callable[[str], None]) -> bool:
-    """Take the lock; False where there are none."""
-    began, told = time.monotonic(), False
-    while (is_taken := _take(file, fcntl.LOCK_EX)) is False:
-        waited_s = time.monotonic() - began
-        if waited_s >= patience_s:
-            raise ConvoyError(_busy(folder))
-        if not told and waited_s > _LOOK_S:
-            told = True
-            tell(f"waiting for the end of another process that is training in {folder}{_holder(folder)}")
-        time.sleep(0.1)
-    return is_taken is not None
-
-
 def _take(file: int, kind: int) -> bool | None:
     """Whether this process has the lock now; None where the file system has none."""
     try:
@@ -264,11 +262,8 @@ def _busy(folder: Path) -> str:
 
 def _holder(folder: Path) -> str:
     """Who has signed last, in words."""
-    try:
-        holder = json.loads((folder / LOCK).read_text(encoding="utf-8"))
-        return f" (process {holder['process']} on host {holder['host']})"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    holder = _read(folder / LOCK)
+    return f" (process {holder['process']} on host {holder['host']})" if {"process", "host"} <= {*holder} else ""
 
 
 def _fate(file: int, folder: Path) -> str:
@@ -303,7 +298,7 @@ def disk_explained(folder: Path, check: Callable[[], None] = lambda: None) -> It
         ) from error
 
 
-def briefly(write: Callable[[], None], seconds: float = WRITE_S) -> None:
+def briefly(write: Callable[[], None]) -> None:
     """Write something if that can be, but do not wait for a file system that does not answer."""
 
     def try_it() -> None:
@@ -312,32 +307,4 @@ def briefly(write: Callable[[], None], seconds: float = WRITE_S) -> None:
 
     thread = threading.Thread(target=try_it, daemon=True, name="convoy-summary")
     thread.start()
-    thread.join(seconds)
-
-
-class Witness:
-    """Notes from outside why a run's processes failed: those that are killed cannot do so themselves. The processes are
-    about to begin the run, or to go on with it.
-    """
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-        self._before = self._stamp()
-
-    def note(self, sentence: str) -> None:
-        """Put it into the summary, if it was they who wrote that, and nobody goes on with the run already.
-
-        A run that was stopped stays so: all that it had done was saved before.
-        """
-        with suppress(OSError, ConvoyError):
-            if self._stamp() not in (None, self._before):  # None: the run directory has gone, and stays so
-                with self._run.lock():
-                    if self._run.summary().get("status") != "stopped":
-                        self._run.note_failure(sentence)
-
-    def _stamp(self) -> tuple[int, int] | None:
-        try:
-            status = self._run.summary_file.stat()
-        except OSError:
-            return None
-        return status.st_ino, status.st_mtime_ns
+    thread.join(WRITE_S)

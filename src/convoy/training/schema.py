@@ -1,10 +1,8 @@
 """The keys of a recipe, for people, and what is wrong with one in a sentence: the dotted key, the problem, what is
-accepted instead.
-
-What a validator says stands as it is, behind the key; what pydantic finds is retold from a table.
-"""
+accepted instead."""
 
 import difflib
+import re
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,32 +15,16 @@ from pydantic_core import ErrorDetails
 from convoy.documents import dotted, show
 from convoy.plans.plan import Plan
 
-_WHOLE, _LIST, _SECTION = "a whole number", "a list in square brackets", "a section with keys of its own"
-# What a value must be, by the type of pydantic's error; `choices` of a Literal are added.
-_MUST_BE = {
-    "int_type": _WHOLE,
-    "int_from_float": _WHOLE,
-    "int_parsing": _WHOLE,
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "text; put it in quotes if it looks like a number",
-    "string_too_short": "a text, or left out",
-    "tuple_type": _LIST,
-    "list_type": _LIST,
-    "too_long": "a list of {max_length}",
-    "too_short": "a list of {min_length} or more",
-    "dict_type": _SECTION,
-    "model_type": _SECTION,
-    "model_attributes_type": _SECTION,
-    "finite_number": "a finite number",
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "at most {le:g}",
-    "literal_error": "",
-    "union_tag_invalid": "",
+# Words of pydantic's, and what people call the same in YAML.
+_FOR_PEOPLE = {
+    "a valid boolean": "true or false",
+    "a valid integer": "a whole number",
+    "a valid array": "a list in square brackets",
+    "a valid string": "text; put it in quotes if it looks like a number",
+    "an object": "a section with keys of its own",
+    "a valid ": "a ",
+    " or be ": " or ",
+    "'": "",
 }
 
 
@@ -78,10 +60,7 @@ def describe_keys(model: type[BaseModel]) -> Iterator[Key]:
 
 def field_at(model: type[BaseModel], key: str) -> FieldInfo:
     """The field of a dotted key, in the first kind of each section."""
-    *sections, name = key.split(".")
-    for section in sections:
-        model = _kinds(model.model_fields[section].annotation)[0]
-    return model.model_fields[name]
+    return next(field for name, _, field in fields_of(model) if name == key)
 
 
 def number_type(annotation: Any) -> type[int] | type[float] | None:
@@ -100,61 +79,62 @@ def sentence(error: ValidationError, model: type[BaseModel]) -> str:
     # A default that follows from other keys is no mistake of its own where those are wrong.
     details = [detail for detail in error.errors(include_url=False) if detail["type"] != "default_factory_not_called"]
     details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
-    places = [_Place(detail["loc"], model) for detail in details]
-    first = _explain(details[0], places[0], model)
+    places = [_Place.of(detail["loc"], model) for detail in details]
+    of_first_key = [detail for detail, place in zip(details, places, strict=True) if place.key == places[0].key]
     more_keys = sorted({place.key for place in places if place.key} - {places[0].key})
+    first = _explain(of_first_key, places[0], model)
     return f"{first} (also wrong: {', '.join(more_keys)})" if more_keys else first
 
 
+@dataclass(frozen=True)
 class _Place:
     """Where pydantic found a mistake, without the tags that it puts in for the kinds of a section or of a value."""
 
-    def __init__(self, loc: Sequence[str | int], model: type[BaseModel]) -> None:
-        self.path: list[str | int] = []
-        self.section, self.kind = model, ""  # the section that the last key lies in
-        self.annotation: Any = Any
+    path: list[str | int]
+    section: type[BaseModel]  # that the last key lies in
+    kind: str  # of this section, where it has several
+    kinds: list[str]  # of the section that lies there, where it has several
+
+    @staticmethod
+    def of(loc: Sequence[str | int], model: type[BaseModel]) -> "_Place":
+        path: list[str | int] = []
+        section, kind, kinds = model, "", [model]
         for part in loc:
-            kinds = _kinds(self.annotation)
-            if len(kinds) > 1 and not self.kind:
-                self.section, self.kind = next(kind for kind in kinds if _name(kind) == part), str(part)
-                continue
-            if len(kinds) == 1:
-                self.section, self.kind = kinds[0], ""
-            elif self.path and not kinds and isinstance(part, str):
-                continue  # the member of a union
-            self.path.append(part)
-            if isinstance(part, str):
-                field = self.section.model_fields.get(part)
-                self.annotation = field.annotation if field is not None else Any
-        self.key = dotted(self.path)
+            if len(kinds) > 1:
+                kind, kinds = str(part), [section for section in kinds if _name(section) == part]
+            elif kinds or isinstance(part, int):
+                path.append(part)
+                section = kinds[0] if kinds else section
+                field = section.model_fields.get(str(part))
+                kinds = _kinds(field.annotation) if field is not None else []
+        return _Place(path, section, kind, list(map(_name, kinds)) if len(kinds) > 1 else [])
+
+    @property
+    def key(self) -> str:
+        return dotted(self.path)
 
 
-def _explain(detail: ErrorDetails, place: _Place, model: type[BaseModel]) -> str:
-    key, kind, context = place.key, detail["type"], detail.get("ctx", {})
-    value = show(detail["input"])
-    if kind == "extra_forbidden":
+def _explain(details: Sequence[ErrorDetails], place: _Place, model: type[BaseModel]) -> str:
+    """What is wrong with a value; the members of a union have a detail each."""
+    key, problem, context, value = place.key, details[0]["type"], details[0].get("ctx", {}), show(details[0]["input"])
+    if problem == "extra_forbidden":
         return _unknown(place, model)
-    if kind == "value_error":
+    if problem == "value_error":
         return _in_its_words(str(context["error"]), place)
-    if kind == "missing" and isinstance(place.path[-1], int):
-        return f"{dotted(place.path[:-1])} is {value}, but must be a longer list"
-    if kind == "missing" and key in ("model", "model.name"):
+    if problem == "missing" and key in ("model", "model.name"):
         return "model.name is missing: name a network, e.g. `convoy train resnet18`; `convoy models` lists them"
-    kinds = _kinds(place.annotation)
-    names = [_name(section) for section in kinds] if len(kinds) > 1 else []
-    if kind == "union_tag_not_found":
-        return f"{key}.name is missing: it is one of {', '.join(names)}"
-    if kind == "missing":
+    if problem == "missing":
         return f"{key} is missing: write it into the recipe or add --set {key}=VALUE"
-    if kind not in _MUST_BE:
-        return f"{key} is {value}, which is refused: {detail['msg'][:1].lower()}{detail['msg'][1:]}"
-    if kind == "union_tag_invalid":
-        key, value, choices = f"{key}.name", show(context["tag"]), names
+    if problem == "union_tag_not_found":
+        return f"{key}.name is missing: it is one of {', '.join(place.kinds)}"
+    if problem == "union_tag_invalid":
+        key, value, must = f"{key}.name", show(context["tag"]), f"be {_either(place.kinds)}"
     else:
-        choices = [show(choice) for leaf in _leaves(place.annotation) for choice in _choices(leaf)]
-    close = difflib.get_close_matches(value, choices, 1)
-    must_be = _either([*filter(None, [_MUST_BE[kind].format(**context)]), *choices])
-    return f"{key} is {value or 'empty'}, but must be {must_be}{f'; did you mean {close[0]}?' if close else ''}"
+        must = " or ".join(detail["msg"].partition(" should ")[2] or detail["msg"] for detail in details)
+    close = difflib.get_close_matches(value, re.findall("'(.*?)'", must) or place.kinds, 1)
+    for words, for_people in _FOR_PEOPLE.items():
+        must = must.replace(words, for_people)
+    return f"{key} is {value or 'empty'}, but must {must}{f'; did you mean {close[0]}?' if close else ''}"
 
 
 def _in_its_words(message: str, place: _Place) -> str:
@@ -199,13 +179,9 @@ def _kinds(annotation: Any) -> list[type[BaseModel]]:
     return [leaf for leaf in _leaves(annotation) if isinstance(leaf, type) and issubclass(leaf, BaseModel)]
 
 
-def _choices(leaf: Any) -> tuple[Any, ...]:
-    return get_args(leaf) if get_origin(leaf) is Literal else ()
-
-
 def _name(section: type[BaseModel]) -> str:
     """The name of one kind of a section."""
-    return str(_choices(section.model_fields["name"].annotation)[0])
+    return str(get_args(section.model_fields["name"].annotation)[0])
 
 
 def _type(leaf: Any) -> str:

@@ -219,7 +219,8 @@ def _assemble(
     workers, why = num_workers(data, recipe.data)
     if (num_first := first_workers(recipe.data, workers)) < workers:
         why += "; half of them begin, others follow when batches are waited for"
-    derived = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes) + ready.derived
+    numbers = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes)
+    derived = [*numbers, *ready.derived]
     derived.append(Derived("microbatches in one pass", merge, reason, "tried before training: docs/numerics.md"))
     if stages:
         through = f"through {plan.num_stages} stages"

@@ -65,7 +65,7 @@ class Classifier:
         self._run = run
         self._device = device
         self._top = min(top, len(run.classes))
-        self._normalize = Normalize(run.given.mean, run.given.std, device, run.memory_format)
+        self._normalize = Normalize(run.network_input.mean, run.network_input.std, device, run.memory_format)
         # One for each thread, with the same weights: a network may keep things in itself while it computes.
         self._networks: queue.SimpleQueue[nn.Module] = queue.SimpleQueue()
         self.num_threads = min(len(own_cores()), _MAX_THREADS)
@@ -198,7 +198,7 @@ def export(run: TrainedRun, form: ExportFormat, path: Path) -> float:
         raise ConvoyError(f"{path} is a folder: name a file, e.g. --to {path / f'model{suffix}'}")
     if not os.access(path.parent, os.W_OK):
         raise ConvoyError(f"the folder {path.parent} cannot be written to: choose another --to")
-    network_input = run.given
+    network_input = run.network_input
     shape = (2, network_input.channels, network_input.image_size, network_input.image_size)
     images = torch.rand(shape, generator=torch.Generator().manual_seed(0))
     notes: Notes = {"classes": network_input.classes, "mean": list(network_input.mean), "std": list(network_input.std)}
