@@ -43,7 +43,7 @@ def run(
     gradients = [Collected(graph.shape(name), layouts[name], mesh, gradient=True) for name in call.inputs]
     for rank in range(mesh.num_devices):
         here = mesh.coordinates(rank)
-        site = Site(graph, mesh, here, Groups(mesh, rank), StepContext(), call, layouts)
+        site = Site(graph, mesh, here, call, layouts, Groups(mesh, rank), StepContext())
         local = [
             _share(x.detach(), layouts[name], mesh, here).requires_grad_()
             for name, x in zip(call.inputs, tensors, strict=True)

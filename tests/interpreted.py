@@ -26,5 +26,5 @@ def kernels() -> dict[str, Any]:
     interpreter._patch_lang_tensor = patched
     from convoy.ops import batch_norm_kernels, random_kernels
 
-    assert isinstance(random_kernels._drop, interpreter.InterpretedFunction), "Triton was imported to compile"
+    assert isinstance(random_kernels._random_bits, interpreter.InterpretedFunction), "Triton was imported to compile"
     return {"batch_norm": batch_norm_kernels, "random": random_kernels}

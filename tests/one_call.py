@@ -93,7 +93,7 @@ def _results(case: OneCall) -> dict[str, Tensor]:
     mesh, groups, graph, placed = case.mesh, Groups(case.mesh), case.graph(), case.placed()
     context = StepContext(seed=3, batch_norm=case.mode, statistics=RunningStatistics(in_order=True))
     call = graph.calls[0]
-    site = Site(graph, mesh, groups.coordinates, groups, context, call, {**placed.inputs, **placed.outputs})
+    site = Site(graph, mesh, groups.coordinates, call, {**placed.inputs, **placed.outputs}, groups, context)
     kernel = OPERATIONS[case.op].build(site)
     count = case.gradient.shape[0]
     local = {name: cut(t, placed.inputs[name], mesh, groups.coordinates).clone() for name, t in case.tensors.items()}

@@ -2,8 +2,8 @@
 
     python -m triton_builds [more]
 
-in a process in which Triton does not interpret. Batch norm and dropout run on tensors of the CPU, forward and backward,
-and what would launch a kernel builds it: few variants for each of `CAPABILITIES`, or more of them for one.
+in a process in which Triton does not interpret. Batch norm and random bits run on tensors of the CPU, and what would
+launch a kernel builds it: few variants for each of `CAPABILITIES`, or more of them for one.
 """
 
 import re
@@ -22,7 +22,6 @@ from triton.runtime.jit import JITFunction  # type: ignore[import-not-found]
 from convoy.ops import batch_norm_kernels, normalization, random_bits, random_kernels
 from convoy.ops.batch_norm_torch import Norm
 from convoy.ops.normalization import Holders, normalize, normalize_each
-from convoy.ops.random_bits import drop
 from convoy.ops.statistics import Running
 
 CAPABILITIES = (80, 100)
@@ -85,13 +84,6 @@ def batch_norm(dtype: torch.dtype, order: torch.memory_format, affine: bool, rel
         y.backward(torch.ones_like(y))
 
 
-def dropout(dtype: torch.dtype, order: torch.memory_format, channels: bool, part: bool) -> None:
-    x = torch.ones(4, 64, 32, 32).to(dtype, memory_format=order)
-    keys, numbers = torch.zeros(4, 2, dtype=torch.int32), torch.arange(x[0].numel(), dtype=torch.int32)
-    drop(x, keys, 3, 0.3, channels, numbers if part else None)
-    random_bits.random_bits(keys, 3, 100)
-
-
 def check(name: str, dtype: torch.dtype, ptx: str) -> None:
     """What makes a kernel fast and right."""
     if name not in NO_ACTIVATIONS:
@@ -102,10 +94,6 @@ def check(name: str, dtype: torch.dtype, ptx: str) -> None:
         assert "bar.sync" in before[before.rindex("st.global") :], f"{name}: counted before all is written"
         assert "bar.sync" in after[: after.index("ld.global")], f"{name}: read before all others are counted"
         assert "ld.global.cg" in after and "ld.global.nc" not in after, f"{name}: read from an old copy"
-    if name == "_drop":
-        assert "st.global.v" in ptx, f"{name}, {dtype}: one number at a time"
-        assert (".f64" in ptx) == (dtype == torch.float64), f"{name}, {dtype}: in another precision"
-        assert ("cvt.rn.bf16" in ptx) == (dtype == torch.bfloat16), f"{name}, {dtype}: not rounded to nearest"
 
 
 def main(more: bool) -> None:
@@ -118,10 +106,10 @@ def main(more: bool) -> None:
         driver.set_active(Gpu(capability))
         built.clear()
         batch_norm(dtype, order, affine=True, relu=True, counts=False)
-        dropout(dtype, order, channels=True, part=True)
+        for part in (None, torch.arange(100, dtype=torch.int32)):
+            random_bits.random_bits(torch.zeros(4, 2, dtype=torch.int32), 3, 100, part)
         if more:
             batch_norm(dtype, order, affine=False, relu=False, counts=True)
-            dropout(dtype, order, channels=False, part=False)
         assert set(built) == {*kernels_of(batch_norm_kernels), *kernels_of(random_kernels)}
         for (_, name), texts in built.items():
             for ptx in texts:

@@ -173,7 +173,7 @@ def test_lists_that_are_copied_in_every_pass_and_sizes_told_over_the_gpu_are_see
     with monkeypatch.context() as patched:
         patched.setattr(Constants, "like", anew)
         seen, uploads = third_pass(Resized, "height=4")
-        assert len(seen.synchronizations) == len(uploads) >= 3
+        assert len(seen.synchronizations) == len(uploads) >= 1
     monkeypatch.setattr(agreement, "gather_ints", over_the_gpu)
     seen, uploads = third_pass(Resized, "sample=4")
     assert (len(seen.synchronizations), len(uploads)) == (2, 1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from convoy.graph import Call, CaptureError, Graph, Ref
 from convoy.graph.fake import Fakes, FakeTensor, storage
-from convoy.models import create, describe
+from convoy.models import create
 from convoy.ops import capture
 from graph.replay import replay, same
 from plans.made_graph import Does
@@ -76,9 +76,6 @@ def test_names_layers_and_references() -> None:
     assert ops(graph) == [*kinds.split(), "elementwise", "elementwise"]
     assert (graph.inputs, graph.output, graph.shape("block.conv")) == (("images",), Ref("add_1"), (4, 3, 8, 8))
     assert by_name(graph)["block"].args == (Ref("block.relu"), Ref("images"))
-    statistics = ("running_mean", "running_var", "weight", "bias", "num_batches_tracked")
-    options = {"input": "block.conv", "training": True, "momentum": 0.1, "eps": 1e-5}
-    assert by_name(graph)["block.bn"].attributes == {name: f"block.bn.{name}" for name in statistics} | options
 
 
 def test_the_network_is_left_as_it_was_in_the_modes_of_its_modules() -> None:
@@ -118,12 +115,6 @@ def constants(x: Tensor) -> Tensor:
     return x * mask + grid.to(x) + torch.zeros_like(x) + torch.empty(4).fill_(3)
 
 
-class Standardised(nn.Conv2d):
-    def forward(self, x: Tensor) -> Tensor:
-        weight = F.batch_norm(self.weight.reshape(1, self.out_channels, -1), None, None, training=True, momentum=0)
-        return F.conv2d(x, weight.reshape_as(self.weight), self.bias)
-
-
 REPLAYED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Graph], bool]]] = {
     "tied weights and modules have their first names": (
         Tied,
@@ -137,11 +128,6 @@ REPLAYED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Gr
         lambda: Does(constants),
         (2, 4, 4),
         lambda g: ops(g) == ["elementwise"] * 4 and all(g.values[name].origin == "constant" for name in g.constants),
-    ),
-    "what is computed from weights": (
-        lambda: Standardised(3, 4, 3),
-        (2, 3, 8, 8),
-        lambda g: ops(g) == ["opaque"] * 3 + ["conv"],
     ),
     "a dataclass": (lambda: Does(lambda x: Outputs(x + 1, (1, 2))), (2, 3), lambda g: len(g.calls) == 1),
     "nested containers": (lambda: Does(lambda x: [x + 1, {"b": x}]), (2, 3), lambda g: len(g.calls) == 1),
@@ -161,13 +147,9 @@ def test_a_replayed_graph_gives_what_the_network_gives(case: str) -> None:
         assert capture(model, (example,)).values == graph.values  # tensors of any kind, or shapes
 
 
-SLOW = ("googlenet-cifar", "vgg11_bn-cifar")
-
-
-@pytest.mark.parametrize("name", ["lenet", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_networks_of_every_family_are_replayed_and_grow_with_the_batch(name: str) -> None:
+def test_a_network_is_replayed_and_grows_with_the_batch() -> None:
     torch.manual_seed(0)
-    model, images = create(name).double().eval(), torch.randn(2, *describe(name).input_shape, dtype=torch.float64)
+    model, images = create("lenet").double().eval(), torch.randn(2, 1, 28, 28, dtype=torch.float64)
     graph = capture(model, (images,))
     with torch.no_grad():
         before = replay(graph, model, (images,))
@@ -181,22 +163,6 @@ def test_networks_of_every_family_are_replayed_and_grow_with_the_batch(name: str
     odd = Does(lambda x: x.flatten(1)[: (len(x) + 1) // 2])  # has to be captured again at each size
     assert capture(odd, ((5, 3),)).scaled(capture(odd, ((4, 3),)), 10) is None
     assert {value.name for value in at[4].parameters()} == {name for name, _ in model.named_parameters()}
-
-
-def test_batch_norm_without_momentum_or_reader_stays() -> None:
-    class Cumulative(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bn = nn.BatchNorm2d(3, momentum=None)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.bn(x * 2)  # only the statistics are used
-            return x.relu()
-
-    graph = capture(Cumulative(), ((2, 3, 4, 4),))
-    assert ops(graph) == ["elementwise", "batch_norm", "elementwise"]
-    assert graph.calls[1].attributes["momentum"] is None
-    assert ops(capture(Cumulative(), ((2, 3, 4, 4),), training=False)) == ["elementwise"]
 
 
 def test_stochastic_depth_is_a_draw_and_products() -> None:
@@ -254,25 +220,21 @@ def test_custom_functions_checkpoints_and_no_grad_keep_their_gradients() -> None
 
 class Cached(nn.Module):
     grid: Tensor | None = None
-    table: Tensor
 
     def __init__(self, keeps: str = "") -> None:
         super().__init__()
         self.keeps, self.bias = keeps, nn.Parameter(torch.ones(3))
         self.cache: dict[str, dict[str, Tensor]] = {"all": {}}
         self.seen: list[Tensor] = []
-        self.register_buffer("table", torch.zeros(1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.grid is None:
             self.grid = torch.arange(3.0)
         if "bias" not in self.cache["all"]:
             self.cache["all"]["bias"] = self.bias * 2 if self.keeps == "weights" else torch.arange(3.0)
-        if self.table.shape != (3,):
-            self.table = torch.arange(3.0)
         if self.keeps == "inputs":
             self.seen.append(x)
-        return x + self.grid + self.cache["all"]["bias"] + self.table
+        return x + self.grid + self.cache["all"]["bias"]
 
 
 def test_what_a_network_keeps_for_later_does_not_stay_in_it() -> None:
@@ -284,7 +246,7 @@ def test_what_a_network_keeps_for_later_does_not_stay_in_it() -> None:
                 capture(model, ((2, 3),))
         else:
             graph = capture(model, ((2, 3),))
-        assert (model.grid, model.cache, model.seen, model.table.shape) == (None, {"all": {}}, [], (1,))
+        assert (model.grid, model.cache, model.seen) == (None, {"all": {}}, [])
         assert keeps == "inputs" or same(replay(graph, model, (images,)), model(images))
     with pytest.raises(CaptureError, match="computed from parameters before"):
         capture(model, ((2, 3),))
@@ -326,7 +288,6 @@ REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
     "assigns to a part of a tensor": lambda layer, x: (x.__setitem__((slice(None), 0), 1), x)[1],
     "writes into out=": lambda layer, x: torch.add(x, 1, out=torch.empty(2, 4, 5, 5)),
     "switches autocast on by itself": lambda layer, x: under_autocast(x),
-    "nothing was written to": lambda layer, x: x + torch.empty(1),
     "layer odd: it uses a parameter that is not among the network's own": lambda layer, x: x * FOREIGN,
     "Output size is too small": lambda layer, x: F.avg_pool2d(x, 9),
 }

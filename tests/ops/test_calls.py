@@ -71,7 +71,7 @@ def check(function: Function, x: Tensor, mesh: Mesh, given: Layout, strategy: tu
     return placed
 
 
-ALONE = {"batch_norm", "group_norm", "layer_norm", "rms_norm", "softmax", "dropout"}
+ALONE = {"batch_norm", "group_norm", "layer_norm", "rms_norm", "dropout"}
 # By operation: calls that are it, as a network `m` with an input `x` writes them.
 CASES = {
     "conv": """F.conv2d(x, m.w, m.b, 2, (1, 0), groups=2) | F.conv2d(x, m.plain, padding="same", dilation=(1, 3))
@@ -177,23 +177,17 @@ def adaptive(draw: Draw, kind: str) -> tuple[Function, tuple[int, ...]]:
     return lambda m, x: function(x, out), (2, 3, *sizes)
 
 
-MODES = [("nearest", None), ("nearest-exact", None), ("area", None), ("bilinear", False), ("bilinear", True)]
-MODES += [("bicubic", False), ("bicubic", True)]
-
-
 def resize(draw: Draw) -> tuple[Function, tuple[int, ...]]:
-    (mode, corners), num = draw.choice(MODES), 2
-    if mode in ("nearest", "bilinear"):
-        num = draw.choice([1, 2, 2, 3])
-        mode = {1: "linear", 2: mode, 3: "trilinear"}[num] if mode == "bilinear" else mode
-    size = {"size": tuple(draw.choice([1, 2, 3, 5, 6, 8, 16][: 7 if num < 3 else 5]) for _ in range(num))}
-    factor = {
-        "scale_factor": draw.choice([2.0, 3.0, 1.5, 0.5, tuple(draw.choice([2.0, 1.3, 2.1]) for _ in range(num))])
+    num = draw.choice([1, 2, 2, 3])
+    modes = ["nearest", "nearest-exact", "area", {1: "linear", 2: "bilinear", 3: "trilinear"}[num]]
+    shape, factors = tuple(draw.randint(3, 6) for _ in range(num)), tuple(draw.choice([1, 2, 3]) for _ in range(num))
+    size = {"size": tuple(side * factor for side, factor in zip(shape, factors, strict=True))}
+    odd = {"scale_factor": draw.choice([1.5, 2.1])} if num == 2 else {"size": (7,) * num}
+    options: dict[str, Any] = {
+        "mode": draw.choice([*["nearest"] * 3, *modes]),
+        **draw.choice([size, size, {"scale_factor": 2.0}, odd]),
     }
-    if mode == "nearest" and num != 2:  # torch's gradient is not that of its pass there, but for whole factors
-        factor = {"scale_factor": draw.choice([2.0, 3.0])}
-    options: dict[str, Any] = {"mode": mode, "align_corners": corners, **draw.choice([size, factor])}
-    return lambda m, x: F.interpolate(x, **options), (2, 3, *(draw.randint(3, 8) for _ in range(num)))
+    return lambda m, x: F.interpolate(x, **options), (2, 3, *shape)
 
 
 def select(draw: Draw) -> tuple[Function, tuple[int, ...]]:
@@ -220,6 +214,11 @@ def pad(draw: Draw) -> tuple[Function, tuple[int, ...]]:
     return lambda m, x: F.pad(x, flat, mode, value), (2, 4, 7, 6)
 
 
+def lrn(draw: Draw) -> tuple[Function, tuple[int, ...]]:
+    size = draw.choice([1, 2, 3, 5, 9])
+    return lambda m, x: F.local_response_norm(x, size, 0.3, 0.7, 2.0), (3, 7, 4, 4)
+
+
 def reduce(draw: Draw) -> tuple[Function, tuple[int, ...]]:
     dims = tuple(draw.choice([dim, dim - 4]) for dim in draw.sample(range(4), draw.randint(1, 4)))
     function, keepdim = draw.choice([torch.mean, torch.sum, torch.amax]), draw.random() < 0.5
@@ -243,6 +242,7 @@ DRAWN: dict[str, Callable[[Draw], tuple[Function, tuple[int, ...]]]] = {
     "split": chunks,
     "pad": pad,
     "reduce": reduce,
+    "lrn": lrn,
     "conv": convolution,
 }
 

@@ -1,4 +1,4 @@
-"""Norms, softmax, dropout and random numbers over a mesh, in float64 on real processes, against the whole call."""
+"""Norms and dropout over a mesh, in float64 on real processes, against the whole call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from convoy.engine import StepContext
 from convoy.errors import ConvoyError
-from convoy.ops import norms, softmax
+from convoy.ops import normalization, norms
 from convoy.ops.random_bits import drop, layer_key
-from convoy.plans.layout import WHOLE, Layout, Split, consecutive
+from convoy.plans.layout import Layout, Split, consecutive
 from one_call import OneCall, worst
 from ops.many_calls import Draw, run_calls
 
@@ -21,8 +21,6 @@ PLAIN: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], Tensor]] = {
     "group_norm": lambda t, a: F.group_norm(t["x"], a["num_groups"], t.get("weight"), t.get("bias"), a["eps"]),
     "layer_norm": lambda t, a: F.layer_norm(t["x"], a["normalized_shape"], t.get("weight"), t.get("bias"), a["eps"]),
     "rms_norm": lambda t, a: F.rms_norm(t["x"], a["normalized_shape"], t.get("weight"), a["eps"]),
-    "lrn": lambda t, a: F.local_response_norm(t["x"], a["size"], a["alpha"], a["beta"], a["k"]),
-    "softmax": lambda t, a: getattr(F, a["function"])(t["x"], dim=a["dim"]),
 }
 
 
@@ -30,14 +28,12 @@ def call(op: str, row: Row, x: Tensor, parameters: dict[str, tuple[int, ...]], *
     sizes, given = row
     tensors = {"x": x, **{name: torch.rand(shape).double() for name, shape in parameters.items()}}
     attributes = {"input": "x", "weight": None, "bias": None} | attributes | {name: name for name in parameters}
-    function = F.local_response_norm if op == "lrn" else getattr(F, attributes.get("function", op))
-    kwargs = {"dim": attributes["dim"]} if op == "softmax" else {}
     gradient = torch.randn(x.shape, dtype=torch.float64)
-    return OneCall(op, function, tensors, attributes, sizes, given, gradient, kwargs=kwargs)
+    return OneCall(op, getattr(F, op), tensors, attributes, sizes, given, gradient)
 
 
-def numbers(*shape: int, scale: float = 3, shift: float = 50) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64) * scale + shift
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64) * 3 + 50
 
 
 def group_norm(draw: Draw, row: Row | None = None, groups: int = 0) -> OneCall:
@@ -55,22 +51,10 @@ def of_last(op: str, draw: Draw, row: Row | None = None, dims: int = 0) -> OneCa
     return call(op, row or draw.row(shape), numbers(*shape), parameters, normalized_shape=shape[-dims:], eps=eps)
 
 
-def lrn(draw: Draw) -> OneCall:
-    x = numbers(3, 7, 4, 4, scale=1, shift=0)
-    return call("lrn", draw.row(x.shape), x, {}, size=draw.choice([1, 2, 3, 5, 9]), alpha=0.3, beta=0.7, k=2.0)
-
-
-def soft(draw: Draw, row: Row | None = None, dim: int | None = None) -> OneCall:
-    function, dim = draw.choice(["softmax", "log_softmax"]), draw.randint(0, 1) if dim is None else dim
-    return call("softmax", row or draw.row((4, 6)), numbers(4, 6, shift=800), {}, function=function, dim=dim)
-
-
 DRAWN: dict[str, Callable[[Draw], OneCall]] = {
     "group_norm": group_norm,
     "layer_norm": lambda draw: of_last("layer_norm", draw),
     "rms_norm": lambda draw: of_last("rms_norm", draw),
-    "lrn": lrn,
-    "softmax": soft,
 }
 
 
@@ -89,20 +73,19 @@ def test_ranks_together_do_what_the_whole_call_does(op: str) -> None:
     cases = [DRAWN[op](Draw(f"{op} {number}")) for number in range(24)]
     for number, (case, got) in enumerate(zip(cases, run_calls(cases), strict=True)):
         assert error(case, got) < 1e-11, f"{number}: {case.sizes} {case.given} {case.attributes}"
-        channels = case.given.split(1)
-        if op == "lrn" and (channels is None or all(isinstance(part, range) for part in channels.parts)):
-            assert case.placed().outputs["y"] == case.given
 
 
 def test_statistics_of_one_rank_are_noticed() -> None:
     torch.manual_seed(1)
-    channels: Row = (2,), Layout.of({1: Split((0,), ((0, 3, 5), (2, 1, 4)))})
-    columns: Row = (2,), Layout.of({3: Split((0,), consecutive((2, 4)))})
+    columns: list[Row] = [((2,), Layout.of({3: Split((0,), consecutive(sizes))})) for sizes in ((3, 1), (2, 4))]
     cases = []
     for collective in ("all_gather", "all_reduce"):
-        of_norms = [group_norm(Draw(0), channels, 1), of_last("rms_norm", Draw(0), columns, 1)]
-        for case, module in (*((case, norms) for case in of_norms), (soft(Draw(0), channels, 1), softmax)):
-            case.sabotage = module.__name__, collective
+        of_norms = [
+            group_norm(Draw(0), columns[0], 1),
+            of_last("rms_norm", Draw(0), columns[1], 1),
+        ]
+        for case in of_norms:
+            case.sabotage = (normalization if collective == "all_gather" else norms).__name__, collective
             cases.append(case)
     for case, got in zip(cases, run_calls(cases), strict=True):
         assert error(case, got) > 1e-3, f"{case.op} {case.sabotage}"
@@ -136,19 +119,3 @@ def test_what_is_dropped_is_that_of_one_device() -> None:
     folded.gradient = folded.tensors["x"] = folded.tensors["x"].view(10, 3, 4, 3)
     with pytest.raises(ConvoyError, match=r"layer 'layer' drops elements of 10 samples of a batch of 5.*remove"):
         folded.placed()
-
-
-def test_random_numbers_of_samples_are_those_of_one_device() -> None:
-    draws = [("bernoulli", 0.7), ("bernoulli", 1.0), ("bernoulli", 0.0), ("uniform", None)]
-    divided, shape = Layout.of({0: Split((0,), consecutive((1500, 500)))}), (2000, 1, 1)
-    cases = [
-        OneCall("random", torch.rand, {}, {"draw": draw, "p": p}, (2,), given, torch.zeros(shape))
-        for given in (WHOLE, divided)
-        for draw, p in draws
-    ]
-    results = [found["y"] for found in run_calls(cases)]
-    for (draw, p), whole, parts in zip(draws, results[:4], results[4:], strict=True):
-        assert torch.equal(whole, parts)
-        assert abs(whole.mean() - (0.5 if p is None else p)) < 0.05
-        if draw == "uniform":
-            assert whole.min() >= 0 and whole.max() < 1 and abs(whole.var() - 1 / 12) < 0.01

@@ -11,10 +11,6 @@ from torch.profiler import profile
 
 import convoy
 from convoy.ops import convolution
-from convoy.ops.convolution import weighted
-from convoy.ops.onednn import packed
-from convoy.ops.postponed import Weighted
-from convoy.resources import has_amx
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +33,8 @@ def layer(kind: type[nn.Conv2d] = nn.Conv2d) -> nn.Conv2d:
     return kind(1024, 256, 1)
 
 
-def images(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    x = torch.randn(shape or (8, 1024, 4, 4), generator=torch.Generator().manual_seed(1)).to(dtype)
-    return x.to(memory_format=torch.channels_last) if shape else x
+def images() -> Tensor:
+    return torch.randn((8, 1024, 4, 4), generator=torch.Generator().manual_seed(1))
 
 
 def kernels(run: nn.Module, x: Tensor) -> set[str]:
@@ -72,34 +67,3 @@ def test_layers_of_torch_alone_use_the_other_kernel(monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as patch:
             patch.setattr(convolution, "is_torchs", lambda _, kind=kind: kind is Own)
             assert not torch.equal(prepared(layer(kind))(images()), want), "the kernels round alike"
-
-
-def ready(kernel: int, stride: int, padding: int, dilation: int, x: Tensor, weight: Tensor) -> list[Weighted | None]:
-    """A convolution as it is, and with its weight laid out for images like these; None where it is not."""
-    pairs = {"stride": (stride, stride), "padding": (padding, padding), "dilation": (dilation, dilation)}
-    plain = packed(weighted(F.conv2d, {**pairs, "groups": 1}), **pairs)
-    assert plain.prepare is not None
-    return [plain, plain.prepare(x, weight)]
-
-
-SIZES = ((3, 1, 1, 1), (1, 1, 0, 1), (1, 2, 0, 1), (3, 2, 1, 1), (3, 3, 0, 1), (2, 2, 1, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_weight_that_is_laid_out_once_gives_the_same_bits(dtype: torch.dtype) -> None:
-    for number, size in enumerate(SIZES):
-        x, weight = images(16, 64, 5, 6, dtype=dtype), images(96, 64, size[0], size[0], dtype=dtype)
-        plain, laid_out = ready(*size, x, weight)
-        if dtype == torch.bfloat16 and has_amx():
-            assert laid_out is None
-            continue
-        bias = torch.arange(96.0).to(dtype) if number % 2 else None
-        assert plain is not None and laid_out is not None, "this torch packs no weights: this test shows nothing"
-        for pictures in (x, x.flip(0).contiguous(memory_format=torch.channels_last)):  # the weight is there already
-            y, expected = laid_out.compute(pictures, weight, bias), plain.compute(pictures, weight, bias)
-            assert torch.equal(y, expected) and y.stride() == expected.stride()
-            back, expected = (way.input_gradient(torch.sin(y), pictures, weight) for way in (laid_out, plain))
-            assert torch.equal(back, expected) and back.stride() == expected.stride()
-        assert not torch.equal(laid_out.compute(x, weight + 1, bias), plain.compute(x, weight + 1, bias)), "it is kept"
-    x, weight = images(8, 64, 5, 6), images(96, 64, 1, 1)  # which torch leaves to another kernel
-    assert ready(1, 1, 0, 1, x, weight)[1] is None

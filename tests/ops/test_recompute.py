@@ -11,8 +11,7 @@ from convoy.graph.graph import Ref
 from convoy.graph.tree import leaves
 from convoy.ops import capture, place
 from convoy.ops import recompute as recomputation
-from convoy.ops.memory import predict_memory
-from convoy.ops.recompute import KeptTensors, check_recompute, recomputing, stretches, with_recomputed
+from convoy.ops.recompute import KeptTensors, check_recompute, recomputing, stretches
 from convoy.plans.place import Batch, Placement
 from convoy.plans.plan import Plan
 
@@ -27,16 +26,6 @@ def placed(model: nn.Module, shape: tuple[int, ...], recompute=True) -> Placemen
 def chain(length: int, width: int = 4) -> nn.Sequential:
     blocks = (layer for _ in range(length) for layer in (nn.Conv2d(width, width, 3, padding=1), nn.Sigmoid()))
     return nn.Sequential(*blocks)
-
-
-def test_equal_layers_are_cut_at_roots():
-    placement = placed(chain(16), (2, 4, 8, 8))
-    found = stretches(placement)
-    assert 3 <= len(found) <= 5, "as many as the root of sixteen, or one fewer, as the last is not computed again"
-    assert all(a.stop <= b.start for a, b in pairwise(found))
-    assert found[-1].stop < len(placement.calls), "what the backward pass needs at once"
-    (with_it,), (without,) = (predict_memory(one) for one in (placement, with_recomputed(placement, False)))
-    assert with_it.activations < without.activations / 2
 
 
 def test_no_cuts_have_a_smaller_peak():

@@ -66,12 +66,3 @@ def test_the_terms_of_any_number_of_ranks() -> None:
                     assert torch.equal(got, want) if in_order else torch.allclose(got, want, rtol=1e-6, atol=1e-7)
     orders = [expected(0.1, order) for order in itertools.islice(itertools.permutations(STARTS), 2)]
     assert not all(torch.equal(one, other) for one, other in zip(*orders, strict=True))  # the control
-
-
-def test_a_term_has_the_same_bits_wherever_its_channel_lies() -> None:
-    (mean, term), cut = torch.rand(2, 37), 3
-    parts = [mean[:cut].clone(), mean[cut:].clone()]
-    add_term([mean], [term], [0.1])
-    for part, numbers in zip(parts, (term[:cut].clone(), term[cut:].clone()), strict=True):
-        add_term([part], [numbers], [0.1])
-    assert torch.equal(torch.cat(parts), mean)

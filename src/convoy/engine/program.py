@@ -379,10 +379,10 @@ class Program:
         return records, list(places.values())
 
     def _built(self, placed: PlacedCall, ending: Ending) -> Kernel:
-        layouts = {**placed.placed.inputs, **placed.placed.outputs}
-        mesh, groups = self._placement.mesh, self._groups
-        site = Site(self._placement.graph, mesh, groups.coordinates, groups, self._context, placed.call, layouts)
-        return OPERATIONS[placed.call.op].build(replace(site, relu=ending.relu, addend=ending.addend))
+        placement, groups = self._placement, self._groups
+        rest = {"groups": groups, "context": self._context, "relu": ending.relu, "addend": ending.addend}
+        site = Site.of(placed, placement.graph, placement.mesh, groups.coordinates, **rest)
+        return OPERATIONS[placed.call.op].build(site)
 
     def __call__(self, tensors: Sequence[Tensor], watch: Watch | None = None) -> list[Tensor]:
         """This rank's part of every output, in order, from its part of every source; `watch` sees every instruction."""

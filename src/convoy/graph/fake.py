@@ -3,7 +3,6 @@
 Tensors that have a shape, a type and a device but no numbers: the one file that uses torch's private module.
 
 Tensors of a network that are always the same: tables, masks, grids; they are computed once, at the capture.
-Of those that a network makes empty, what is written to them first decides what they are.
 """
 
 import logging
@@ -110,14 +109,13 @@ Draw = tuple[str, float | None]  # kind of random numbers, and their probability
 class Constants:
     """The numbers behind those fake tensors that depend on no input, parameter or buffer. `named` holds the constants
     that calls use as they were when the call used them, `kept` the tensors that are kept alive so that no others get
-    their ids, `outside` those that existed before the capture, and `blanks` those to which nothing was written yet."""
+    their ids, and `outside` those that existed before the capture."""
 
     def __init__(self, fakes: Fakes) -> None:
         self.named: dict[str, Tensor] = {}
         self.outside: dict[int, Tensor] = {}
-        self.blanks: set[int] = set()
         self.fakes = fakes
-        self._real: dict[int, Tensor] = {}
+        self._real: dict[int, Tensor | None] = {}  # None for what is empty and has not been read yet
         self._names: dict[int, tuple[str, int]] = {}
         self.kept: list[Tensor] = []
 
@@ -127,37 +125,31 @@ class Constants:
     def value(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._real:
             self.outside[id(tensor)] = tensor
-        return self._real.get(id(tensor), tensor)
+            return tensor
+        real = self._real[id(tensor)]
+        if real is None:
+            with self.fakes.real():
+                real = self._real[id(tensor)] = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return real
+
+    def empty(self, tensor: Tensor) -> Tensor:
+        self.keep(tensor)
+        self._real[id(tensor)] = None
+        return tensor
 
     def keep(self, tensor: Tensor) -> None:
         self.kept.append(tensor)
 
     def forget(self, tensor: Tensor) -> None:
         self._real.pop(id(tensor), None)
-        self.blanks.discard(id(tensor))
 
-    def blank(self, tensor: Tensor) -> Tensor:
-        self.keep(tensor)
-        self.blanks.add(id(tensor))
-        return tensor
-
-    def fill(
-        self, name: str, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], layer: str
-    ) -> Draw | Tensor:
-        """Apply the first write to a blank, by the function `name` with its other arguments. Gives the tensor, a
-        constant from now on, or the random numbers that it is to be; CaptureError for other writes."""
-        if name == "bernoulli_":
-            p = args[0] if args else kwargs.get("p", 0.5)
-            return "bernoulli", self.probability(p, layer) if isinstance(p, Tensor) else float(p)
-        if name == "uniform_" and (*args, *kwargs.values()) in ((), (0, 1)):
-            return "uniform", None
-        if name not in ("zero_", "fill_") or tree.leaves((args, kwargs), Tensor):
-            raise CaptureError(f"it calls {name} on an empty tensor", layer)
-        self.forget(tensor)
-        value = 0 if name == "zero_" else (*args, *kwargs.values())[0]
-        with self.fakes.real():
-            self._real[id(tensor)] = torch.full(tensor.shape, value, dtype=tensor.dtype, device=tensor.device)
-        return tensor
+    def drawing(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], layer: str) -> Draw | None:
+        """What a function draws: `bernoulli` of a constant, or what `bernoulli_` and `uniform_` write over one; None
+        for another distribution."""
+        if name == "uniform_":
+            return ("uniform", None) if (*args[1:], *kwargs.values()) in ((), (0, 1)) else None
+        p = args[0] if name == "bernoulli" else (*args[1:], *kwargs.values(), 0.5)[0]
+        return "bernoulli", self.probability(p, layer) if isinstance(p, Tensor) else float(p)
 
     def probability(self, tensor: Tensor, layer: str) -> float:
         """The one number that a constant consists of; CaptureError where it has several."""

@@ -154,8 +154,8 @@ class Graph:
 
     def scaled(self, other: "Graph", samples: int) -> "Graph | None":
         """The network at another number of samples, extrapolated from its graphs at two numbers (at least 2 in both),
-        since capturing takes far longer; None where the two differ in more than multiples of their numbers of samples.
-        """
+        since capturing takes far longer: six times ResNet-152 were 70 % of a search for cuts. None where the two differ
+        in more than multiples of their numbers of samples."""
         sizes = self.shape(self.inputs[0])[0], other.shape(other.inputs[0])[0]
         facts, other_facts = (
             (graph.calls, graph.values, graph.output, [x.shape for x in graph.constants.values()])
@@ -304,8 +304,3 @@ def each(value: Any, count: int) -> tuple[int, ...]:
         return (value,) * count
     numbers = tuple(int(item) for item in value)
     return numbers * count if len(numbers) == 1 else numbers
-
-
-def flat(sizes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`(1, 2)` for the arguments `1, 2` as well as for the one argument `(1, 2)`."""
-    return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else tuple(sizes)

@@ -26,7 +26,9 @@ _LIBRARIES = {"torch", "numpy", "convoy", *sys.stdlib_module_names} - {"types", 
 
 
 class Reads:
-    """Attributes that forward passes have read before they set them, and tensors that they took from elsewhere."""
+    """Attributes that forward passes have read before they set them, and tensors that they took from elsewhere. These
+    alone are compared before later passes: comparing all attributes would capture again, or refuse as ranks differ, for
+    a note such as `net.best = 0.9` that nobody reads."""
 
     def __init__(self) -> None:
         self.names: dict[nn.Module, dict[str, None]] = {}

@@ -94,8 +94,6 @@ class Recorder(TorchFunctionMode):
 
     def name(self, tensor: Tensor) -> str:
         """The name of a tensor that a call takes or the network returns."""
-        if id(tensor) in self.constants.blanks:
-            raise CaptureError("it reads a tensor that nothing was written to", self._layers.name)
         self._aliases.check(tensor, self._layers.name)
         name = self._names.get(id(tensor))
         if name is None:
@@ -152,15 +150,13 @@ class Recorder(TorchFunctionMode):
         if kwargs.get("out") is not None:
             raise CaptureError(f"{name} writes into out=", self._layers.name)
         if name in EMPTY:
-            return self.constants.blank(func(*args, **kwargs))
+            return self.constants.empty(func(*args, **kwargs))
         if name in UNIFORM:
             return self._draw("uniform", None, func(*args, **kwargs))
-        if name == "bernoulli" and len(tensors) == 1 and self.constants.known(tensors[0]):
-            p = self.constants.probability(tensors[0], self._layers.name)
-            return self._draw("bernoulli", p, func(*args, **kwargs))
-        if tensors and id(tensors[0]) in self.constants.blanks:
-            filled = self.constants.fill(name, tensors[0], args[1:], kwargs, self._layers.name)
-            return filled if isinstance(filled, Tensor) else self._draw(*filled, tensors[0])
+        if name in ("bernoulli", "bernoulli_", "uniform_") and self.constants.known(tensors[0]):
+            draw = self.constants.drawing(name, args, kwargs, self._layers.name)
+            if draw is not None:
+                return self._draw(*draw, tensors[0] if name.endswith("_") else func(*args, **kwargs))
         if name in FROM_SHAPE or not tensors or all(map(self._is_constant, tensors)):
             return self._fold(func, name, args, kwargs)
         if replacement := out_of_place(func, name, args, kwargs):
@@ -192,55 +188,45 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _record(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, tensors: list[Tensor]
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        tensors: list[Tensor],
+        recognition: Recognized | None = None,
     ) -> Recognized:
-        args, kwargs = self.reference(args), self.reference(kwargs)
-        inputs = tuple(dict.fromkeys(ref.name for ref in tree.leaves((args, kwargs), Ref)))
+        """Note a call that gave `result`, with `tensors` in it; what it is says an operation, if nobody else does."""
+        args, kwargs, layer = self.reference(args), self.reference(kwargs), self._layers.name
         outputs = self._name_outputs(func, tensors)
         torch_call = TorchCall(func, args, kwargs, self.values, outputs, self._layers.module, tuple(self.updates))
-        depends = any(name in self._data for name in inputs)
-        recognition = self._recognize(torch_call) if depends else Recognized("opaque")
-        self._add(torch_call, recognition, outputs, tensors, result)
-        return recognition
-
-    def _add(
-        self,
-        torch_call: TorchCall,
-        recognition: Recognized,
-        outputs: tuple[Value, ...],
-        tensors: list[Tensor],
-        result: Any,
-    ) -> None:
-        call_name = outputs[0].name if len(outputs) == 1 else outputs[0].name.rpartition(":")[0]
-        function = torch_call.function if recognition.function is None else recognition.function
-        args = torch_call.args if recognition.args is None else recognition.args
-        kwargs = torch_call.kwargs if recognition.kwargs is None else recognition.kwargs
+        depends = recognition is not None or any(ref.name in self._data for ref in tree.leaves((args, kwargs), Ref))
+        if recognition is None:
+            recognition = self._recognize(torch_call) if depends else Recognized("opaque")
+        func = func if recognition.function is None else recognition.function
+        args = args if recognition.args is None else recognition.args
+        kwargs = kwargs if recognition.kwargs is None else recognition.kwargs
         counter = recognition.attributes.get("num_batches_tracked")
         named = [ref.name for ref in tree.leaves((args, kwargs), Ref)]
-        inputs = tuple(dict.fromkeys([*named, counter] if counter else named))
-        depends = recognition.op == "random" or any(name in self._data for name in inputs)
+        if counter:
+            named.append(counter)
+            self.updates.remove(counter)
+            self.values[counter] = self._given[counter]
         for tensor, value in zip(tensors, outputs, strict=True):
             self.values[value.name] = value
             self._bind(tensor, value.name)
             if depends:
                 self._data.add(value.name)
-                self.made.append((weakref.ref(tensor), self._layers.name))
-        if counter:
-            self.updates.remove(counter)
-            self.values[counter] = self._given[counter]
-        structure = self.reference(result)
+                self.made.append((weakref.ref(tensor), layer))
         names = tuple(value.name for value in outputs)
-        facts = (inputs, names, structure, recognition.attributes, recognition.updates, self._recomputing > 0)
-        self.calls.append(Call(call_name, self._layers.name, recognition.op, function, args, kwargs, *facts))
+        name = names[0] if len(names) == 1 else names[0].rpartition(":")[0]
+        facts = (tuple(dict.fromkeys(named)), names, self.reference(result), recognition.attributes)
+        call = Call(name, layer, recognition.op, func, args, kwargs, *facts, recognition.updates, self._recomputing > 0)
+        self.calls.append(call)
         if not torch.is_grad_enabled() and torch_call.name != "detach":
-            self._stop_gradient(tensors)
-
-    def _stop_gradient(self, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            ref = Ref(self._names[id(tensor)])
-            outputs = self._name_outputs(torch.Tensor.detach, [tensor])
-            torch_call = TorchCall(torch.Tensor.detach, (ref,), {}, self.values, outputs, self._layers.module, ())
-            self._add(torch_call, self._recognize(torch_call), outputs, [tensor], tensor)
+            for tensor in tensors:
+                self._record(torch.Tensor.detach, (tensor,), {}, tensor, [tensor])
+        return recognition
 
     def _name_outputs(self, func: Any, tensors: list[Tensor]) -> tuple[Value, ...]:
         layer = self._layers.name
@@ -316,10 +302,8 @@ class Recorder(TorchFunctionMode):
         shape = tuple(tensor.shape)
         if not shape or shape[0] != self._num_samples:
             raise CaptureError("it draws random numbers that do not belong to one sample each", self._layers.name)
-        outputs = self._name_outputs(draw, [tensor])
         args = (kind, p, shape, tensor.dtype, tensor.device)
-        torch_call = TorchCall(draw, args, {}, self.values, outputs, self._layers.module, ())
-        self._add(torch_call, Recognized("random", {"draw": kind, "p": p}), outputs, [tensor], tensor)
+        self._record(draw, args, {}, tensor, [tensor], Recognized("random", {"draw": kind, "p": p}))
         return tensor
 
 

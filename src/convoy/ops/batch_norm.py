@@ -1,10 +1,8 @@
 """Batch norm of a rank's part of an activation."""
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +11,14 @@ from torch import Tensor
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall
 from convoy.ops.batch_norm_torch import Norm, ended
-from convoy.ops.kernel import Alone, Kernel, Recorded, Site, by_role
+from convoy.ops.kernel import Alone, Kernel, Part, Recorded, Site, by_role
 from convoy.ops.layouts import by_channel
 from convoy.ops.normalization import Holders, by_kernels, normalize, normalize_each
 from convoy.ops.norms import affine
 from convoy.ops.operation import Operation, keeps_input
 from convoy.ops.statistics import Running
 from convoy.plans.layout import Layout
-from convoy.plans.mesh import Axes, Coordinates, Mesh
-from convoy.plans.place import Placed
+from convoy.plans.mesh import Axes
 
 
 def _batch_norm(call: TorchCall) -> Recognized:
@@ -55,11 +52,8 @@ def _build(site: Site) -> Kernel:
         return whole(layer.by_running_statistics)
     if not site.graph.training or site.context.batch_norm == "sync":
         return Alone(whole(layer.by_whole_pass))
-    by_microbatch = site.context.batch_norm == "microbatch"
-    compute = layer.by_microbatch if by_microbatch else layer.by_own_samples
-    record = layer.record_microbatches if by_microbatch else layer.record_own_samples
     buffers = tuple(names.index(attributes[name]) for name in ARGUMENTS[3:] if attributes[name] is not None)
-    kernel = Recorded(lambda *tensors: call(compute, tensors), record, buffers)
+    kernel = Recorded(lambda *tensors: call(layer.by_own_samples, tensors), layer.record, buffers)
     return kernel if layer.own is None else Alone(kernel)
 
 
@@ -67,6 +61,13 @@ def _nothing(x: Tensor, norm: Norm) -> Tensor:
     """A result without elements; scale and shift get a gradient of zero, and what is added is one of its inputs, so
     that its backward pass runs on every rank."""
     return ended(affine(x.clone(), norm.weight, norm.bias, (-1, *[1] * (x.dim() - 2))), norm._replace(relu=False))
+
+
+class _Division(NamedTuple):
+    """Who has the microbatches of a pass."""
+
+    owners: tuple[int, ...]  # the rank that has each microbatch
+    sizes: tuple[int, ...]  # samples in each of this rank's microbatches
 
 
 Buffers = Sequence[Tensor | None]  # running mean, running variance, counter; None where the layer keeps none
@@ -89,8 +90,9 @@ class _Layer:
         other_axes = tuple(sorted(axis for dim, split in layout.splits if dim > 1 for axis in split.axes))
         self.in_turns = site.context.in_turns and not site.graph.training and attributes["running_mean"] is None
         divided_axes = tuple(sorted({*self.sample_axes, *other_axes}))
-        self.passing = self._holders(other_axes if self.in_turns else divided_axes)
-        self.own = self._holders(other_axes, samples=False)
+        dims = range(2, len(self.shape))
+        self.passing = Holders.of(site, other_axes if self.in_turns else divided_axes, (0, *dims))
+        self.own = Holders.of(site, other_axes, dims)
         self._divisions: dict[tuple[int, ...], _Division] = {}
 
     def by_running_statistics(self, x: Tensor, norm: Norm, buffers: Buffers) -> Tensor:
@@ -107,45 +109,36 @@ class _Layer:
         return normalize(x, norm, running, self.passing)
 
     def by_own_samples(self, x: Tensor, norm: Norm, buffers: Buffers) -> tuple[Tensor, list[Tensor]]:
-        """Normalize over the samples of this rank: approximate, as the result depends on how many ranks there are. A
-        GPU updates the running statistics in the same launch."""
+        """Normalize over each microbatch, all of whose samples one rank has, or over all samples of this rank:
+        approximate, as the result depends on how many ranks there are. For the latter a GPU updates the running
+        statistics in the same launch."""
+        context = self.site.context
+        by_microbatch = context.batch_norm == "microbatch"
+        sizes = self._division().sizes if by_microbatch else (len(x),)
         if x.shape[1] == 0 or len(x) == 0:
             return _nothing(x, norm), []
         mean, var, _ = buffers
-        is_one_launch = self.own is None and by_kernels(x) and self.site.context.recording
+        is_one_launch = not by_microbatch and self.own is None and by_kernels(x) and context.recording
         if is_one_launch and mean is not None and var is not None and self.momentum is not None:
             return normalize(x, norm, Running(mean, var, self.momentum)), []
-        y, terms = normalize_each(x, norm, (len(x),), self.own)
-        return y, [terms]
-
-    def record_own_samples(self, buffers: Buffers, terms: list[Tensor]) -> None:
-        """Update this rank's statistics; `RunningStatistics.fold` averages them."""
-        if not self.site.context.recording:
-            return
-        running = self._running(buffers)
-        if running is None:
-            return
-        if running.mean.numel():
-            self.site.context.statistics.record_local(running)
-        for terms_of_pass in terms:
-            running.follow(terms_of_pass)
-
-    def by_microbatch(self, x: Tensor, norm: Norm, buffers: Buffers) -> tuple[Tensor, list[Tensor]]:
-        """Normalize over each microbatch, all of whose samples one rank has."""
-        sizes = self._division().sizes if x.shape[1] else ()
-        if not sizes:
-            return _nothing(x, norm), []
         y, terms = normalize_each(x, norm, sizes, self.own)
         return y, [terms]
 
-    def record_microbatches(self, buffers: Buffers, terms: list[Tensor]) -> None:
-        """Leave the terms to `RunningStatistics.fold`, which brings the microbatches of all ranks in order."""
+    def record(self, buffers: Buffers, terms: list[Tensor]) -> None:
+        """Leave the terms to `RunningStatistics.fold`, which brings the microbatches of all ranks in order, or averages
+        what each rank has updated by its own samples."""
         context = self.site.context
-        if not context.recording:
+        by_microbatch = context.batch_norm == "microbatch"
+        running = self._running(buffers, len(context.sizes) if by_microbatch else 1) if context.recording else None
+        if running is None:
             return
-        running = self._running(buffers, len(context.sizes))
-        if running is not None and running.mean.numel():
+        if not by_microbatch:
+            for terms_of_pass in terms:
+                running.follow(terms_of_pass)
+        if running.mean.numel() and by_microbatch:
             context.statistics.record(running, context.starts, self._division().owners, *terms)
+        elif running.mean.numel():
+            context.statistics.record_local(running)
 
     def _running(self, buffers: Buffers, terms: int = 1) -> Running | None:
         """The statistics that so many terms are for, which are counted; copies where the call is computed again."""
@@ -162,20 +155,7 @@ class _Layer:
         momentum = 0.0 if self.momentum is None and count is None else self.momentum
         return Running(mean, var, momentum, count, self.name, self.sample_axes)
 
-    def _holders(self, axes: Axes, samples: bool = True) -> Holders | None:
-        """The ranks along some axes, and how many numbers of each channel they have."""
-        group = self.site.groups.of(axes)
-        if group is None:
-            return None
-        dims = [dim for dim in range(len(self.shape)) if dim > 1 or (dim == 0 and samples)]
-        layout, mesh = self.site.layouts[self.source], self.site.mesh
-        counts = (
-            math.prod(len(layout.parts(dim, mesh, place, self.shape[dim])) for dim in dims)
-            for place in mesh.group(self.site.coordinates, axes)
-        )
-        return Holders(group, tuple(counts))
-
-    def _division(self) -> "_Division":
+    def _division(self) -> _Division:
         sizes = self.site.context.sizes
         if torch.compiler.is_compiling():  # which is made anew when something that it has read changes
             return self._divide(sizes)
@@ -183,7 +163,7 @@ class _Layer:
             self._divisions[sizes] = self._divide(sizes)
         return self._divisions[sizes]
 
-    def _divide(self, sizes: tuple[int, ...]) -> "_Division":
+    def _divide(self, sizes: tuple[int, ...]) -> _Division:
         where = f"layer {self.site.call.layer or self.site.call.name!r}"
         if sum(sizes) != self.shape[0]:
             raise ConvoyError(
@@ -209,16 +189,8 @@ class _Layer:
         return _Division(tuple(owners), local_sizes)
 
 
-@dataclass(frozen=True)
-class _Division:
-    """Who has the microbatches of a pass."""
-
-    owners: tuple[int, ...]  # the rank that has each microbatch
-    sizes: tuple[int, ...]  # samples in each of this rank's microbatches
-
-
-def _options(call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates) -> dict[str, Any]:
-    return {"training": bool(call.attributes["training"] and graph.training)}
+def _options(part: Part) -> dict[str, Any]:
+    return {"training": bool(part.call.attributes["training"] and part.graph.training)}
 
 
 def _shared_dims(call: Call, graph: Graph, layout: Layout) -> set[int]:

@@ -30,7 +30,7 @@ LANES = 1024  # numbers of parts that it adds up at a time
 # parts of a microbatch, on as many ranks, up to which every program of a normalization combines them for itself
 MANY = 64
 # arguments whose values need no kernel of their own, which would have to be built
-UNLIKE = ("splits", "groups", "parts", "stride", "number", "microbatches")
+UNLIKE = ("splits", "groups", "parts", "stride", "number")
 
 
 @triton.jit
@@ -77,40 +77,79 @@ def _is_last(counters, splits, groups, slot, number):
 
 
 @triton.jit
-def _combined(parts, number, stride, c, channels, lanes: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr):
-    """Count, mean and sum of squared deviations of channels [width] from those of parts: each [3, channels], `stride`
-    apart."""
-    count = tl.zeros([lanes, width], dtype)
-    mean = tl.zeros([lanes, width], dtype)
-    square = tl.zeros([lanes, width], dtype)
-    for first in range(0, number, lanes):
-        k = first + tl.arange(0, lanes)
-        there = (k < number)[:, None] & (c < channels)[None, :]
+def _combined(
+    parts, number, stride, c, channels,
+    rows: tl.constexpr, lanes: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """What parts, [rows, channels] each and `stride` apart, are together for channels [width]: of three rows count,
+    mean and sum of squared deviations, of two the sums of both."""
+    first = tl.zeros([lanes, width], dtype)
+    second = tl.zeros([lanes, width], dtype)
+    third = tl.zeros([lanes, width], dtype)
+    for begin in range(0, number, lanes):
+        k = begin + tl.arange(0, lanes)
+        mask = (k < number)[:, None] & (c < channels)[None, :]
         at = parts + k[:, None] * stride + c[None, :]
-        more = tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
-        delta = tl.load(at + channels, mask=there, other=0.0, cache_modifier=".cg") - mean
-        total = tl.maximum(count + more, 1.0)
-        mean += delta * (more / total)
-        square += tl.load(at + 2 * channels, mask=there, other=0.0, cache_modifier=".cg")
-        square += delta * delta * (count * more / total)
-        count += more
-    return _joined(count, mean, square)
+        part_first = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+        value = tl.load(at + channels, mask=mask, other=0.0, cache_modifier=".cg")
+        if rows == 3:
+            delta = value - second
+            total = tl.maximum(first + part_first, 1.0)
+            second += delta * (part_first / total)
+            third += tl.load(at + 2 * channels, mask=mask, other=0.0, cache_modifier=".cg")
+            third += delta * delta * (first * part_first / total)
+        else:
+            second += value
+        first += part_first
+    return _joined(first, second, third, rows)
 
 
 @triton.jit
-def _joined(count, mean, square):
+def _joined(first, second, third, rows: tl.constexpr):
     """The same of all lanes together: [lanes, width] to [width]."""
-    number = tl.sum(count, 0)
-    whole = tl.sum(mean * count, 0) / tl.maximum(number, 1.0)
-    away = mean - whole[None, :]
-    return number, whole, tl.sum(square + count * away * away, 0)
+    whole = tl.sum(first, 0)
+    if rows == 3:
+        mean = tl.sum(second * first, 0) / tl.maximum(whole, 1.0)
+        deviation = second - mean[None, :]
+        return whole, mean, tl.sum(third + first * deviation * deviation, 0)
+    return whole, tl.sum(second, 0), tl.sum(third, 0)
 
 
 @triton.jit
-def _store_moments(at, count, mean, square, c, channels):
-    tl.store(at + c, count, mask=c < channels)
-    tl.store(at + channels + c, mean, mask=c < channels)
-    tl.store(at + 2 * channels + c, square, mask=c < channels)
+def _store(at, first, second, third, c, channels, rows: tl.constexpr):
+    tl.store(at + c, first, mask=c < channels)
+    tl.store(at + channels + c, second, mask=c < channels)
+    if rows == 3:
+        tl.store(at + 2 * channels + c, third, mask=c < channels)
+
+
+@triton.jit
+def _finish(
+    first, second, third, partial, result, copy, counters, splits, groups, c, channels,
+    rows: tl.constexpr, lanes: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Put together what the programs of a microbatch have found of channels [width]: those of stretches and then of
+    groups of them, `partial` [microbatches, splits + groups, rows, channels], to `result` [microbatches, rows,
+    channels], and its copy if wanted."""
+    m = (tl.program_id(0) // splits).to(tl.int64)
+    size = rows * channels
+    parts = partial + m * (splits + groups) * size
+    k, g, begin, length = _group(splits, groups)
+    _store(parts + k * size, first, second, third, c, channels, rows)
+    if _is_last(counters, splits, groups, g, length):
+        a1, b1, c1 = _combined(parts + begin * size, length, size, c, channels, rows, lanes, width, dtype)
+        if groups == 1:
+            _store(result + m * size, a1, b1, c1, c, channels, rows)
+            if copy is not None:
+                _store(copy + m * size, a1, b1, c1, c, channels, rows)
+        else:
+            top = parts + splits * size
+            _store(top + g * size, a1, b1, c1, c, channels, rows)
+            if _is_last(counters, splits, groups, groups, groups):
+                a2, b2, c2 = _combined(top, groups, size, c, channels, rows, lanes, width, dtype)
+                _store(result + m * size, a2, b2, c2, c, channels, rows)
+                if copy is not None:
+                    _store(copy + m * size, a2, b2, c2, c, channels, rows)
 
 
 @triton.jit(do_not_specialize=UNLIKE)
@@ -118,9 +157,8 @@ def _moments(
     x, starts, counters, partial, moments, channels, positions, splits, groups,
     inner: tl.constexpr, height: tl.constexpr, width: tl.constexpr, lanes: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Count, mean and sum of squared deviations: of stretches of rows and then of groups of them, `partial`
-    [microbatches, splits + groups, 3, channels], and of microbatches, [microbatches, 3, channels]."""
-    m, start, _, begin, end = _stretch(starts, positions, splits, height)
+    """Count, mean and sum of squared deviations of microbatches: [microbatches, 3, channels]."""
+    _, start, _, begin, end = _stretch(starts, positions, splits, height)
     c = tl.program_id(1) * width + tl.arange(0, width)
     lane = tl.arange(0, height)
     mean = tl.zeros([height, width], dtype)
@@ -129,27 +167,16 @@ def _moments(
     for first in range(begin, end, height):
         step += 1  # noqa: SIM113 (kernels have no enumerate)
         r = first + lane
-        there = (r < end)[:, None] & (c < channels)[None, :]
-        value = tl.load(x + _offsets(start, r, c, channels, positions, inner), mask=there, other=0.0).to(dtype)
-        delta = tl.where(there, value - mean, 0.0)
+        mask = (r < end)[:, None] & (c < channels)[None, :]
+        value = tl.load(x + _offsets(start, r, c, channels, positions, inner), mask=mask, other=0.0).to(dtype)
+        delta = tl.where(mask, value - mean, 0.0)
         mean += delta / step
         square += delta * (value - mean)
     number = tl.maximum((end - begin - lane + height - 1) // height, 0).to(dtype)[:, None]
-    count, mean, square = _joined(number, mean, square)
-    parts = partial + m * (splits + groups) * 3 * channels
-    k, g, first, size = _group(splits, groups)
-    _store_moments(parts + k * 3 * channels, count, mean, square, c, channels)
-    if _is_last(counters, splits, groups, g, size):
-        at = parts + first * 3 * channels
-        group_count, group_mean, group_square = _combined(at, size, 3 * channels, c, channels, lanes, width, dtype)
-        if groups == 1:
-            _store_moments(moments + m * 3 * channels, group_count, group_mean, group_square, c, channels)
-        else:
-            at = parts + splits * 3 * channels
-            _store_moments(at + g * 3 * channels, group_count, group_mean, group_square, c, channels)
-            if _is_last(counters, splits, groups, groups, groups):
-                all_count, all_mean, all_square = _combined(at, groups, 3 * channels, c, channels, lanes, width, dtype)
-                _store_moments(moments + m * 3 * channels, all_count, all_mean, all_square, c, channels)
+    count, mean, square = _joined(number, mean, square, 3)
+    _finish(
+        count, mean, square, partial, moments, None, counters, splits, groups, c, channels, 3, lanes, width, dtype
+    )  # fmt: skip
 
 
 @triton.jit
@@ -183,7 +210,7 @@ def _normalize(
     weight of this one is 1 by their number."""
     m, start, _, begin, end = _stretch(starts, positions, splits, height)
     c = tl.program_id(1) * width + tl.arange(0, width)
-    count, mean, square = _combined(moments + m * stride, parts, stride, c, channels, lanes, width, dtype)
+    count, mean, square = _combined(moments + m * stride, parts, stride, c, channels, 3, lanes, width, dtype)
     inverse = 1.0 / tl.sqrt(square / tl.maximum(count, 1.0) + eps)
     if tl.program_id(0) % splits == 0:
         at = m * 2 * channels + c
@@ -202,47 +229,25 @@ def _normalize(
     scale, shift = _affine(weight, bias, inverse, c, channels, width, dtype)
     for first in range(begin, end, height):
         r = first + tl.arange(0, height)
-        there = (r < end)[:, None] & (c < channels)[None, :]
+        mask = (r < end)[:, None] & (c < channels)[None, :]
         offsets = _offsets(start, r, c, channels, positions, inner)
-        value = tl.load(x + offsets, mask=there, other=0.0).to(dtype)
+        value = tl.load(x + offsets, mask=mask, other=0.0).to(dtype)
         value = (value - mean[None, :]) * scale[None, :] + shift[None, :]
         if residual is not None:
-            value += tl.load(residual + offsets, mask=there, other=0.0).to(dtype)
+            value += tl.load(residual + offsets, mask=mask, other=0.0).to(dtype)
         if relu:
             value = tl.where(value <= 0.0, 0.0, value)  # what is no number stays none
-        tl.store(y + offsets, value, mask=there)
-
-
-@triton.jit
-def _summed(parts, number, c, channels, lanes: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr):
-    """The sums of parts: [number, 2, channels] to [width] each."""
-    first_sum = tl.zeros([lanes, width], dtype)
-    second_sum = tl.zeros([lanes, width], dtype)
-    for first in range(0, number, lanes):
-        k = first + tl.arange(0, lanes)
-        there = (k < number)[:, None] & (c < channels)[None, :]
-        at = parts + k[:, None] * 2 * channels + c[None, :]
-        first_sum += tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
-        second_sum += tl.load(at + channels, mask=there, other=0.0, cache_modifier=".cg")
-    return tl.sum(first_sum, 0), tl.sum(second_sum, 0)
-
-
-@triton.jit
-def _store_sums(at, first_sum, second_sum, c, channels):
-    tl.store(at + c, first_sum, mask=c < channels)
-    tl.store(at + channels + c, second_sum, mask=c < channels)
+        tl.store(y + offsets, value, mask=mask)
 
 
 @triton.jit(do_not_specialize=UNLIKE)
 def _gradient_sums(
-    gradient, x, y, weight, bias, statistics, starts, counters, partial, sums, shift_sum, slope_sum, masked,
+    gradient, x, y, weight, bias, statistics, starts, counters, partial, sums, copy, masked,
     channels, positions, splits, groups, relu: tl.constexpr,
     inner: tl.constexpr, height: tl.constexpr, width: tl.constexpr, lanes: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Sums of dy and of dy · x̂: over stretches of rows and then over groups of them, `partial` [microbatches,
-    splits + groups, 2, channels], and over microbatches, [microbatches, 2, channels]; of a single one also by
-    themselves, if wanted. Behind a ReLU dy is 0 where its result is: y, if that is given, and `masked` then becomes the
-    gradient behind it; or else as computed again from x."""
+    """Sums of dy and of dy · x̂ over microbatches: [microbatches, 2, channels]. Behind a ReLU dy is 0 where its result
+    is: y, if that is given, and `masked` then becomes the gradient behind it; or else as computed again from x."""
     m, start, _, begin, end = _stretch(starts, positions, splits, height)
     c = tl.program_id(1) * width + tl.arange(0, width)
     at = m * 2 * channels + c
@@ -253,46 +258,30 @@ def _gradient_sums(
     scale, shift = _affine(weight, bias, inverse, c, channels, width, dtype)
     for first in range(begin, end, height):
         r = first + tl.arange(0, height)
-        there = (r < end)[:, None] & (c < channels)[None, :]
+        mask = (r < end)[:, None] & (c < channels)[None, :]
         offsets = _offsets(start, r, c, channels, positions, inner)
-        dy = tl.load(gradient + offsets, mask=there, other=0.0).to(dtype)
-        away = tl.load(x + offsets, mask=there, other=0.0).to(dtype) - mean[None, :]
+        dy = tl.load(gradient + offsets, mask=mask, other=0.0).to(dtype)
+        deviation = tl.load(x + offsets, mask=mask, other=0.0).to(dtype) - mean[None, :]
         if y is not None:
-            dy = tl.where(tl.load(y + offsets, mask=there, other=0.0) <= 0.0, 0.0, dy)
-            tl.store(masked + offsets, dy, mask=there)
+            dy = tl.where(tl.load(y + offsets, mask=mask, other=0.0) <= 0.0, 0.0, dy)
+            tl.store(masked + offsets, dy, mask=mask)
         elif relu:
-            dy = tl.where(away * scale[None, :] + shift[None, :] <= 0.0, 0.0, dy)
+            dy = tl.where(deviation * scale[None, :] + shift[None, :] <= 0.0, 0.0, dy)
         total += dy
-        slope += dy * away
-    parts = partial + m * (splits + groups) * 2 * channels
-    k, g, first, size = _group(splits, groups)
-    _store_sums(parts + k * 2 * channels, tl.sum(total, 0), tl.sum(slope, 0) * inverse, c, channels)
-    if _is_last(counters, splits, groups, g, size):
-        of_dy, of_slope = _summed(parts + first * 2 * channels, size, c, channels, lanes, width, dtype)
-        if groups == 1:
-            _store_sums(sums + m * 2 * channels, of_dy, of_slope, c, channels)
-            if shift_sum is not None:
-                tl.store(shift_sum + c, of_dy, mask=c < channels)
-                tl.store(slope_sum + c, of_slope, mask=c < channels)
-        else:
-            top = parts + splits * 2 * channels
-            _store_sums(top + g * 2 * channels, of_dy, of_slope, c, channels)
-            if _is_last(counters, splits, groups, groups, groups):
-                of_dy, of_slope = _summed(top, groups, c, channels, lanes, width, dtype)
-                _store_sums(sums + m * 2 * channels, of_dy, of_slope, c, channels)
-                if shift_sum is not None:
-                    tl.store(shift_sum + c, of_dy, mask=c < channels)
-                    tl.store(slope_sum + c, of_slope, mask=c < channels)
+        slope += dy * deviation
+    of_dy, of_slope, none = _joined(total, slope, tl.zeros([height, width], dtype), 2)
+    of_slope *= inverse
+    _finish(
+        of_dy, of_slope, none, partial, sums, copy, counters, splits, groups, c, channels, 2, lanes, width, dtype
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=UNLIKE)
 def _input_gradient(
-    gradient, x, weight, bias, statistics, sums, starts, dx, shift_sum, slope_sum,
-    number, microbatches, channels, positions, splits, relu: tl.constexpr,
+    gradient, x, weight, bias, statistics, sums, starts, dx, number, channels, positions, splits, relu: tl.constexpr,
     inner: tl.constexpr, height: tl.constexpr, width: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """dx from the sums over as many numbers as a microbatch has, or over `number` on all ranks; if wanted, the
-    sums over all microbatches."""
+    """dx from the sums over as many numbers as a microbatch has, or over `number` on all ranks."""
     m, start, rows, begin, end = _stretch(starts, positions, splits, height)
     c = tl.program_id(1) * width + tl.arange(0, width)
     at = m * 2 * channels + c
@@ -304,20 +293,15 @@ def _input_gradient(
     mean_dy = tl.load(sums + at, mask=c < channels, other=0.0) / count
     slope = tl.load(sums + at + channels, mask=c < channels, other=0.0) / count * inverse
     scale, shift = _affine(weight, bias, inverse, c, channels, width, dtype)
-    if shift_sum is not None:  # noqa: SIM102 (only this is known when the kernel is built)
-        if tl.program_id(0) == 0:
-            of_dy, of_slope = _summed(sums, microbatches, c, channels, 1, width, dtype)
-            tl.store(shift_sum + c, of_dy, mask=c < channels)
-            tl.store(slope_sum + c, of_slope, mask=c < channels)
     for first in range(begin, end, height):
         r = first + tl.arange(0, height)
-        there = (r < end)[:, None] & (c < channels)[None, :]
+        mask = (r < end)[:, None] & (c < channels)[None, :]
         offsets = _offsets(start, r, c, channels, positions, inner)
-        dy = tl.load(gradient + offsets, mask=there, other=0.0).to(dtype)
-        away = tl.load(x + offsets, mask=there, other=0.0).to(dtype) - mean[None, :]
+        dy = tl.load(gradient + offsets, mask=mask, other=0.0).to(dtype)
+        deviation = tl.load(x + offsets, mask=mask, other=0.0).to(dtype) - mean[None, :]
         if relu:
-            dy = tl.where(away * scale[None, :] + shift[None, :] <= 0.0, 0.0, dy)
-        tl.store(dx + offsets, (dy - mean_dy[None, :] - away * slope[None, :]) * scale[None, :], mask=there)
+            dy = tl.where(deviation * scale[None, :] + shift[None, :] <= 0.0, 0.0, dy)
+        tl.store(dx + offsets, (dy - mean_dy[None, :] - deviation * slope[None, :]) * scale[None, :], mask=mask)
 
 
 class _Work:
@@ -382,7 +366,7 @@ def try_out(device: torch.device) -> None:
     sizes = (2, 2)
     y, statistics, _ = normalize(x, moments(x, sizes), Norm(None, None, None, 1.0, True), None, sizes)
     saved = Saved(x, y, None, None, statistics, sizes, False)
-    sums, _, _, dy = gradient_sums(y, saved)
+    sums, _, dy = gradient_sums(y, saved)
     input_gradient(dy, saved, sums, None)
 
 
@@ -413,33 +397,23 @@ def normalize(
     return y, statistics, statistics.new_empty(0) if terms is None else terms
 
 
-def gradient_sums(gradient: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def gradient_sums(gradient: Tensor, saved: Saved, copies: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """As in `batch_norm_torch`."""
     x, y, weight, bias, statistics, sizes, relu = saved
     work = _of(x, sizes)
     partial = work.empty(work.microbatches, work.splits + work.groups, 2)
-    sums, apart = work.empty(work.microbatches, 2), _if(len(sizes) == 1, work)
+    sums, copy = work.empty(work.microbatches, 2), work.empty(work.microbatches, 2) if copies else None
     masked = None if y is None else torch.empty_like(gradient)
     tensors = gradient, x, y, weight, bias, statistics, work.starts(x), counters(x, work.counters), partial, sums
     numbers = *work.summing, relu, *work.tile, work.lanes, work.type
-    work.launch(_gradient_sums, work.grid, (*tensors, *apart, masked), *numbers)
-    return sums, *_or_nothing(sums, *apart), gradient.new_empty(0) if masked is None else masked
+    work.launch(_gradient_sums, work.grid, (*tensors, copy, masked), *numbers)
+    return sums, *(gradient.new_empty(0) if result is None else result for result in (copy, masked))
 
 
-def input_gradient(gradient: Tensor, saved: Saved, sums: Tensor, total: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def input_gradient(gradient: Tensor, saved: Saved, sums: Tensor, total: int | None) -> Tensor:
     """As in `batch_norm_torch`."""
     x, _, weight, bias, statistics, sizes, relu = saved
-    work = _of(x, sizes)
-    dx, whole = torch.empty_like(x), _if(len(sizes) > 1, work)
-    tensors = gradient, x, weight, bias, statistics, sums, work.starts(x), dx, *whole
-    numbers = total, work.microbatches, *work.writing, relu, *work.tile, work.type
-    work.launch(_input_gradient, work.many_grid, tensors, *numbers)
-    return dx, *_or_nothing(sums, *whole)
-
-
-def _if(wanted: bool, work: _Work) -> tuple[Tensor | None, Tensor | None]:
-    return (work.empty(), work.empty()) if wanted else (None, None)
-
-
-def _or_nothing(x: Tensor, *results: Tensor | None) -> list[Tensor]:
-    return [x.new_empty(0) if result is None else result for result in results]
+    work, dx = _of(x, sizes), torch.empty_like(x)
+    tensors = gradient, x, weight, bias, statistics, sums, work.starts(x), dx
+    work.launch(_input_gradient, work.many_grid, tensors, total, *work.writing, relu, *work.tile, work.type)
+    return dx

@@ -1,7 +1,8 @@
 """What layers must know of the step in which they run: which samples they see, in which microbatches.
 
 A part of a forward pass that is computed again in the backward pass must give the same numbers and do nothing else: it
-sees the context of its own pass, notes no statistics, and asks no other rank a second time.
+sees the context of its own pass, notes no statistics, and asks no other rank a second time. Kernels read the context,
+so it is here, below the engine, which announces passes to it.
 """
 
 import itertools
@@ -20,7 +21,6 @@ from convoy.ops.constants import Constants
 from convoy.ops.postponed import PostponedGradients
 from convoy.ops.random_bits import sample_keys
 from convoy.ops.statistics import RunningStatistics
-from convoy.plans.layout import Indices
 
 BatchNormMode = Literal["microbatch", "sync", "local"]
 
@@ -45,7 +45,6 @@ class StepContext:
     # of batch norm layers and microbatches since the running statistics were last updated
     statistics: RunningStatistics = field(default_factory=RunningStatistics)
     recording: bool = True  # whether layers record statistics: not where they compute again
-    kept: dict[Any, Any] = field(default_factory=dict, repr=False)  # what layers keep together, under their own names
     # gets the weight gradients of the current passes; None to compute them with the other gradients
     postponed: PostponedGradients | None = None
     # in evaluation every sample rank has a batch of its own, with its own statistics where there are no running ones
@@ -102,7 +101,7 @@ class StepContext:
             self.keys = self._uploaded_keys(self.step, self._samples, self._device)
         self.draws = True
 
-    def keys_of(self, samples: Indices, count: int) -> Tensor:
+    def keys_of(self, samples: range | Constants, count: int) -> Tensor:
         """Keys of some samples of a pass of `count`, by their positions in the pass: int32 [samples, 2]."""
         if len(self.keys) != count:
             raise ConvoyError(
@@ -111,10 +110,7 @@ class StepContext:
             )
         if isinstance(samples, range):
             return self.keys[samples.start : samples.stop]
-        places = self.kept.get(("places", samples))
-        if places is None:
-            places = self.kept["places", samples] = Constants(samples)
-        return self.keys.index_select(0, places.like(self.keys, torch.int64))
+        return self.keys.index_select(0, samples.like(self.keys, torch.int64))
 
 
 def uploaded(x: Tensor, device: torch.device) -> Tensor:

@@ -3,32 +3,32 @@
 The strategies are those of Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN Training" (SC 2019) and
 "Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism" (IPDPS 2019)."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall, each
-from convoy.ops.kernel import Kernel, Site, flat_padding, postponing, with_bias
-from convoy.ops.layouts import bias_option, even, follow, groups_in, members
-from convoy.ops.onednn import DILATED, POINT, is_torchs, packed, pointwise
+from convoy.ops.kernel import Kernel, Part, Site, flat_padding, postponing, with_bias
+from convoy.ops.layouts import even, follow, groups_in, members
+from convoy.ops.onednn import DILATED, POINT, is_torchs, pointwise
 from convoy.ops.operation import Operation, Shape, keeps_operands
 from convoy.ops.postponed import Weighted
 from convoy.plans.fit import axis_names, check_size
 from convoy.plans.layout import Layout, Split
-from convoy.plans.mesh import Axes, Coordinates, Mesh
+from convoy.plans.mesh import Axes
 from convoy.plans.place import Placed, Situation
 from convoy.plans.windows import Need, Transposed, Window, halo_split, output_split
 
 
 def _convolution(call: TorchCall, transposed: bool) -> Recognized | None:
-    rest = {"output_padding": 0, "groups": 1, "dilation": 1} if transposed else {"dilation": 1, "groups": 1}
-    attributes = call.bound(input=None, weight=None, bias=None, stride=1, padding=0, **rest)
+    defaults = {"output_padding": 0, "groups": 1, "dilation": 1} if transposed else {"dilation": 1, "groups": 1}
+    attributes = call.bound(input=None, weight=None, bias=None, stride=1, padding=0, **defaults)
     kernel = call.shape(attributes["weight"])[2:]
     spatial = len(kernel)
     if len(call.shape(attributes["input"])) != spatial + 2:
@@ -47,15 +47,50 @@ def _convolution(call: TorchCall, transposed: bool) -> Recognized | None:
     return Recognized("conv", attributes)
 
 
-@dataclass(frozen=True)
-class _Channels:
-    """How the channels of a convolution are divided: of its input, its output, and the dimensions of its weight."""
+class Channels(NamedTuple):
+    """How the channels of a convolution or linear layer are divided: of its input, its output, and the dimensions of
+    its weight; axes over which the input's gradient is a sum, and over which the output is."""
 
-    input: Split | None
-    output: Split | None
-    weight: dict[int, Split]
-    copied: Axes
-    partial: Axes
+    input: Split | None = None
+    output: Split | None = None
+    weight: Mapping[int, Split] = MappingProxyType({})
+    copied: Axes = ()
+    partial: Axes = ()
+
+
+def channels_of(situation: Situation, dim: int = 1, weight_dims: tuple[int, int] = (0, 1)) -> Channels:
+    """Channels are at `dim` of input and output, those of the output and of the input at `weight_dims` of the
+    weight."""
+    mesh, source = situation.mesh, situation.call.attributes["input"]
+    num_in, num_out = situation.shape(source)[dim], situation.shape(situation.call.outputs[0])[dim]
+    filters, channels = situation.axes("filter"), situation.axes("channel")
+    weight: dict[int, Split] = {}
+    input_split = result_split = None
+    if filters:
+        check_size(situation.where, axis_names(mesh, filters), mesh.size(filters), "filter", num_out)
+        result_split = weight[weight_dims[0]] = even(mesh, filters, num_out)
+    if channels:
+        check_size(situation.where, axis_names(mesh, channels), mesh.size(channels), "channel", num_in)
+        input_split = weight[weight_dims[1]] = follow(situation, source, dim, channels, num_in)
+    return Channels(input_split, result_split, weight, filters, channels)
+
+
+def _grouped(situation: Situation) -> Channels:
+    """Whole groups stay on their rank, so that nothing is sent: the two columns of Krizhevsky et al. (2012)."""
+    call, mesh = situation.call, situation.mesh
+    source, groups = call.attributes["input"], call.attributes["groups"]
+    num_in, num_out = situation.shape(source)[1], situation.shape(call.outputs[0])[1]
+    axes = situation.axes("filter", "channel")
+    if not axes:
+        return Channels()
+    check_size(situation.where, axis_names(mesh, axes), mesh.size(axes), "filter", num_out, groups)
+    in_size, out_size = num_in // groups, num_out // groups
+    parts = [groups_in(part, in_size) for part in follow(situation, source, 1, axes, num_in).parts]
+    whole_parts = [part for part in parts if part is not None]
+    groups_of_parts = whole_parts if len(whole_parts) == len(parts) else even(mesh, axes, groups).parts
+    input_split = Split(axes, tuple(members(part, in_size) for part in groups_of_parts))
+    result_split = Split(axes, tuple(members(part, out_size) for part in groups_of_parts))
+    return Channels(input_split, result_split, {0: input_split if call.attributes["transposed"] else result_split})
 
 
 def place(situation: Situation) -> Placed:
@@ -63,7 +98,8 @@ def place(situation: Situation) -> Placed:
     call = situation.call
     source, weight, bias = (call.attributes[name] for name in ("input", "weight", "bias"))
     output = call.outputs[0]
-    channels = _grouped(situation) if call.attributes["groups"] > 1 else _plain(situation)
+    weight_dims = (1, 0) if call.attributes["transposed"] else (0, 1)
+    channels = _grouped(situation) if call.attributes["groups"] > 1 else channels_of(situation, 1, weight_dims)
     axes = situation.axes("sample")
     samples = situation.batch.split(axes)
     in_splits, out_splits = (
@@ -75,43 +111,6 @@ def place(situation: Situation) -> Placed:
     if bias is not None:
         inputs[bias] = Layout.of({0: channels.output} if channels.output else {}, copied=shared)
     return Placed(inputs, {output: Layout.of(out_splits, partial=channels.partial)})
-
-
-def _plain(situation: Situation) -> _Channels:
-    call, mesh = situation.call, situation.mesh
-    source, transposed = call.attributes["input"], call.attributes["transposed"]
-    num_in, num_out = situation.shape(source)[1], situation.shape(call.outputs[0])[1]
-    filters, channels = situation.axes("filter"), situation.axes("channel")
-    out_dim, in_dim = (1, 0) if transposed else (0, 1)
-    weight: dict[int, Split] = {}
-    input_split = result_split = None
-    if filters:
-        check_size(situation.where, axis_names(mesh, filters), mesh.size(filters), "filter", num_out)
-        result_split = weight[out_dim] = even(mesh, filters, num_out)
-    if channels:
-        check_size(situation.where, axis_names(mesh, channels), mesh.size(channels), "channel", num_in)
-        input_split = weight[in_dim] = follow(situation, source, 1, channels, num_in)
-    return _Channels(input_split, result_split, weight, copied=filters, partial=channels)
-
-
-def _grouped(situation: Situation) -> _Channels:
-    """Whole groups stay on their rank, so that nothing is sent: the two columns of Krizhevsky et al. (2012)."""
-    call, mesh = situation.call, situation.mesh
-    source, groups = call.attributes["input"], call.attributes["groups"]
-    num_in, num_out = situation.shape(source)[1], situation.shape(call.outputs[0])[1]
-    axes = situation.axes("filter", "channel")
-    if not axes:
-        return _Channels(None, None, {}, (), ())
-    check_size(situation.where, axis_names(mesh, axes), mesh.size(axes), "filter", num_out, groups)
-    in_size, out_size = num_in // groups, num_out // groups
-    parts = [groups_in(part, in_size) for part in follow(situation, source, 1, axes, num_in).parts]
-    whole_parts = [part for part in parts if part is not None]
-    groups_of_parts = whole_parts if len(whole_parts) == len(parts) else even(mesh, axes, groups).parts
-    input_split = Split(axes, tuple(members(part, in_size) for part in groups_of_parts))
-    result_split = Split(axes, tuple(members(part, out_size) for part in groups_of_parts))
-    return _Channels(
-        input_split, result_split, {0: input_split if call.attributes["transposed"] else result_split}, (), ()
-    )
 
 
 def _rows(situation: Situation, in_splits: dict[int, Split], out_splits: dict[int, Split]) -> Axes:
@@ -127,45 +126,6 @@ def _rows(situation: Situation, in_splits: dict[int, Split], out_splits: dict[in
     return spatial_axes
 
 
-def window_of(graph: Graph, call: Call, dim: int) -> Window | Transposed:
-    """The window that slides over a dimension of a convolution's input."""
-    attributes, index = call.attributes, dim - 2
-    size = graph.shape(attributes["input"])[dim]
-    kernel = graph.shape(attributes["weight"])[dim]
-    stride, dilation = attributes["stride"][index], attributes["dilation"][index]
-    before, after = attributes["padding"][index]
-    if attributes["transposed"]:
-        return Transposed(size, kernel, stride, dilation, before, after, attributes["output_padding"][index])
-    return Window(size, kernel, stride, dilation, before, after)
-
-
-def needs_of(graph: Graph, call: Call, output: Layout, mesh: Mesh, place: Coordinates) -> list[Need]:
-    """The window of every spatial dimension that a rank needs for its part of the output."""
-    needs = []
-    for dim, size in list(enumerate(graph.shape(call.outputs[0])))[2:]:
-        rows = output.parts(dim, mesh, place, size)
-        assert isinstance(rows, range)
-        needs.append(window_of(graph, call, dim).needed(rows))
-    return needs
-
-
-def paddings_of(graph: Graph, call: Call, output: Layout, mesh: Mesh, place: Coordinates) -> list[tuple[int, int, int]]:
-    """The padding of a rank, for each spatial dimension of a convolution that is not transposed: the same at both ends,
-    which the convolution does itself, then the rest at either end, which takes a copy of the input."""
-    needs = needs_of(graph, call, output, mesh, place)
-    ends = [
-        padding if output.split(2 + index) is None else (needs[index].before, needs[index].after)
-        for index, padding in enumerate(call.attributes["padding"])
-    ]
-    return [(min(end), end[0] - min(end), end[1] - min(end)) for end in ends]
-
-
-def local_groups(graph: Graph, call: Call, source: Layout, mesh: Mesh, place: Coordinates) -> int:
-    """The number of groups of a convolution that a rank has."""
-    groups, channels = call.attributes["groups"], graph.shape(call.attributes["input"])[1]
-    return max(1, len(source.parts(1, mesh, place, channels)) // (channels // groups)) if groups > 1 else 1
-
-
 def spatial_dims(situation: Situation, num_dims: int) -> list[tuple[int, Axes, str]]:
     """The dimensions that the strategies `height` and `width` divide; a signal has but one, that either divides. A
     single number, as behind a global pooling, is not divided: such a layer is a linear one."""
@@ -175,6 +135,39 @@ def spatial_dims(situation: Situation, num_dims: int) -> list[tuple[int, Axes, s
         dims = [(num_dims - 2, situation.axes("height"), "height"), (num_dims - 1, situation.axes("width"), "width")]
     before, after = situation.shape(situation.call.attributes["input"]), situation.shape(situation.call.outputs[0])
     return [(dim, axes, name) for dim, axes, name in dims if axes and max(before[dim], after[dim]) > 1]
+
+
+def window_of(graph: Graph, call: Call, dim: int) -> Window | Transposed:
+    """The window that slides over a dimension of a convolution's input."""
+    attributes, index = call.attributes, dim - 2
+    size, kernel = graph.shape(attributes["input"])[dim], graph.shape(attributes["weight"])[dim]
+    stride, dilation, (before, after) = (attributes[name][index] for name in ("stride", "dilation", "padding"))
+    if attributes["transposed"]:
+        return Transposed(size, kernel, stride, dilation, before, after, attributes["output_padding"][index])
+    return Window(size, kernel, stride, dilation, before, after)
+
+
+def _needs(part: Part) -> list[Need]:
+    """What a rank needs of every spatial dimension for its part of the output."""
+    dims = range(2, len(part.graph.shape(part.output)))
+    return [window_of(part.graph, part.call, dim).needed(part.rows(dim)) for dim in dims]
+
+
+def paddings_of(part: Part) -> list[tuple[int, int, int]]:
+    """The padding of a rank, for each spatial dimension of a convolution that is not transposed: the same at both ends,
+    which the convolution does itself, then the rest at either end, which takes a copy of the input."""
+    ends = [
+        padding if part.layouts[part.output].split(2 + index) is None else (need.before, need.after)
+        for index, (padding, need) in enumerate(zip(part.call.attributes["padding"], _needs(part), strict=True))
+    ]
+    return [(min(end), end[0] - min(end), end[1] - min(end)) for end in ends]
+
+
+def _local_groups(part: Part) -> int:
+    """The number of groups of a convolution that a rank has."""
+    groups, source = part.call.attributes["groups"], part.call.attributes["input"]
+    size = part.graph.shape(source)[1] // groups
+    return max(1, len(part.parts(source, 1)) // size) if groups > 1 else 1
 
 
 def _build(site: Site) -> Kernel:
@@ -187,21 +180,17 @@ def _local(site: Site) -> Callable[..., Tensor]:
     attributes = site.call.attributes
     transposed, num_dims = attributes["transposed"], len(attributes["stride"])
     function = getattr(F, f"conv{'_transpose' if transposed else ''}{num_dims}d")
-    options: dict[str, Any] = {"stride": attributes["stride"], "dilation": attributes["dilation"]}
-    place = site.mesh, site.coordinates
-    options["groups"] = local_groups(site.graph, site.call, site.layouts[attributes["input"]], *place)
+    options: dict[str, Any] = {name: attributes[name] for name in ("stride", "dilation")}
+    options["groups"] = _local_groups(site)
     if transposed:
         return _transposed(site, function, options)
-    paddings = paddings_of(site.graph, site.call, site.layouts[site.call.outputs[0]], *place)
+    paddings = paddings_of(site)
     options["padding"] = tuple(both for both, _, _ in paddings)
     flat = flat_padding([(before, after) for _, before, after in paddings])
     layer = weighted(function, options)
     sizes = site.graph.shape(attributes["weight"])[2:], options["stride"], options["dilation"]
-    is_point = attributes["by_torch"] and sizes == (POINT, POINT, POINT)
-    if is_point:
+    if attributes["by_torch"] and sizes == (POINT, POINT, POINT):
         layer = pointwise(layer, weighted(function, options | {"dilation": DILATED}))
-    if num_dims == 2 and options["groups"] == 1:
-        layer = packed(layer, options["stride"], options["padding"], options["dilation"], may_dilate=is_point)
     compute = postponing(site, layer)
     return (lambda x, weight, bias: compute(F.pad(x, flat), weight, bias)) if any(flat) else compute
 
@@ -227,15 +216,13 @@ def weighted(function: Callable[..., Tensor], options: dict[str, Any], transpose
 
 
 def _transposed(site: Site, function: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
-    attributes, output = site.call.attributes, site.call.outputs[0]
-    needs = needs_of(site.graph, site.call, site.layouts[output], site.mesh, site.coordinates)
-    if not any(dim >= 2 for dim, _ in site.layouts[output].splits) and all(a == b for a, b in attributes["padding"]):
+    attributes, needs = site.call.attributes, _needs(site)
+    if not _divides_rows(site) and all(before == after for before, after in attributes["padding"]):
         options["padding"] = tuple(before for before, _ in attributes["padding"])
         options["output_padding"] = attributes["output_padding"]
         return postponing(site, weighted(function, options, transposed=True))
     flat = flat_padding([(need.before, need.after) for need in needs])
-    empty = any(not need.rows for need in needs)
-    shape = site.local_shape(output)
+    empty, shape = any(not need.rows for need in needs), site.local_shape(site.output)
 
     def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if empty:
@@ -247,24 +234,33 @@ def _transposed(site: Site, function: Callable[..., Tensor], options: dict[str, 
     return convolve
 
 
+def _divides_rows(part: Part) -> bool:
+    return any(dim > 1 for dim, _ in part.layouts[part.output].splits)
+
+
 def _multiplications(operands: Sequence[Shape], output: Shape, transposed: bool) -> int:
     larger = operands[0] if transposed else output  # every number of the larger side meets one group's filters
     return larger[0] * prod(larger[2:]) * prod(operands[1])
 
 
-def _options(call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates) -> dict[str, Any]:
+def _options(part: Part) -> dict[str, Any]:
     """The rank's own groups and padding: the same at both ends, then the rest before and after."""
-    attributes, output = call.attributes, placed.outputs[call.outputs[0]]
-    options = bias_option(call, placed, place)
-    options["groups"] = local_groups(graph, call, placed.inputs[attributes["input"]], mesh, place)
+    attributes, options = part.call.attributes, bias_option(part)
+    options["groups"] = _local_groups(part)
     if not attributes["transposed"]:
-        options["padding"] = paddings_of(graph, call, output, mesh, place)
-    elif any(dim > 1 for dim, _ in output.splits):
-        options["padding"] = [(0, need.before, need.after) for need in needs_of(graph, call, output, mesh, place)]
+        options["padding"] = paddings_of(part)
+    elif _divides_rows(part):
+        options["padding"] = [(0, need.before, need.after) for need in _needs(part)]
     else:
         options["padding"] = [(before, 0, after - before) for before, after in attributes["padding"]]
         options["output_padding"] = attributes["output_padding"]
     return options
+
+
+def bias_option(part: Part) -> dict[str, Any]:
+    """Whether the rank adds the bias, where the output is a partial sum; for the costs of a call with a bias."""
+    axes = part.layouts[part.output].partial
+    return {"bias": part.is_first(axes)} if axes and part.call.attributes["bias"] is not None else {}
 
 
 OPERATIONS = (
@@ -278,7 +274,6 @@ OPERATIONS = (
         _build,
         keeps=keeps_operands,
         gives_own=True,
-        operands=("input", "weight", "bias"),
         multiplications=_multiplications,
         options=("stride", "dilation", "transposed"),
         local_options=_options,

@@ -59,8 +59,7 @@ def is_watched(x: Tensor) -> bool:
 
 
 _counters: dict[tuple[torch.device, int, bool], Tensor] = {}
-_outgrown: list[Tensor | None] = []  # graphs may count there
-_FEWEST = 1 << 16
+_MANY = 1 << 18
 
 
 def counters(x: Tensor, number: int) -> Tensor:
@@ -70,16 +69,14 @@ def counters(x: Tensor, number: int) -> Tensor:
     is_capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
     zeros = _counters.get((x.device, stream, is_capturing))
-    if zeros is not None and len(zeros) >= number:
-        return zeros
-    if is_capturing:  # so are the zeros, each time anew
+    if number > _MANY or (zeros is None and is_capturing):  # in a graph they are made each time anew
         return torch.zeros(number, dtype=torch.int32, device=x.device)
-    for is_for_graphs in (False, True):
-        _outgrown.append(_counters.get((x.device, stream, is_for_graphs)))
-        _counters[x.device, stream, is_for_graphs] = torch.zeros(
-            max(number, _FEWEST), dtype=torch.int32, device=x.device
-        )
-    return _counters[x.device, stream, False]
+    if zeros is None:
+        for is_for_graphs in (False, True):
+            zeros = torch.zeros(_MANY, dtype=torch.int32, device=x.device)
+            _counters[x.device, stream, is_for_graphs] = zeros
+        zeros = _counters[x.device, stream, False]
+    return zeros
 
 
 class Launch:

@@ -4,11 +4,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from convoy.comm.groups import Groups
 from convoy.graph.graph import Call, Graph, Ref
@@ -18,6 +17,7 @@ from convoy.ops.context import StepContext
 from convoy.ops.postponed import Weighted
 from convoy.plans.layout import Indices, Layout
 from convoy.plans.mesh import Coordinates, Mesh
+from convoy.plans.place import PlacedCall
 
 # takes the rank's tensors of `call.inputs`, in order, and gives those of `call.outputs`, in order
 Kernel = Callable[..., Sequence[Tensor]]
@@ -49,22 +49,35 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Site:
-    """A call on one rank."""
+class Part:
+    """A rank's part of a call."""
 
     graph: Graph
     mesh: Mesh
     coordinates: Coordinates
-    groups: Groups
-    context: StepContext
     call: Call
     layouts: Mapping[str, Layout]  # of every input and output of the call, as its rule asked for them
-    relu: bool = False  # whether its result is that of the ReLU that follows, which alone reads it
-    addend: str | None = None  # is added to its result before that; the kernel takes it after `call.inputs`
+
+    @classmethod
+    def of(cls, placed: PlacedCall, graph: Graph, mesh: Mesh, coordinates: Coordinates, **rest: Any) -> Self:
+        """That of a rank, as the call is placed."""
+        layouts = {**placed.placed.inputs, **placed.placed.outputs}
+        return cls(graph, mesh, coordinates, placed.call, layouts, **rest)
+
+    @property
+    def output(self) -> str:
+        """The name of the (first) result."""
+        return self.call.outputs[0]
 
     def parts(self, name: str, dim: int) -> Indices:
         """The global indices of a dimension that this rank holds of a value."""
         return self.layouts[name].parts(dim, self.mesh, self.coordinates, self.graph.shape(name)[dim])
+
+    def rows(self, dim: int) -> range:
+        """Those of a dimension of the result along which windows slide."""
+        rows = self.parts(self.output, dim)
+        assert isinstance(rows, range)
+        return rows
 
     def local_shape(self, name: str) -> tuple[int, ...]:
         """The shape of this rank's part of a value."""
@@ -73,6 +86,16 @@ class Site:
     def is_first(self, axes: Iterable[int]) -> bool:
         """Whether this rank is the first of its group over `axes`."""
         return all(self.coordinates[axis] == 0 for axis in axes)
+
+
+@dataclass(frozen=True)
+class Site(Part):
+    """A call where a rank runs it."""
+
+    groups: Groups
+    context: StepContext
+    relu: bool = False  # whether its result is that of the ReLU that follows, which alone reads it
+    addend: str | None = None  # is added to its result before that; the kernel takes it after `call.inputs`
 
 
 def as_called(site: Site) -> Kernel:
@@ -129,7 +152,7 @@ def nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
 def guarded(site: Site, kernel: Kernel) -> Kernel:
     """A kernel of one input that gives an empty result by itself, as torch's functions refuse tensors without samples,
     channels or rows."""
-    shape = site.local_shape(site.call.outputs[0])
+    shape = site.local_shape(site.output)
     return kernel if math.prod(shape) else lambda x: [nothing(x, shape)]
 
 
@@ -148,33 +171,8 @@ def taking(dim: int, places: Indices, size: int) -> Callable[[Tensor], Tensor]:
     if len(steps) == 1 and min(steps) > 0:
         key = (*(slice(None),) * dim, slice(places[0], places[-1] + 1, steps.pop()))
         return lambda x: x[key]
-    return picking(dim, torch.tensor(places))
-
-
-def picking(dim: int, places: Tensor) -> Callable[[Tensor], Tensor]:
-    """Gives the entries at these places of a dimension, in any order and number."""
-    constants = Constants(places)
+    constants = Constants(torch.tensor(places))
     return lambda x: x.index_select(dim, constants.like(x, torch.int64))
-
-
-class AddBiasOnce(torch.autograd.Function):
-    """Adds the bias where `first`; its gradient is computed everywhere, for the gradient of a partial sum is whole. So
-    every rank of the group gets the bias's whole gradient, and nothing has to be sent for it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, dim: int, first: bool) -> Tensor:
-        """`x` [..., channels at `dim`, ...], `bias` [channels]; `x` may be of a lower precision, which stays."""
-        ctx.dim, ctx.dtype = dim, bias.dtype
-        shape = [1] * x.dim()
-        shape[dim] = -1
-        return x + bias.view(shape).to(x.dtype) if first else x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        """The bias's gradient is the sum over all other dimensions."""
-        dims = [dim for dim in range(gradient.dim()) if dim != ctx.dim]
-        return gradient, gradient.sum(dims, dtype=ctx.dtype), None, None
 
 
 def postponing(site: Site, layer: Weighted) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
@@ -194,15 +192,17 @@ def postponing(site: Site, layer: Weighted) -> Callable[[Tensor, Tensor, Tensor 
 
 
 def with_bias(site: Site, compute: Callable[[Tensor, Tensor, Tensor | None], Tensor], dim: int) -> Kernel:
-    """The kernel of a function of (input, weight, bias or None), with its channels at `dim` of the output; where the
-    output is a partial sum, one rank adds the bias."""
-    partial = site.layouts[site.call.outputs[0]].partial
+    """The kernel of a function of (input, weight, bias or None), with its channels at `dim` of the output. Where the
+    output is a partial sum, one rank adds the bias, and the others zeros that depend on it: the gradient of a partial
+    sum is whole, so that every rank gets the bias's whole gradient, and nothing has to be sent for it."""
+    partial = site.layouts[site.output].partial
     first, pick = site.is_first(partial), by_role(site.call, "input", "weight", "bias")
 
     def kernel(*tensors: Tensor) -> list[Tensor]:
         x, weight, bias = pick(tensors)
         if not partial or bias is None:
             return [compute(x, weight, bias)]
-        return [AddBiasOnce.apply(compute(x, weight, None), bias, dim, first)]
+        y, term = compute(x, weight, None), bias if first else bias - bias.detach()
+        return [y + term.view(-1, *[1] * (y.dim() - dim - 1)).to(y.dtype)]
 
     return kernel

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from math import prod
-from typing import Any
 
-from convoy.graph.graph import Call
 from convoy.plans.layout import WHOLE, Indices, Layout, Split, even_split, indices
-from convoy.plans.mesh import Axes, Coordinates, Mesh
+from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import Placed, Situation
 
 
@@ -50,12 +48,12 @@ def resolved(situation: Situation, name: str) -> Layout:
     return without_partial(situation.given.get(name, WHOLE))
 
 
-def by_channel(situation: Situation) -> Placed:
-    """A normalization of [samples, channels, ...] follows its input, and its numbers of each channel the channels. Over
-    the axes that divide samples, rows or columns every rank has all of these, and its share of the gradients of scale
-    and shift."""
+def by_channel(situation: Situation, layout: Layout | None = None) -> Placed:
+    """A normalization of [samples, channels, ...] follows its input, or has it in a layout, and its numbers of each
+    channel the channels. Over the axes that divide samples, rows or columns every rank has all of these, and its share
+    of the gradients of scale and shift."""
     call = situation.call
-    layout = resolved(situation, call.attributes["input"])
+    layout = layout or resolved(situation, call.attributes["input"])
     channels = layout.split(1)
     channel_splits = {} if channels is None else {0: channels}
     other_axes = layout.split_axes - set(channels.axes if channels else ())
@@ -137,11 +135,3 @@ def follow(situation: Situation, source: str, dim: int, axes: Axes, size: int) -
         if is_fair:
             return before
     return even(situation.mesh, axes, size)
-
-
-def bias_option(call: Call, placed: Placed, place: Coordinates) -> dict[str, Any]:
-    """Whether the rank adds the bias, where the output is a partial sum; for the costs of a call with a bias."""
-    partial = placed.outputs[call.outputs[0]].partial
-    if not partial or call.attributes["bias"] is None:
-        return {}
-    return {"bias": all(place[axis] == 0 for axis in partial)}

@@ -1,20 +1,17 @@
 """Linear layers, which are 1×1 convolutions (column- and row-parallel), and products of matrices."""
 
 from math import prod
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.graph.graph import Call, Graph, Recognized, TorchCall
+from convoy.graph.graph import Recognized, TorchCall
 from convoy.ops import opaque
+from convoy.ops.convolution import bias_option, channels_of
 from convoy.ops.kernel import Kernel, Site, postponing, with_bias
-from convoy.ops.layouts import bias_option, even, follow
 from convoy.ops.operation import Operation, keeps_inputs, keeps_operands
 from convoy.ops.postponed import Weighted
-from convoy.plans.fit import axis_names, check_size
 from convoy.plans.layout import Layout, Split
-from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import Placed, Situation
 
 
@@ -34,24 +31,19 @@ def _matmul(call: TorchCall) -> Recognized | None:
 
 def place(situation: Situation) -> Placed:
     """Input [samples, ..., features]; rows and columns stay where they are, since each is worked on by itself."""
-    call, mesh = situation.call, situation.mesh
+    call = situation.call
     source, weight, bias = (call.attributes[name] for name in ("input", "weight", "bias"))
-    shape, out_shape = situation.shape(source), situation.shape(call.outputs[0])
-    last = len(shape) - 1
+    last = len(situation.shape(source)) - 1
     splits = _kept(situation, source, last)
     shared = {axis for split in splits.values() for axis in split.axes}
-    filters, channels = situation.axes("filter"), situation.axes("channel")
-    input_splits, output_splits, weight_splits = dict(splits), dict(splits), {}
-    if filters:
-        check_size(situation.where, axis_names(mesh, filters), mesh.size(filters), "filter", out_shape[-1])
-        output_splits[last] = weight_splits[0] = even(mesh, filters, out_shape[-1])
-    if channels:
-        check_size(situation.where, axis_names(mesh, channels), mesh.size(channels), "channel", shape[-1])
-        input_splits[last] = weight_splits[1] = follow(situation, source, last, channels, shape[-1])
-    inputs = {source: Layout.of(input_splits, copied=filters), weight: Layout.of(weight_splits, copied=shared)}
+    channels = channels_of(situation, last)
+    in_splits, out_splits = (
+        splits | ({} if split is None else {last: split}) for split in (channels.input, channels.output)
+    )
+    inputs = {source: Layout.of(in_splits, copied=channels.copied), weight: Layout.of(channels.weight, copied=shared)}
     if bias is not None:
-        inputs[bias] = Layout.of({0: weight_splits[0]} if filters else {}, copied=shared)
-    return Placed(inputs, {call.outputs[0]: Layout.of(output_splits, partial=channels)})
+        inputs[bias] = Layout.of({0: channels.output} if channels.output else {}, copied=shared)
+    return Placed(inputs, {call.outputs[0]: Layout.of(out_splits, partial=channels.partial)})
 
 
 def _kept(situation: Situation, source: str, last: int) -> dict[int, Split]:
@@ -96,10 +88,6 @@ def _place_matmul(situation: Situation) -> Placed:
     return Placed({a: layout, b: layout}, {call.outputs[0]: layout})
 
 
-def _options(call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates) -> dict[str, Any]:
-    return bias_option(call, placed, place)
-
-
 OPERATIONS = (
     Operation(
         "linear",
@@ -108,9 +96,8 @@ OPERATIONS = (
         _build,
         keeps=keeps_operands,
         gives_own=True,
-        operands=("input", "weight", "bias"),
         multiplications=lambda operands, output, transposed: prod(operands[0][:-1]) * prod(operands[1]),
-        local_options=_options,
+        local_options=bias_option,
         is_lowered=True,
     ),
     Operation(
@@ -118,7 +105,6 @@ OPERATIONS = (
         _place_matmul,
         dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
         keeps=keeps_inputs,
-        operands=("a", "b"),
         multiplications=lambda operands, output, transposed: prod(output) * operands[0][-1],
         is_lowered=True,
     ),

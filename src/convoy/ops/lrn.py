@@ -1,7 +1,5 @@
 """Local response normalization: each channel needs its neighbors (Krizhevsky et al., 2012, section 3.3)."""
 
-from collections.abc import Sequence
-
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -9,8 +7,9 @@ from convoy.graph.graph import Recognized, TorchCall
 from convoy.ops.kernel import Kernel, Site
 from convoy.ops.layouts import Follow, by_dim
 from convoy.ops.operation import Operation, keeps_input
-from convoy.plans.layout import Indices, Split
+from convoy.plans.layout import Split
 from convoy.plans.place import Placed, Situation
+from convoy.plans.windows import Window, halo_split
 
 
 def _lrn(call: TorchCall) -> Recognized:
@@ -19,26 +18,17 @@ def _lrn(call: TorchCall) -> Recognized:
 
 def place(situation: Situation) -> Placed:
     """Where ranks hold consecutive channels, each asks for a few more on both sides; otherwise for all channels."""
-    attributes = situation.call.attributes
+    size, total = situation.call.attributes["size"], situation.shape(situation.call.attributes["input"])[1]
+    window = Window(total, size, before=size // 2, after=(size - 1) // 2)
 
     def follow(dim: int, split: Split) -> Follow:
         if dim != 1:
             return split, (dim, split)
         if not all(isinstance(part, range) for part in split.parts):
             return ""
-        parts = halo(split.parts, attributes["size"], situation.shape(attributes["input"])[1])
-        return Split(split.axes, parts), (dim, split)
+        return halo_split(window, split), (dim, split)
 
     return by_dim(situation, follow)
-
-
-def halo(parts: Sequence[Indices], size: int, total: int) -> tuple[range, ...]:
-    """The channels that a window of `size` around each of a rank's channels covers."""
-    ranges = []
-    for part in parts:
-        first, last = (max(0, part[0] - size // 2), min(total, part[-1] + 1 + (size - 1) // 2)) if part else (0, 0)
-        ranges.append(range(first, last))
-    return tuple(ranges)
 
 
 def _build(site: Site) -> Kernel:

@@ -13,6 +13,7 @@ from functools import partial
 
 from convoy.graph.graph import Call, Graph, Ref
 from convoy.ops.convolution import paddings_of
+from convoy.ops.kernel import Part
 from convoy.ops.recompute import Kept, KeptTensors, inputs_of, kept_in, stretches, taken_by, with_recomputed
 from convoy.ops.registry import OPERATIONS
 from convoy.plans.place import Memory, PlacedCall, Placement
@@ -47,6 +48,8 @@ class Readers:
         return OPERATIONS[producer.op].gives_own or is_sum
 
 
+# The network is captured without in-place calls, since under a plan the same tensor may be needed for sending; this
+# recovers those of the original, and finds more.
 def overwritten(call: Call, is_spare: Callable[[str], bool]) -> str | None:
     """The input that a call writes its result over, or None where the result has memory of its own."""
     name = getattr(call.function, "__name__", "")
@@ -167,9 +170,7 @@ def _of_rank(placement: Placement, moments: list[_Moment], rank: int, in_flight:
         parts = tuple(tensor.layout.parts(dim, mesh, place, size) for dim, size in enumerate(whole))
         shape, padding = [len(part) for part in parts], [0] * len(parts)
         if tensor.padded:
-            call = calls[tensor.padded]
-            output = call.placed.outputs[call.call.outputs[0]]
-            paddings = paddings_of(graph, call.call, output, mesh, place)
+            paddings = paddings_of(Part.of(calls[tensor.padded], graph, mesh, place))
             padding[2:] = [before + after for _, before, after in paddings]
         of_call = tensor.padded if any(padding) else ""
         size = math.prod(map(sum, zip(shape, padding, strict=True))) * tensor.itemsize

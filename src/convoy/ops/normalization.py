@@ -11,8 +11,8 @@ graph, takes 40.9 ms on an H200 with these kernels, with torch's 53.1.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -29,33 +29,49 @@ from convoy.ops.batch_norm_torch import Norm, Saved, ended, fits
 from convoy.ops.constants import Constants
 from convoy.ops.context import exchanged
 from convoy.ops.gpu import is_watched, triton_kernels
+from convoy.ops.kernel import Site
 from convoy.ops.statistics import Running, add_term
+from convoy.plans.mesh import Axes
 
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks that hold parts of the same channels. How many numbers every rank has is known from the plan, so that a
-    GPU's host never waits."""
+    """The ranks that hold parts of the same numbers. How many every rank has is known from the plan, so that a GPU's
+    host never waits."""
 
     group: ProcessGroup
-    counts: tuple[int, ...]  # how many numbers of each channel every rank has
-    _times: "dict[int, Holders]" = field(default_factory=dict, compare=False, repr=False)
+    counts: tuple[int, ...]  # by rank, of those numbers that have a mean together, such as a channel's
+
+    @classmethod
+    def of(cls, site: Site, axes: Axes, dims: Iterable[int], factor: int = 1) -> "Holders | None":
+        """Those along some axes of a call's input, of numbers along `dims`; None where a rank has all."""
+        group, name = site.groups.of(axes), site.call.attributes["input"]
+        if group is None:
+            return None
+        shape, dims = site.graph.shape(name), tuple(dims)
+        places = site.mesh.group(site.coordinates, axes)
+        parts = ((site.layouts[name].parts(dim, site.mesh, place, shape[dim]) for dim in dims) for place in places)
+        return cls(group, tuple(factor * math.prod(map(len, parts_of_rank)) for parts_of_rank in parts))
 
     @property
     def total(self) -> int:
-        """How many numbers each channel has on all ranks."""
         return sum(self.counts)
 
     @cached_property
     def shares(self) -> Constants:
-        """Each rank's share of them: [ranks]."""
+        """Each rank's share of the total: [ranks]."""
         return Constants([count / self.total for count in self.counts])
 
     def times(self, samples: int) -> "Holders":
         """The same where `counts` are those of one sample."""
-        if samples not in self._times:
-            self._times[samples] = Holders(self.group, tuple(samples * count for count in self.counts))
-        return self._times[samples]
+        return Holders(self.group, tuple(samples * count for count in self.counts))
+
+    def combined(self, local_moments: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and mean square deviation of what all have from those of this rank's part: [2, ...]."""
+        gathered = exchanged(all_gather, local_moments, self.group)
+        shares = self.shares.like(gathered).view(-1, *[1] * local_moments.dim())
+        mean, var = (gathered * shares).sum(0).unbind(0)
+        return mean, var + ((gathered[:, 0] - mean).square_() * shares[:, 0]).sum(0)
 
 
 def at_once(x: Tensor) -> bool:
@@ -129,10 +145,7 @@ class _OnCpu(torch.autograd.Function):
         moments = unused = torch.zeros(2, x.shape[1], dtype=_type(x, weight), device=x.device)
         if x.numel():
             moments = torch.stack(torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0))  # they only say the type
-        gathered = exchanged(all_gather, moments, holders.group)
-        shares = holders.shares.like(gathered)[:, None, None]
-        mean, var = (gathered * shares).sum(0).unbind(0)
-        var = var + ((gathered[:, 0] - mean).square_() * shares[:, 0]).sum(0)
+        mean, var = holders.combined(moments)
         if running is not None:
             term = mean, var * (holders.total / max(1, holders.total - 1))
             add_term([running.mean, running.var], term, [running.weight] * 2)
@@ -208,13 +221,15 @@ class _Fused(torch.autograd.Function):
             return (None,) * 5
         saved = Saved._make([*ctx.saved_tensors, ctx.sizes, ctx.relu])
         dy, needs_gradient, holders = _arranged_as(saved.x, dy), ctx.needs_input_grad, ctx.holders
-        way = "normalize_backward" if holders is None else "gradient_sums"
-        dx_or_sums, shift, slope, masked = _run(way, dy, *saved)
+        dx = None
+        if holders is None:
+            dx, local_sums, masked = _run("normalize_backward", dy, *saved)
+        else:
+            sums, local_sums, masked = _run("gradient_sums", dy, *saved)
+        shift, slope = (local_sums[0] if len(local_sums) == 1 else local_sums.sum(0)).unbind(0)
         dy = dy if saved.y is None else masked  # behind the ReLU the gradient is that of both terms of the sum
-        dx = dx_or_sums
         if holders is not None and needs_gradient[0]:
-            sums = all_reduce(dx_or_sums, holders.group)
-            dx = _run("input_gradient", dy, *saved, sums, holders.total)[0]
+            dx = _run("input_gradient", dy, *saved, all_reduce(sums, holders.group), holders.total)
         results = zip((dx, slope, shift, dy), needs_gradient[:4], strict=True)
         return *(result if is_needed else None for result, is_needed in results), None
 
@@ -246,11 +261,11 @@ def _operations(way: Callable[[Tensor], Any]) -> dict[str, Callable[..., Any]]:
     def normalize(x: Tensor, moments_of_ranks: Tensor | None, *flat: Any) -> Any:
         norm, buffers, sizes = Norm(*flat[:5]), flat[5:9], flat[9]
         running = None if buffers[0] is None else Running(*buffers)
-        own = moments_of_ranks is None
-        return way(x).normalize(x, moments(x, sizes) if own else moments_of_ranks, norm, running, sizes, own)
+        is_alone = moments_of_ranks is None
+        return way(x).normalize(x, moments(x, sizes) if is_alone else moments_of_ranks, norm, running, sizes, is_alone)
 
-    def gradient_sums(gradient: Tensor, *saved: Any) -> Any:
-        return (way(gradient) if gradient.numel() else batch_norm_torch).gradient_sums(gradient, Saved(*saved))
+    def gradient_sums(gradient: Tensor, *saved: Any, copies: bool = True) -> Any:
+        return (way(gradient) if gradient.numel() else batch_norm_torch).gradient_sums(gradient, Saved(*saved), copies)
 
     def input_gradient(gradient: Tensor, *rest: Any) -> Any:
         *saved, sums, total = rest
@@ -258,10 +273,8 @@ def _operations(way: Callable[[Tensor], Any]) -> dict[str, Callable[..., Any]]:
         return functions.input_gradient(gradient, Saved(*saved), sums, total)
 
     def normalize_backward(gradient: Tensor, *saved: Any) -> Any:
-        _, y, *_, sizes, _ = saved
-        sums, shift, slope, masked = gradient_sums(gradient, *saved)
-        dx, *whole = input_gradient(gradient if y is None else masked, *saved, sums, None)
-        return dx, *(whole if len(sizes) > 1 else (shift, slope)), masked
+        sums, _, masked = gradient_sums(gradient, *saved, copies=False)
+        return input_gradient(gradient if saved[1] is None else masked, *saved, sums, None), sums, masked
 
     return {f.__name__: f for f in (moments, normalize, gradient_sums, input_gradient, normalize_backward)}
 
@@ -272,9 +285,9 @@ _SCHEMAS = {
     "normalize": "(Tensor x, Tensor? moments, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool relu, "
     "Tensor(a!)? running_mean, Tensor(b!)? running_var, float? momentum, Tensor? count, int[] sizes) "
     "-> (Tensor, Tensor, Tensor)",
-    "gradient_sums": f"({_SAVED}) -> (Tensor, Tensor, Tensor, Tensor)",
-    "input_gradient": f"({_SAVED}, Tensor sums, int? total) -> (Tensor, Tensor, Tensor)",
-    "normalize_backward": f"({_SAVED}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "gradient_sums": f"({_SAVED}) -> (Tensor, Tensor, Tensor)",
+    "input_gradient": f"({_SAVED}, Tensor sums, int? total) -> Tensor",
+    "normalize_backward": f"({_SAVED}) -> (Tensor, Tensor, Tensor)",
 }
 _FUNCTIONS = _operations(lambda x: batch_norm_kernels(x) or batch_norm_torch)
 for _name, _shapes in _operations(lambda x: batch_norm_torch).items():

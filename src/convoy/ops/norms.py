@@ -1,104 +1,57 @@
 """Group, instance, layer and RMS norm: whole on a rank, or over numbers of which several ranks hold parts."""
 
 import math
-from collections import Counter
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
-from convoy.comm.collectives import all_gather, all_reduce
+from convoy.comm.collectives import all_reduce
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall
-from convoy.ops.constants import Constants
-from convoy.ops.context import exchanged
 from convoy.ops.kernel import Alone, Kernel, Site, by_role
 from convoy.ops.layouts import axes_along, by_channel, groups_in, resolved
+from convoy.ops.normalization import Holders
 from convoy.ops.operation import Operation, Shape, keeps_input
 from convoy.plans.layout import Layout
-from convoy.plans.mesh import Axes
 from convoy.plans.place import Placed, Situation
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """How groups of channels lie over ranks."""
-
-    group: ProcessGroup  # the ranks that have parts of the same samples
-    membership: tuple[int, ...]  # the group of each of this rank's channels
-    shares: tuple[tuple[float, ...], ...]  # by rank and group: the rank's share of the group's elements
-    total: int  # elements of a group on all ranks
-
-    def add_up(self, x: Tensor) -> Tensor:
-        """Add up the channels of each group: [..., channels] to [..., groups]."""
-        groups = len(self.shares[0])
-        if groups == 1:
-            return x.sum(-1, keepdim=True)
-        return x.new_zeros(*x.shape[:-1], groups).index_add_(-1, self._index.like(x, torch.int64), x)
-
-    def spread(self, x: Tensor) -> Tensor:
-        """Give each channel the number of its group: [..., groups] to [..., channels, 1]."""
-        if len(self.shares[0]) > 1:
-            x = x.index_select(-1, self._index.like(x, torch.int64))
-        return x[..., None]
-
-    @cached_property
-    def rank_shares(self) -> Constants:
-        return Constants(self.shares)
-
-    @cached_property
-    def _index(self) -> Constants:
-        return Constants(self.membership)
-
-
 class Normalize(torch.autograd.Function):
-    """(x − mean) / √(variance + eps), over groups of channels that several ranks hold together.
+    """(x − mean) / √(variance + eps), or x / √(mean(x²) + eps), of each row by itself.
 
     Ranks exchange mean and mean square deviation of what they have and combine them (Chan, Golub and LeVeque, 1979):
-    nothing is computed as a small difference of large numbers. The backward pass adds up two numbers for each group.
+    nothing is computed as a small difference of large numbers. The backward pass adds up two numbers for each row.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sharing: Sharing, eps: float) -> Tensor:
-        """`x` [samples, channels, elements], this rank's part."""
+    def forward(ctx: Any, x: Tensor, holders: Holders, eps: float, is_centred: bool) -> Tensor:
+        """`x` [rows, numbers], this rank's part."""
         wide = x if x.dtype == torch.float64 else x.float()
-        gathered = exchanged(all_gather, _statistics(wide, sharing), sharing.group)
-        means, squares = gathered.unbind(1)
-        shares = sharing.rank_shares.like(wide)[:, None]
-        mean = (means * shares).sum(0)
-        variance = ((squares + (means - mean).square()) * shares).sum(0)
-        inverse = (variance + eps).rsqrt()
-        y = ((wide - sharing.spread(mean)) * sharing.spread(inverse)).to(x.dtype)
+        local_moments = wide.new_zeros(2, len(x))
+        if x.numel():
+            local_moments[0] = wide.mean(1) * is_centred
+            local_moments[1] = (wide - local_moments[0, :, None]).square_().mean(1)
+        mean, variance = holders.combined(local_moments)
+        inverse = (variance + eps).rsqrt()[:, None]
+        y = ((wide - mean[:, None]) * inverse).to(x.dtype)
         ctx.save_for_backward(y, inverse)
-        ctx.sharing = sharing
+        ctx.holders, ctx.is_centred = holders, is_centred
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """dx = (dy − mean(dy) − y·mean(dy·y)) / √(variance + eps)."""
+        """dx = (dy − mean(dy) − y·mean(dy·y)) / √(variance + eps), where nothing is subtracted without mean(dy)."""
         y, inverse = ctx.saved_tensors
-        sharing: Sharing = ctx.sharing
         wide = gradient.to(inverse.dtype)
-        sums = sharing.add_up(torch.stack([wide.sum(2), (wide * y).sum(2)]))
-        mean, slope = (all_reduce(sums, sharing.group) / sharing.total).unbind(0)
-        dx = (wide - sharing.spread(mean) - y * sharing.spread(slope)) * sharing.spread(inverse)
-        return dx.to(y.dtype), None, None
-
-
-def _statistics(x: Tensor, sharing: Sharing) -> Tensor:
-    """Mean and mean square deviation of this rank's part of each group: [2, samples, groups]."""
-    samples, channels, elements = x.shape
-    if channels == 0 or elements == 0:
-        return x.new_zeros(2, samples, len(sharing.shares[0]))
-    counts = sharing.add_up(x.new_ones(channels)).clamp_(min=1)
-    mean = sharing.add_up(x.mean(2)) / counts
-    squares = sharing.add_up((x - sharing.spread(mean)).square_().mean(2)) / counts
-    return torch.stack([mean, squares])
+        sums = all_reduce(torch.stack([wide.sum(1), (wide * y).sum(1)]), ctx.holders.group)
+        mean, slope = (sums / ctx.holders.total)[..., None].unbind(0)
+        dx = (wide - mean * ctx.is_centred - y * slope) * inverse
+        return dx.to(y.dtype), None, None, None
 
 
 def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, view: tuple[int, ...]) -> Tensor:
@@ -110,18 +63,10 @@ def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, view: tuple[in
 
 
 def _instance_norm(call: TorchCall) -> Recognized | None:
-    arguments = call.bound(
-        input=None,
-        running_mean=None,
-        running_var=None,
-        weight=None,
-        bias=None,
-        use_input_stats=True,
-        momentum=0.1,
-        eps=1e-5,
-    )
+    buffers = {"running_mean": None, "running_var": None}
+    arguments = call.bound(input=None, **buffers, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5)
     names = {name: arguments[name] for name in ("input", "weight", "bias", "eps")}
-    statistics = {name: arguments[name] for name in ("running_mean", "running_var")}
+    statistics = {name: arguments[name] for name in buffers}
     if not arguments["use_input_stats"]:
         fixed = {"training": False, "momentum": arguments["momentum"], "num_batches_tracked": None}
         return Recognized("batch_norm", {**names, **statistics, **fixed})
@@ -136,75 +81,58 @@ def _group_norm(call: TorchCall) -> Recognized:
     return Recognized("group_norm", call.bound(input=None, num_groups=1, weight=None, bias=None, eps=1e-5))
 
 
-def _build_group_norm(site: Site) -> Kernel:
-    """The function itself where the rank has whole groups. Where rows, columns or the channels of a group are divided,
-    the call adds up the statistics, two numbers for each sample and group: never dearer than bringing the channels
-    together."""
+def _place_groups(situation: Situation) -> Placed:
+    """Channels whose groups are cut are brought together; of divided rows and columns the call adds up the statistics,
+    two numbers for each sample and group."""
+    call = situation.call
+    layout = resolved(situation, call.attributes["input"])
+    size, channels = situation.shape(call.attributes["input"])[1] // call.attributes["num_groups"], layout.split(1)
+    if channels is None or all(groups_in(part, size) is not None for part in channels.parts):
+        return by_channel(situation, layout)
+    without_channels = Layout.of({dim: split for dim, split in layout.splits if dim != 1})
+    return replace(by_channel(situation, without_channels), note="groups of divided channels are whole")
+
+
+def _shared_dims(call: Call, graph: Graph, layout: Layout) -> set[int]:
+    """Rows and columns behind the channels, or the dimensions of the vectors that are normalized."""
+    rank = len(graph.shape(call.attributes["input"]))
+    return set(range(2 if call.op == "group_norm" else rank - len(call.attributes["normalized_shape"]), rank))
+
+
+def _build(site: Site) -> Kernel:
+    """The function itself where the rank has whole groups or vectors; otherwise the call adds up the statistics."""
     call, pick = site.call, by_role(site.call, "input", "weight", "bias")
-    source, eps = call.attributes["input"], call.attributes["eps"]
-    shape = site.graph.shape(source)
-    size, view = shape[1] // call.attributes["num_groups"], (-1, *[1] * (len(shape) - 2))
-    num_groups = len(site.parts(source, 1)) // size
-    axes = axes_along(site.layouts[source], _dims_of_groups(call, site.graph, site.layouts[source]))
-    group = site.groups.of(axes)
+    source, eps, is_group = call.attributes["input"], call.attributes["eps"], call.op == "group_norm"
+    shape, layout = site.graph.shape(source), site.layouts[source]
+    dims = sorted(_shared_dims(call, site.graph, layout))
+    local = tuple(len(site.parts(source, dim)) for dim in dims)
+    channels = len(site.parts(source, 1)) if is_group else 1
+    size = shape[1] // call.attributes["num_groups"] if is_group else 1  # channels of a group
+    view = (-1, *[1] * len(dims)) if is_group else local
+    holders = Holders.of(site, axes_along(layout, dims), dims, size)
 
     def alone(*tensors: Tensor) -> list[Tensor]:
         x, weight, bias = pick(tensors)
+        if call.op == "layer_norm":
+            return [F.layer_norm(x, local, weight, bias, eps)]
+        if call.op == "rms_norm":
+            return [F.rms_norm(x, local, weight, eps)]
         if x.numel() == 0:
             return [affine(x.clone(), weight, bias, view)]
-        return [F.group_norm(x, num_groups, weight, bias, eps)]
+        return [F.group_norm(x, channels // size, weight, bias, eps)]
 
-    if group is None:
+    if holders is None:
         return alone
-    membership, shares = _shares(site, source, axes, size)
-    sharing = Sharing(group, membership, shares, size * math.prod(shape[2:]))
+    is_centred = call.op != "rms_norm"
 
     def together(*tensors: Tensor) -> list[Tensor]:
         x, weight, bias = pick(tensors)
-        return [affine(_from_rows(Normalize.apply(_rows(x), sharing, eps), x), weight, bias, view)]
+        rows = x.reshape(math.prod(x.shape[: dims[0]]) // size, size * math.prod(local))
+        y = Normalize.apply(rows, holders, torch.finfo(x.dtype).eps if eps is None else eps, is_centred)
+        y = y.view(x.shape)
+        return [affine(y if y.stride() == x.stride() else torch.empty_like(x).copy_(y), weight, bias, view)]
 
     return Alone(together)
-
-
-def _shares(site: Site, source: str, axes: Axes, size: int) -> tuple[tuple[int, ...], tuple[tuple[float, ...], ...]]:
-    """The group of each of this rank's channels, among those that it and its partners have; each partner's shares."""
-    shape, layout = site.graph.shape(source), site.layouts[source]
-    parts = [
-        [layout.parts(dim, site.mesh, place, shape[dim]) for dim in range(1, len(shape))]
-        for place in site.mesh.group(site.coordinates, axes)
-    ]
-    numbers = sorted({channel // size for channels, *_ in parts for channel in channels})
-    total = size * math.prod(shape[2:])
-    shares = []
-    for channels, *rest in parts:
-        counts = Counter(channel // size for channel in channels)
-        elements = math.prod(map(len, rest))
-        shares.append(tuple(counts[number] * elements / total for number in numbers))
-    membership = tuple(numbers.index(channel // size) for channel in site.parts(source, 1))
-    return membership, tuple(shares)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """`x` as [samples, channels, elements], without a copy."""
-    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return x.permute(0, 2, 3, 1).flatten(1, 2).transpose(1, 2)
-    return x.flatten(2) if x.dim() > 2 else x[..., None]
-
-
-def _from_rows(y: Tensor, x: Tensor) -> Tensor:
-    """The result in the shape and memory format of `x`."""
-    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        y = y.transpose(1, 2).unflatten(1, x.shape[2:])
-        return y.permute(0, 3, 1, 2)
-    return y.view(x.shape)
-
-
-def _dims_of_groups(call: Call, graph: Graph, layout: Layout) -> set[int]:
-    """Rows and columns, and the channels where those of a group lie on several ranks."""
-    shape, split = graph.shape(call.attributes["input"]), layout.split(1)
-    size = shape[1] // call.attributes["num_groups"]
-    is_cut = split is not None and None in [groups_in(part, size) for part in split.parts]
-    return {*range(2, len(shape)), *([1] if is_cut else [])}
 
 
 def _vectors(call: TorchCall, op: str, **rest: Any) -> Recognized:
@@ -226,85 +154,22 @@ def _place_vectors(situation: Situation) -> Placed:
     return Placed(inputs, {call.outputs[0]: layout})
 
 
-def _build_vectors(site: Site) -> Kernel:
-    """The function itself where the rank has whole vectors; otherwise statistics are shared with other ranks."""
-    call, pick = site.call, by_role(site.call, "input", "weight", "bias")
-    source, eps, is_rms = call.attributes["input"], call.attributes["eps"], call.op == "rms_norm"
-    shape, layout = site.graph.shape(source), site.layouts[source]
-    dims = sorted(_dims_of_vectors(call, site.graph, layout))
-    local, total = tuple(len(site.parts(source, dim)) for dim in dims), math.prod(shape[dim] for dim in dims)
-    axes = axes_along(layout, dims)
-    group = site.groups.of(axes)
-
-    def alone(*tensors: Tensor) -> list[Tensor]:
-        x, weight, bias = pick(tensors)
-        return [F.rms_norm(x, local, weight, eps) if is_rms else F.layer_norm(x, local, weight, bias, eps)]
-
-    if group is None:
-        return alone
-    shares = tuple(
-        (math.prod(len(layout.parts(dim, site.mesh, place, shape[dim])) for dim in dims) / total,)
-        for place in site.mesh.group(site.coordinates, axes)
-    )
-    sharing = Sharing(group, (0,), shares, total)
-
-    def together(*tensors: Tensor) -> list[Tensor]:
-        x, weight, bias = pick(tensors)
-        vectors = x.reshape(math.prod(x.shape[: dims[0]]), 1, math.prod(local))
-        if is_rms:
-            y = _DivideByRms.apply(vectors, group, total, torch.finfo(x.dtype).eps if eps is None else eps)
-        else:
-            y = Normalize.apply(vectors, sharing, eps)
-        return [affine(y.view(x.shape), weight, bias, local)]
-
-    return Alone(together)
+def _numbers_of_vectors(call: Call, shape: Shape) -> int:
+    """Two for each vector that is normalized by itself."""
+    return 2 * math.prod(shape[: len(shape) - len(call.attributes["normalized_shape"])])
 
 
-def _num_vectors(call: Call, shape: Shape) -> int:
-    """How many vectors are normalized, each by itself."""
-    return math.prod(shape[: len(shape) - len(call.attributes["normalized_shape"])])
-
-
-def _dims_of_vectors(call: Call, graph: Graph, layout: Layout) -> set[int]:
-    """The dimensions that are normalized."""
-    rank = len(graph.shape(call.attributes["input"]))
-    return set(range(rank - len(call.attributes["normalized_shape"]), rank))
-
-
-class _DivideByRms(torch.autograd.Function):
-    """x / √(mean(x²) + eps) over vectors of `total` numbers, of which this rank has a part: [..., numbers]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, total: int, eps: float) -> Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
-        squares = exchanged(all_gather, wide.square().sum(-1, keepdim=True), group).sum(0)
-        inverse = (squares / total + eps).rsqrt()
-        y = (wide * inverse).to(x.dtype)
-        ctx.save_for_backward(y, inverse)
-        ctx.group, ctx.total = group, total
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        """dx = (dy − y·mean(dy·y)) / √(mean(x²) + eps)."""
-        y, inverse = ctx.saved_tensors
-        wide = gradient.to(inverse.dtype)
-        slope = all_reduce((wide * y).sum(-1, keepdim=True), ctx.group) / ctx.total
-        return ((wide - y * slope) * inverse).to(y.dtype), None, None, None
-
-
-_ALIKE: dict[str, Any] = {"keeps": keeps_input, "follows": True, "passes": 1.0, "whole_precision": frozenset({"cuda"})}
-_OF_VECTORS: dict[str, Any] = {"options": ("normalized_shape",), "shared_dims": _dims_of_vectors, **_ALIKE}
+_ALIKE: dict[str, Any] = {"keeps": keeps_input, "follows": True, "passes": 1.0, "shared_dims": _shared_dims}
+_ALIKE |= {"whole_precision": frozenset({"cuda"})}
+_OF_VECTORS: dict[str, Any] = {"options": ("normalized_shape",), **_ALIKE}
 
 OPERATIONS = (
     Operation(
         "group_norm",
-        by_channel,
+        _place_groups,
         {"group_norm": _group_norm, "instance_norm": _instance_norm},
-        _build_group_norm,
+        _build,
         options=("num_groups",),
-        shared_dims=_dims_of_groups,
         statistics=lambda call, shape: 2 * shape[0] * call.attributes["num_groups"],
         **_ALIKE,
     ),
@@ -312,17 +177,17 @@ OPERATIONS = (
         "layer_norm",
         _place_vectors,
         {"layer_norm": partial(_vectors, op="layer_norm", bias=None, eps=1e-5)},
-        _build_vectors,
-        statistics=lambda call, shape: 2 * _num_vectors(call, shape),
+        _build,
+        statistics=_numbers_of_vectors,
         **_OF_VECTORS,
     ),
     Operation(
         "rms_norm",
         _place_vectors,
         {"rms_norm": partial(_vectors, op="rms_norm", eps=None)},
-        _build_vectors,
+        _build,
         keeps_inside=1,
-        statistics=_num_vectors,
+        statistics=_numbers_of_vectors,
         **_OF_VECTORS,
     ),
 )

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from convoy.graph.graph import Recognized, Recognizer, TorchCall
 from convoy.ops.kernel import Kernel, Site, as_called
-from convoy.ops.layouts import operand
 from convoy.ops.operation import Operation, keeps_inputs
 from convoy.plans.layout import WHOLE, Layout, Split
 from convoy.plans.place import Placed, Situation
@@ -20,20 +19,9 @@ def _opaque(dims: tuple[int, ...]) -> Recognized | None:
 
 
 def _attention(call: TorchCall) -> Recognized | None:
-    """Scaled dot product attention of each sample and each head by itself, [..., length, channels]; keys, values or a
-    mask may be shared by several of them."""
-    arguments = call.bound(query=None, key=None, value=None, attn_mask=None)
-    names = [arguments[name] for name in ("key", "value", "attn_mask") if isinstance(arguments[name], str)]
-    query_shape, shapes = call.shape(arguments["query"]), [call.shape(name) for name in names]
-    if (
-        call.kwargs.get("enable_gqa")
-        or len(query_shape) != max(map(len, shapes))
-        or call.output[:-2] != query_shape[:-2]
-    ):
-        return None
-    shared = tuple(name for name, shape in zip(names, shapes, strict=True) if shape[:-2] != query_shape[:-2])
-    dims = tuple(range(len(query_shape) - 2))
-    return Recognized("opaque", {"independent": dims, "shared": shared}) if dims and shared else _opaque(dims)
+    """Scaled dot product attention of each sample and each head by itself, [..., length, channels]."""
+    shapes = {call.shape(name)[:-2] for name in call.operands}
+    return _opaque(tuple(range(len(call.output) - 2))) if shapes == {call.output[:-2]} else None
 
 
 def _along(name: str, place: int, last: bool = False) -> Recognizer:
@@ -70,25 +58,18 @@ def place(situation: Situation) -> Placed:
     call = situation.call
     splits = _independent(situation)
     layout = Layout.of(splits)
-    inputs = dict.fromkeys(call.inputs, layout)
-    for name in call.attributes.get("shared", ()):
-        inputs[name] = operand(splits, situation.shape(call.outputs[0]), situation.shape(name))
-    is_gathered = any(
-        situation.given[name].splits != inputs[name].splits for name in call.inputs if name in situation.given
-    )
+    is_gathered = any(situation.given[name].splits != layout.splits for name in call.inputs if name in situation.given)
     function = getattr(call.function, "__name__", str(call.function))
     what = "whole on every rank" if layout == WHOLE else "with some dimensions gathered"
     note = f"no rule for {function}: runs {what}" if is_gathered else ""
-    return Placed(inputs, dict.fromkeys(call.outputs, layout), note)
+    return Placed(dict.fromkeys(call.inputs, layout), dict.fromkeys(call.outputs, layout), note)
 
 
 def _independent(situation: Situation) -> dict[int, Split]:
-    """How the largest input is divided along the dimensions that all inputs and outputs share, except inputs that
-    several pieces share."""
+    """How the largest input is divided along the dimensions that all inputs and outputs share."""
     call = situation.call
-    names = [name for name in call.inputs if name not in call.attributes.get("shared", ())]
-    placed_names = [name for name in names if name in situation.given]
-    shapes = [situation.shape(name) for name in (*names, *call.outputs)]
+    placed_names = [name for name in call.inputs if name in situation.given]
+    shapes = [situation.shape(name) for name in (*call.inputs, *call.outputs)]
     if not placed_names:
         return {}
     splits = situation.given[max(placed_names, key=lambda name: math.prod(situation.shape(name)))].splits

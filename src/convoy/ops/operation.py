@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from convoy.graph.graph import Call, Graph, Recognizer, Value
-from convoy.ops.kernel import Kernel, Site, as_called
+from convoy.ops.kernel import Kernel, Part, Site, as_called
 from convoy.plans.layout import Layout
-from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import Placed, Situation
 
 Shape = tuple[int, ...]
@@ -47,7 +46,8 @@ def keeps_operands(call: Call, values: Mapping[str, Value]) -> Kept:
 
 @dataclass(frozen=True)
 class Operation:
-    """One kind of call: how it is recognized, divided and run, and what it costs.
+    """One kind of call: how it is recognized, divided and run, and what it costs. Calls name it by text, so that graphs
+    can be compared, printed and made by hand, and keys of the profile store stay valid.
 
     Only `name`, `place` and, for all but what the recorder itself records, `functions` must be given. The defaults are
     those of a call that does the same on a part as on the whole, is as fast as memory, and keeps nothing.
@@ -74,19 +74,16 @@ class Operation:
         is_slice: whether it reads no more than it gives.
         is_random: whether it draws random numbers.
         follows: whether drawings of a network show it in the box of the layer before.
-        operands: attributes that name its tensors in the order in which costs look at them; the others follow.
-        multiplications: multiply-adds of the forward pass, from the shapes of its operands and of its output, and
+        multiplications: multiply-adds of the forward pass, from the shapes of its inputs and of its output, and
             whether it is transposed; None where there are none to speak of.
         passes: how often a kernel goes over its output again, beyond once: rough, for the roofline alone.
         by_function: whether its time depends on the torch function that is called.
         by_arguments: whether its time depends on all arguments of the call.
         options: attributes of a call that decide about its time beside the local shapes.
-        local_options: further such options, which depend on the part of the rank; from the call, its layouts, the
-            graph, the mesh and the rank's coordinates.
+        local_options: further such options, which depend on the part of the rank.
         shared_dims: dimensions along which it needs statistics of the whole, so that ranks that divide them exchange
             them inside the call; None where there are none.
         statistics: how many numbers each rank exchanges for that, from the call and the local shape of its input.
-        sums_in_forward: whether the forward pass adds up numbers after the exchange, too.
         is_lowered: whether autocast has it compute in the lower precision.
         whole_precision: types of devices on which autocast keeps it in float32.
     """
@@ -102,15 +99,13 @@ class Operation:
     is_slice: bool = False
     is_random: bool = False
     follows: bool = False
-    operands: tuple[str, ...] = ()
     multiplications: Callable[[Sequence[Shape], Shape, bool], int] | None = None
     passes: float = 0.0
     by_function: bool = False
     by_arguments: bool = False
     options: tuple[str, ...] = ()
-    local_options: Callable[[Call, Placed, Graph, Mesh, Coordinates], dict[str, Any]] | None = None
+    local_options: Callable[[Part], dict[str, Any]] | None = None
     shared_dims: Callable[[Call, Graph, Layout], set[int]] | None = None
     statistics: Callable[[Call, Shape], int] | None = None
-    sums_in_forward: bool = False
     is_lowered: bool = False
     whole_precision: frozenset[str] = frozenset()

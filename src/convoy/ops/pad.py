@@ -1,10 +1,9 @@
 """Padding: constant padding of a divided dimension grows the parts at its ends."""
 
 import torch.nn.functional as F
-from torch import Tensor
 
 from convoy.graph.graph import Recognized, TorchCall
-from convoy.ops.kernel import Kernel, Site, as_called, flat_padding, guarded, taking
+from convoy.ops.kernel import Kernel, Site, as_called, flat_padding, guarded
 from convoy.ops.layouts import Follow, by_dim
 from convoy.ops.operation import Operation
 from convoy.plans.layout import Indices, Split, indices
@@ -21,7 +20,7 @@ def _pad(call: TorchCall) -> Recognized:
 
 
 def place(situation: Situation) -> Placed:
-    """Nothing is sent for constant padding, positive or negative; other modes need the padded dimensions whole."""
+    """Nothing is sent for constant padding; other modes, and negative padding, need the padded dimensions whole."""
     attributes = situation.call.attributes
     shape = situation.shape(attributes["input"])
 
@@ -29,8 +28,9 @@ def place(situation: Situation) -> Placed:
         pads = attributes["pads"][dim]
         if pads == (0, 0):
             return split, (dim, split)
-        if attributes["mode"] != "constant":
-            return f"{attributes['mode']} padding of a divided dimension: it is whole"
+        if attributes["mode"] != "constant" or min(pads) < 0:
+            kind = "negative" if min(pads) < 0 else attributes["mode"]
+            return f"{kind} padding of a divided dimension: it is whole"
         return split, (dim, Split(split.axes, tuple(padded(part, shape[dim], *pads) for part in split.parts)))
 
     return by_dim(situation, follow)
@@ -38,19 +38,13 @@ def place(situation: Situation) -> Placed:
 
 def ends(part: Indices, size: int, before: int, after: int) -> tuple[int, int]:
     """Padding at the two ends of a part: added rows go to the parts that hold the first and the last index."""
-    return max(before, 0) if 0 in part else 0, max(after, 0) if size - 1 in part else 0
-
-
-def remaining(part: Indices, size: int, before: int, after: int) -> Indices:
-    """Positions in a part of those of its indices that negative padding leaves."""
-    return indices(place for place, index in enumerate(part) if -before <= index < size + after)
+    return before if 0 in part else 0, after if size - 1 in part else 0
 
 
 def padded(part: Indices, size: int, before: int, after: int) -> Indices:
     """The indices in the padded tensor that go with a part of the tensor."""
     first, last = ends(part, size, before, after)
-    middle = [before + part[place] for place in remaining(part, size, before, after)]
-    return indices([*range(first), *middle, *range(before + size, before + size + last)])
+    return indices([*range(first), *(before + index for index in part), *range(before + size, before + size + last)])
 
 
 def _build(site: Site) -> Kernel:
@@ -60,18 +54,8 @@ def _build(site: Site) -> Kernel:
     shape = site.graph.shape(source)
     if not any(any(pads[dim]) for dim, _ in site.layouts[source].splits):
         return guarded(site, as_called(site))
-    parts = [site.parts(source, dim) for dim in range(len(shape))]
-    crops = [taking(dim, remaining(part, shape[dim], *pads[dim]), len(part)) for dim, part in enumerate(parts)]
-    paddings = [ends(part, shape[dim], *pads[dim]) for dim, part in enumerate(parts)]
-    flat = flat_padding(paddings)
-    value = call.attributes["value"] or 0.0
-
-    def kernel(x: Tensor) -> list[Tensor]:
-        for crop in crops:
-            x = crop(x)
-        return [F.pad(x, flat, value=value) if any(flat) else x]
-
-    return kernel
+    flat = flat_padding(ends(site.parts(source, dim), size, *pads[dim]) for dim, size in enumerate(shape))
+    return lambda x: [F.pad(x, flat, value=call.attributes["value"]) if any(flat) else x]
 
 
 OPERATIONS = (Operation("pad", place, {"pad": _pad}, _build, options=("mode",)),)

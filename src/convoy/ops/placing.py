@@ -14,6 +14,8 @@ from convoy.plans.place import Batch, Placed, PlacedCall, Placement, Situation, 
 from convoy.plans.plan import Plan
 from convoy.plans.transfer import transfer
 
+# Both need every operation, and operations need layouts, halos and collectives, which are above `graph` and `plans`. So
+# `graph.capture` takes the function that recognizes calls: a registry filled by imports would hang on their order.
 # `convoy.graph.capture` with the operations of Convoy: `capture(model, inputs, training=None, ...)`
 capture = partial(capture_by, recognize)
 
@@ -73,11 +75,9 @@ def work(graph: Graph) -> list[float]:
     for call in graph.calls:
         operation = OPERATIONS[call.op]
         num_written = 0 if operation.is_view else sum(prod(graph.shape(name)) for name in call.outputs)
-        operands = [call.attributes.get(name) for name in operation.operands]
-        shapes = [graph.shape(name) for name in operands if isinstance(name, str) and name in graph.values]
         count = 0
-        if operation.multiplications is not None and len(shapes) > 1:
-            output = graph.shape(call.outputs[0])
+        if operation.multiplications is not None and len(call.inputs) > 1:
+            shapes, output = [graph.shape(name) for name in call.inputs], graph.shape(call.outputs[0])
             count = operation.multiplications(shapes, output, bool(call.attributes.get("transposed")))
         durations.append(float(count + _WRITING * num_written))
     return durations

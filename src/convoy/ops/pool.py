@@ -1,21 +1,18 @@
 """Pooling: follows the layout of its input; rows and columns stay divided, with a halo where windows overlap."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall, Value, each
-from convoy.ops.constants import Constants
-from convoy.ops.kernel import Kernel, Site, as_called, guarded
+from convoy.ops.kernel import Kernel, Part, Site, as_called, flat_padding, guarded
 from convoy.ops.layouts import Follow, by_dim, spatial
 from convoy.ops.operation import Kept, Operation, keeps_input
 from convoy.plans.layout import Split
-from convoy.plans.mesh import Coordinates, Mesh
 from convoy.plans.place import Placed, Situation
 from convoy.plans.windows import Window, halo_split, output_split
 
@@ -54,7 +51,17 @@ def _pool(situation: Situation, linear: bool) -> Placed:
     divided over the same axes. Adaptive windows of different sizes need their rows whole, but an average over all rows
     is a partial sum over the ranks that divide them."""
     call = situation.call
-    windows, out_shape = windows_of(situation.graph, call), situation.shape(call.outputs[0])
+    windows, out_shape = _windows_of(situation.graph, call), situation.shape(call.outputs[0])
+    is_uneven = (
+        call.op == "avg_pool"
+        and not call.attributes["divisor_override"]
+        and any(
+            count != window.kernel
+            for window in windows.values()
+            if window is not None
+            for count in window.counts(range(window.output_size), call.attributes["count_include_pad"])
+        )
+    )
 
     def follow(dim: int, split: Split) -> Follow:
         if dim not in windows:
@@ -66,61 +73,55 @@ def _pool(situation: Situation, linear: bool) -> Placed:
             return f"dim {dim} is whole: its windows differ in size"
         if window.output_size < len(split.parts):
             return f"dim {dim} is whole: fewer output rows ({window.output_size}) than ranks ({len(split.parts)})"
+        if is_uneven:
+            return f"dim {dim} is whole: the call's windows are means over unequal numbers"
         result = output_split(window.output_size, situation.mesh, split.axes)
         return halo_split(window, result), (dim, result)
 
     return by_dim(situation, follow, linear)
 
 
-def windows_of(graph: Graph, call: Call) -> dict[int, Window | None]:
+def _windows_of(graph: Graph, call: Call) -> dict[int, Window | None]:
     """The window that slides over each spatial dimension; None where adaptive windows differ in size."""
     attributes = call.attributes
-    shape, out_shape = graph.shape(attributes["input"]), graph.shape(call.outputs[0])
-    if "output_size" in attributes:
-        dims = spatial(len(shape), len(attributes["output_size"]))
-        # output row i covers the rows from ⌊i·size/output_size⌋ to ⌈(i+1)·size/output_size⌉
-        sizes = {dim: (shape[dim], out_shape[dim]) for dim in dims}
-        return {
-            dim: None if output == 0 or size % output else Window(size, size // output, size // output)
-            for dim, (size, output) in sizes.items()
-        }
-    dims = spatial(len(shape), len(attributes["kernel"]))
+    sizes, out_sizes = graph.shape(attributes["input"]), graph.shape(call.outputs[0])
     windows: dict[int, Window | None] = {}
-    for index, dim in enumerate(dims):
-        kernel, stride, dilation = (attributes[name][index] for name in ("kernel", "stride", "dilation"))
-        padding = attributes["padding"][index]
-        windows[dim] = Window(shape[dim], kernel, stride, dilation, padding, padding, attributes["ceil_mode"])
+    num_spatial = len(attributes["output_size" if "output_size" in attributes else "kernel"])
+    for index, dim in enumerate(spatial(len(sizes), num_spatial)):
+        size, output = sizes[dim], out_sizes[dim]
+        if "output_size" in attributes:
+            # output row i covers the rows from ⌊i·size/output_size⌋ to ⌈(i+1)·size/output_size⌉
+            differ = output == 0 or size % output
+            windows[dim] = None if differ else Window(size, size // output, size // output)
+            continue
+        kernel, stride, dilation, padding = (
+            attributes[name][index] for name in ("kernel", "stride", "dilation", "padding")
+        )
+        windows[dim] = Window(size, kernel, stride, dilation, padding, padding, attributes["ceil_mode"])
     return windows
 
 
 def _build(site: Site) -> Kernel:
-    """The largest value of every window, which ignores padding, or the mean over as many elements as the whole call
-    counts."""
+    """The largest value of every window, which ignores padding, or the mean, which counts it where the call does."""
     windows, attributes = _windows(site), site.call.attributes
-    if not any(dim in windows for dim, _ in site.layouts[site.call.outputs[0]].splits):
+    if not _divides_rows(site):
         return guarded(site, as_called(site))
-    pad, crop, padding = _fitted(site, windows)
-    function, kernel, stride = getattr(F, f"{site.call.op}{len(windows)}d"), attributes["kernel"], attributes["stride"]
+    needs = [window.needed(site.rows(dim)) for dim, window in windows.items()]
+    pad = flat_padding([(need.before, need.after) for need in needs])
+    options = {"kernel_size": attributes["kernel"], "stride": attributes["stride"]}
+    outside = 0.0
     if site.call.op == "max_pool":
-        dilation = tuple(window.dilation for window in windows.values())
-        pool = partial(function, kernel_size=kernel, stride=stride, padding=padding, dilation=dilation)
-        outside, correct = -math.inf, None
-    else:
-        pool = partial(function, kernel_size=kernel, stride=stride, padding=padding, count_include_pad=True)
-        outside, correct = 0.0, _correction(site, windows)
-
-    def local(x: Tensor) -> list[Tensor]:
-        x = F.pad(x, pad, value=outside) if any(pad) else x
-        y = crop(pool(x))
-        return [y if correct is None else correct(y)]
-
-    return guarded(site, local)
+        options["dilation"], outside = attributes["dilation"], -math.inf
+    elif attributes["divisor_override"]:
+        options["divisor_override"] = attributes["divisor_override"]
+    pool = partial(getattr(F, f"{site.call.op}{len(windows)}d"), **options)
+    return guarded(site, lambda x: [pool(F.pad(x, pad, value=outside) if any(pad) else x)])
 
 
 def _build_adaptive(site: Site) -> Kernel:
     """On a rank's rows the windows are those of adaptive pooling again, to the rank's number of output rows. Where all
     rows are averaged, the rank's mean counts for the share of the rows that it has."""
-    source, output = site.call.attributes["input"], site.call.outputs[0]
+    source, output = site.call.attributes["input"], site.output
     shape, num_dims = site.local_shape(output), len(site.call.attributes["output_size"])
     size = shape[-num_dims:]
     layout = site.layouts[source]
@@ -143,79 +144,20 @@ def _build_adaptive(site: Site) -> Kernel:
     return guarded(site, pool)
 
 
-def _windows(site: Site) -> dict[int, Window]:
-    return {dim: window for dim, window in windows_of(site.graph, site.call).items() if window is not None}
+def _windows(part: Part) -> dict[int, Window]:
+    return {dim: window for dim, window in _windows_of(part.graph, part.call).items() if window is not None}
 
 
-def _output_rows(site: Site, dim: int) -> range:
-    rows = site.parts(site.call.outputs[0], dim)
-    assert isinstance(rows, range)
-    return rows
+def _divides_rows(part: Part) -> bool:
+    return any(dim in _windows(part) for dim, _ in part.layouts[part.output].splits)
 
 
-def _fitted(
-    site: Site, windows: Mapping[int, Window]
-) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor], tuple[int, ...]]:
-    """The padding before the call, the crop after it, and the padding left to torch, which is the same at both ends.
-    Where more padding at the end only adds windows at the end, torch pads, for that spares a copy of the input."""
-    pad: list[int] = []
-    padding, crops = [], []
-    for dim, window in windows.items():
-        output = _output_rows(site, dim)
-        need = window.needed(output)
-        is_even = need.after <= need.before <= window.kernel // 2 and len(need.rows) > 0
-        padding.append(need.before if is_even else 0)
-        pad = [0, 0, *pad] if is_even else [need.before, need.after, *pad]
-        local = Window(len(need.rows), window.kernel, window.stride, window.dilation, need.before, need.before)
-        if is_even and local.output_size > len(output):
-            crops.append((dim, len(output)))
-
-    def crop(y: Tensor) -> Tensor:
-        for dim, length in crops:
-            y = y.narrow(dim, 0, length)
-        return y
-
-    return tuple(pad), crop, tuple(padding)
-
-
-def _correction(site: Site, windows: Mapping[int, Window]) -> Callable[[Tensor], Tensor]:
-    """From means over full windows to means over as many elements as the whole call counts."""
-    attributes = site.call.attributes
-    volume, override = math.prod(attributes["kernel"]), attributes.get("divisor_override")
-    if override:
-        return lambda y: y * (volume / override)
-    num_dims = len(site.graph.shape(site.call.outputs[0]))
-    factors = []
-    for dim, window in windows.items():
-        counts = window.counts(_output_rows(site, dim), attributes["count_include_pad"])
-        if any(count != window.kernel for count in counts):
-            shape = [-1 if position == dim else 1 for position in range(num_dims)]
-            ratios = [window.kernel / count for count in counts]
-            factors.append(Constants(torch.tensor(ratios, dtype=torch.float64).reshape(shape)))
-    if not factors:
-        return lambda y: y
-
-    def correct(y: Tensor) -> Tensor:
-        dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
-        z = y
-        for factor in factors:
-            z = z * factor.like(y, dtype)
-        return z.to(y.dtype)
-
-    return correct
-
-
-def _options(call: Call, placed: Placed, graph: Graph, mesh: Mesh, place: Coordinates) -> dict[str, Any]:
+def _options(part: Part) -> dict[str, Any]:
     """The rank's own padding: the same at both ends, then the rest before and after."""
-    output, windows = placed.outputs[call.outputs[0]], windows_of(graph, call)
-    if not any(dim in windows for dim, _ in output.splits):
-        return {"padding": [(size, 0, 0) for size in call.attributes["padding"]]}
-    paddings = []
-    for dim, window in windows.items():
-        rows = output.parts(dim, mesh, place, graph.shape(call.outputs[0])[dim])
-        need = window.needed(rows) if window is not None and isinstance(rows, range) else None
-        paddings.append((0, need.before, need.after) if need else (0, 0, 0))
-    return {"padding": paddings}
+    if not _divides_rows(part):
+        return {"padding": [(size, 0, 0) for size in part.call.attributes["padding"]]}
+    needs = [window.needed(part.rows(dim)) for dim, window in _windows(part).items()]
+    return {"padding": [(0, need.before, need.after) for need in needs]}
 
 
 def _keeps_places(call: Call, values: Mapping[str, Value]) -> Kept:
@@ -223,39 +165,18 @@ def _keeps_places(call: Call, values: Mapping[str, Value]) -> Kept:
     return ((call.attributes["input"], 0), (call.outputs[0], 8))
 
 
-_OPTIONS = ("kernel", "stride", "dilation", "ceil_mode")
+def _pooling(op: str) -> Operation:
+    is_max, is_adaptive = op.endswith("max_pool"), op.startswith("adaptive")
+    recognize = partial(_recognize_adaptive if is_adaptive else _recognize, op=op)
+    return Operation(
+        op,
+        partial(_pool, linear=not is_max),
+        {f"{op}{n}d": partial(recognize, spatial=n) for n in (1, 2, 3)},
+        _build_adaptive if is_adaptive else _build,
+        keeps=_keeps_places if is_max else keeps_input,
+        options=() if is_adaptive else ("kernel", "stride", "dilation", "ceil_mode"),
+        local_options=None if is_adaptive else _options,
+    )
 
-OPERATIONS = (
-    Operation(
-        "max_pool",
-        partial(_pool, linear=False),
-        {f"max_pool{n}d": partial(_recognize, spatial=n, op="max_pool") for n in (1, 2, 3)},
-        _build,
-        keeps=_keeps_places,
-        options=_OPTIONS,
-        local_options=_options,
-    ),
-    Operation(
-        "avg_pool",
-        partial(_pool, linear=True),
-        {f"avg_pool{n}d": partial(_recognize, spatial=n, op="avg_pool") for n in (1, 2, 3)},
-        _build,
-        keeps=keeps_input,
-        options=_OPTIONS,
-        local_options=_options,
-    ),
-    Operation(
-        "adaptive_max_pool",
-        partial(_pool, linear=False),
-        {f"adaptive_max_pool{n}d": partial(_recognize_adaptive, spatial=n, op="adaptive_max_pool") for n in (1, 2, 3)},
-        _build_adaptive,
-        keeps=_keeps_places,
-    ),
-    Operation(
-        "adaptive_avg_pool",
-        partial(_pool, linear=True),
-        {f"adaptive_avg_pool{n}d": partial(_recognize_adaptive, spatial=n, op="adaptive_avg_pool") for n in (1, 2, 3)},
-        _build_adaptive,
-        keeps=keeps_input,
-    ),
-)
+
+OPERATIONS = tuple(map(_pooling, ("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool")))

@@ -4,6 +4,10 @@ For the gradient of its weight, a convolution or linear layer needs its input an
 schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2024) keep both and go on with the backward pass. Gradients of
 several parts of a batch are computed at once, so that each weight and its gradient are read and written once, which is
 most of the work for small parts of a batch in layers with many weights.
+
+Autograd could compute a part of any graph later, but keeps the whole graph of every part for it, and computes each
+part's gradients by themselves. A weight that is computed (a parametrization, a redistribution) keeps its gradient where
+it is: its own backward pass would run twice.
 """
 
 from collections import deque
@@ -53,9 +57,6 @@ class Weighted:
     input_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]  # from (gradient of the output, input, weight)
     # of weight and bias, from (gradient of the output, input, weight, whether there is a bias)
     weight_gradients: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
-    # the same, faster for several inputs like the first, from (first input, weight), while the weight is that one; may
-    # give None
-    prepare: "Callable[[Tensor, Tensor], Weighted | None] | None" = None
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,9 @@ class _Kept:
 
 
 class PostponedGradients:
-    """The weight gradients of an update that are still to be computed, of one part of the batch after the other. With
-    `prepares`, weights are prepared for all parts, which takes memory."""
+    """The weight gradients of an update that are still to be computed, of one part of the batch after the other."""
 
-    def __init__(self, prepares: bool = False) -> None:
-        self._prepares = prepares
-        self._prepared: dict[tuple[str, torch.Size, torch.dtype], Weighted] = {}
+    def __init__(self) -> None:
         self._parts: deque[dict[str, _Kept]] = deque()
         self._first = 0  # the part that comes first in there
         self._anchors: dict[torch.device, Tensor] = {}
@@ -89,8 +87,7 @@ class PostponedGradients:
         kind = x.device.type
         is_lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64  # which autocast leaves as it is
         dtype = torch.get_autocast_dtype(kind) if is_lowered else x.dtype
-        x = x.to(dtype)
-        layer, part = self._faster(call, layer, x, weight), self._parts[-1]
+        x, part = x.to(dtype), self._parts[-1]
 
         def keep(x: Tensor, gradient: Tensor) -> None:
             part[call] = _Kept(layer, weight, bias, x, gradient)
@@ -98,14 +95,6 @@ class PostponedGradients:
         # within a tuple, so that autograd does not see that they are inputs
         y: Tensor = _InputGradient.apply(x, self._anchor(x.device), (layer, weight, bias), keep)
         return y
-
-    def _faster(self, call: str, layer: Weighted, x: Tensor, weight: Tensor) -> Weighted:
-        if not self._prepares or layer.prepare is None:
-            return layer
-        key = call, x.shape, x.dtype
-        if key not in self._prepared:
-            self._prepared[key] = layer.prepare(x.detach(), weight.detach().to(x.dtype)) or layer
-        return self._prepared[key]
 
     def compute(self, last: int) -> list[Tensor]:
         """Compute the missing gradients of all parts up to `last`; the result is their weights and biases. This is a

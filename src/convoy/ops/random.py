@@ -29,7 +29,7 @@ def _build_random(site: Site) -> Kernel:
     call, context = site.call, site.context
     context.need_keys()
     value = site.graph.values[call.outputs[0]]
-    samples, key = site.parts(value.name, 0), layer_key(call.name)
+    samples, key = _samples(site, value.name), layer_key(call.name)
     local, count = site.local_shape(value.name), math.prod(value.shape[1:])
     draw, p = call.attributes["draw"], call.attributes["p"]
 
@@ -38,6 +38,12 @@ def _build_random(site: Site) -> Kernel:
         return [bernoulli(bits, p, value.dtype) if draw == "bernoulli" else uniform(bits, value.dtype)]
 
     return Alone(kernel)
+
+
+def _samples(site: Site, name: str) -> range | Constants:
+    """The positions in a pass of the samples that this rank holds of a value."""
+    samples = site.parts(name, 0)
+    return samples if isinstance(samples, range) else Constants(samples)
 
 
 def bernoulli(bits: Tensor, p: float, dtype: torch.dtype) -> Tensor:
@@ -91,7 +97,7 @@ def _build_dropout(site: Site) -> Kernel:
     shape = site.graph.shape(source)
     channels = call.attributes["channels"]
     dims = range(1, 2) if channels else range(1, len(shape))
-    samples, key = site.parts(source, 0), layer_key(call.name)
+    samples, key = _samples(site, source), layer_key(call.name)
     parts, sizes = [site.parts(source, dim) for dim in dims], [shape[dim] for dim in dims]
     whole = parts == [range(size) for size in sizes]
     elements = None if whole else Constants(positions(parts, sizes))

@@ -2,11 +2,13 @@
 
 Chen et al., "Training deep nets with sublinear memory cost" (2016). The calls that are recomputed are cut into
 stretches. Of a stretch only its inputs stay, and the backward pass begins by running it again. A redistribution always
-ends a stretch, so that what came from other ranks is among the inputs and is not sent again.
+ends a stretch, so that what came from other ranks is among the inputs and is not sent again: ranks would have to agree
+on the order of such messages while gradients travel. What is exchanged inside a layer is kept (`context.py`, `Rerun`).
 
 Where to cut is decided by the bytes of one pass: of all cuts, those are chosen whose peak is least, that is the largest
 sum, over the stretches, of all inputs up to there and of what is inside the one that runs again. For equal layers these
-are the √n stretches of the paper.
+are the √n stretches of the paper; but the bytes of ConvNets are in their first layers. They are found by bisection over
+the peak, with a dynamic program that keeps least under it: 10 ms for ResNet-18, 30 ms for GoogLeNet.
 """
 
 import fnmatch
@@ -162,7 +164,7 @@ def stretches(placement: Placement, tensors: KeptTensors | None = None) -> tuple
     """
     if not any(placed.call.recomputed for placed in placement.calls):
         return ()
-    return _Stretches(placement, tensors or KeptTensors(placement)).found
+    return _Stretches(placement, tensors or KeptTensors(placement)).stretches
 
 
 def kept_in(tensors: KeptTensors, calls: range) -> set[Kept]:
@@ -207,7 +209,7 @@ class _Stretches:
                 high, cuts = peak, lower_cuts
         assert cuts is not None
         self.cuts = cuts
-        self.found = tuple(stretch for stretch in cuts if self._frees(stretch))
+        self.stretches = tuple(stretch for stretch in cuts if self._frees(stretch))
 
     def _measure(self) -> None:
         """Add up the bytes of tensors by where they are made and needed."""

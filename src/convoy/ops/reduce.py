@@ -1,4 +1,4 @@
-"""Sums, means and maxima over dimensions."""
+"""Sums, means and maxima over dimensions, and softmax."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from convoy.graph.graph import Recognized, TorchCall
 from convoy.ops.kernel import Kernel, Site, as_called
 from convoy.ops.layouts import Follow, by_dim
-from convoy.ops.operation import Operation
+from convoy.ops.operation import Operation, keeps_output
 from convoy.plans.layout import Split
 from convoy.plans.place import Placed, Situation
 
@@ -23,15 +23,15 @@ def _reduce(call: TorchCall) -> Recognized | None:
     if dims is None or dims in ((), []):
         dims = tuple(range(rank))
     dims = (dims,) if isinstance(dims, int) else tuple(dims)
-    return Recognized(
-        "reduce",
-        {
-            "input": call.input,
-            "function": call.name,
-            "dims": tuple(sorted(dim % rank for dim in dims)),
-            "keepdim": bool(arguments["keepdim"]),
-        },
-    )
+    attributes = {"dims": tuple(sorted(dim % rank for dim in dims)), "keepdim": bool(arguments["keepdim"])}
+    return Recognized("reduce", {"input": call.input, "function": call.name, **attributes})
+
+
+def _softmax(call: TorchCall) -> Recognized | None:
+    dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
+    if dim is None or call.values[call.input].dtype != call.outputs[0].dtype:
+        return None
+    return Recognized("softmax", {"input": call.input, "dim": dim % len(call.output), "function": call.name})
 
 
 def place(situation: Situation) -> Placed:
@@ -48,6 +48,14 @@ def place(situation: Situation) -> Placed:
     return by_dim(situation, follow, is_linear)
 
 
+def _place_softmax(situation: Situation) -> Placed:
+    def follow(dim: int, split: Split) -> Follow:
+        is_mixed = dim == situation.call.attributes["dim"]
+        return "softmax over a divided dimension: it is whole" if is_mixed else (split, (dim, split))
+
+    return by_dim(situation, follow)
+
+
 def _build(site: Site) -> Kernel:
     """A mean over a divided dimension is the sum of the rank's part, divided by the number of all elements."""
     call = site.call
@@ -56,12 +64,11 @@ def _build(site: Site) -> Kernel:
     if not any(dim in dims for dim, _ in site.layouts[source].splits):
         return as_called(site)
     assert function in ("mean", "sum"), function
-    keepdim, dtype = call.attributes["keepdim"], call.kwargs.get("dtype")
-    count = math.prod(shape[dim] for dim in dims)
+    keepdim, count = call.attributes["keepdim"], math.prod(shape[dim] for dim in dims)
 
     def kernel(x: Tensor) -> list[Tensor]:
-        total = x.sum(dims, keepdim=keepdim, dtype=dtype)
-        return [total if function == "sum" else (total / count).to(dtype or x.dtype)]
+        total = x.sum(dims, keepdim=keepdim)
+        return [total if function == "sum" else (total / count).to(x.dtype)]
 
     return kernel
 
@@ -74,5 +81,16 @@ OPERATIONS = (
         _build,
         by_function=True,
         options=("dims", "keepdim"),
+    ),
+    Operation(
+        "softmax",
+        _place_softmax,
+        dict.fromkeys(("softmax", "log_softmax"), _softmax),
+        keeps=keeps_output,
+        follows=True,
+        passes=1.0,
+        by_function=True,
+        options=("dim",),
+        whole_precision=frozenset({"cuda"}),
     ),
 )

@@ -25,13 +25,12 @@ from convoy.ops import (
     reduce,
     shape,
     slices,
-    softmax,
 )
 from convoy.ops.operation import Operation
 
 _FILES = (
     *(batch_norm, slices, convolution, elementwise, norms, interpolate, linear, lrn, opaque),
-    *(pad, pool, random, reduce, shape, softmax),
+    *(pad, pool, random, reduce, shape),
 )
 
 OPERATIONS: dict[str, Operation] = {operation.name: operation for file in _FILES for operation in file.OPERATIONS}

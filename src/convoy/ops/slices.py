@@ -1,12 +1,12 @@
 """Parts of tensors, by basic indexing and in chunks, and joined ones: each rank keeps its indices and sends nothing."""
 
+import functools
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
-from convoy.graph.graph import Recognized, Ref, TorchCall
+from convoy.graph.graph import Call, Recognized, Ref, TorchCall
 from convoy.ops.kernel import Kernel, Site, taking
 from convoy.ops.layouts import Follow, agreed, by_dim, even
 from convoy.ops.operation import Operation
@@ -45,7 +45,7 @@ def _place_cat(situation: Situation) -> Placed:
     return Placed(inputs, {output: Layout.of({**target, dim: _joined_split(tuple(splits), sizes)})})
 
 
-@lru_cache(maxsize=1 << 12)
+@functools.lru_cache(maxsize=1 << 12)
 def _joined_split(splits: tuple[Split, ...], sizes: tuple[int, ...]) -> Split:
     """The split of the result: every rank has its parts of all operands, one after the other."""
     parts: list[list[int]] = [[] for _ in splits[0].parts]
@@ -66,7 +66,7 @@ def _axes_along(situation: Situation, names: tuple[str, ...], dim: int, used_axe
     return ()
 
 
-Range = tuple[int, int, int] | int
+Range = tuple[int, int, int] | int  # what is taken of a dimension: from, to and step, or a single index
 
 
 def _select(call: TorchCall, ranges: dict[int, Range]) -> Recognized:
@@ -115,18 +115,40 @@ def _one(call: TorchCall) -> Recognized | None:
     return _select(call, {dim: arguments["index"] % sizes[dim]})
 
 
-def _place_range(situation: Situation) -> Placed:
-    """Nothing is sent; a dimension from which a single index is selected is asked for whole."""
-    ranges = situation.call.attributes["ranges"]
+def _split(call: TorchCall) -> Recognized:
+    arguments = call.bound(input=None, pieces=None, dim=0)
+    dim = arguments["dim"] % len(call.shape(call.input))
+    sizes = tuple(output.shape[dim] for output in call.outputs)
+    return Recognized("split", {"input": call.input, "dim": dim, "sizes": sizes})
 
-    def follow(dim: int, split: Split) -> Follow:
-        if isinstance(ranges[dim], int):
-            return "one index of a divided dimension: it is whole"
-        out_dim = sum(not isinstance(selection, int) for selection in ranges[:dim])
-        parts = tuple(within(part, range(*ranges[dim])) for part in split.parts)
-        return split, (out_dim, Split(split.axes, parts))
 
-    return by_dim(situation, follow)
+def _ranges(call: Call, shape: tuple[int, ...]) -> list[tuple[Range, ...]]:
+    """What each output takes of every dimension."""
+    if call.op == "select":
+        return [call.attributes["ranges"]]
+    whole: list[Range] = [(0, size, 1) for size in shape]
+    dim, chunks = call.attributes["dim"], consecutive(call.attributes["sizes"])
+    return [(*whole[:dim], (chunk.start, chunk.stop, 1), *whole[dim + 1 :]) for chunk in chunks]
+
+
+def _place_ranges(situation: Situation) -> Placed:
+    """Nothing is sent, and a rank may be left with nothing; a dimension from which a single index is selected is asked
+    for whole."""
+    call = situation.call
+    source, outputs, placed = call.attributes["input"], {}, None
+    for name, ranges in zip(call.outputs, _ranges(call, situation.shape(source)), strict=True):
+
+        def follow(dim: int, split: Split, ranges: tuple[Range, ...] = ranges) -> Follow:
+            selection = ranges[dim]
+            if isinstance(selection, int):
+                return "one index of a divided dimension: it is whole"
+            out_dim = sum(not isinstance(before, int) for before in ranges[:dim])
+            return split, (out_dim, Split(split.axes, tuple(within(part, range(*selection)) for part in split.parts)))
+
+        placed = by_dim(situation, follow)
+        outputs[name] = placed.outputs[call.outputs[0]]
+    assert placed is not None
+    return Placed(placed.inputs, outputs, placed.note)
 
 
 def within(part: Indices, chosen: range) -> Indices:
@@ -139,61 +161,25 @@ def places(part: Indices, chosen: range) -> Indices:
     return indices(place for place, index in enumerate(part) if index in chosen)
 
 
-def _build_range(site: Site) -> Kernel:
+def _build_ranges(site: Site) -> Kernel:
     """Of each dimension the rank's own indices that are in the slice."""
-    call = site.call
-    source, ranges = call.attributes["input"], call.attributes["ranges"]
-    steps = [_step(dim, selection, site.parts(source, dim)) for dim, selection in enumerate(ranges)]
+    source = site.call.attributes["input"]
+    shape = site.graph.shape(source)
+    takers = [
+        [_taking(dim, selection, site.parts(source, dim)) for dim, selection in enumerate(ranges)]
+        for ranges in _ranges(site.call, shape)
+    ]
 
     def kernel(x: Tensor) -> list[Tensor]:
-        for step in reversed(steps):
-            x = step(x)
-        return [x]
+        return [functools.reduce(lambda y, take: take(y), reversed(steps), x) for steps in takers]
 
     return kernel
 
 
-def _step(dim: int, selection: int | tuple[int, int, int], part: Indices) -> Callable[[Tensor], Tensor]:
+def _taking(dim: int, selection: Range, part: Indices) -> Callable[[Tensor], Tensor]:
     if isinstance(selection, int):
         return lambda x: x.select(dim, selection)
     return taking(dim, places(part, range(*selection)), len(part))
-
-
-def _split(call: TorchCall) -> Recognized:
-    arguments = call.bound(input=None, pieces=None, dim=0)
-    dim = arguments["dim"] % len(call.shape(call.input))
-    sizes = tuple(output.shape[dim] for output in call.outputs)
-    return Recognized("split", {"input": call.input, "dim": dim, "sizes": sizes})
-
-
-def _place_chunks(situation: Situation) -> Placed:
-    """Nothing is sent; a rank may be left with nothing of some chunk."""
-    call = situation.call
-    source = call.attributes["input"]
-    layout = situation.given.get(source, Layout())
-    dim = call.attributes["dim"]
-    other_splits = {other_dim: split for other_dim, split in layout.splits if other_dim != dim}
-    split = layout.split(dim)
-    outputs = {}
-    for name, chunk in zip(call.outputs, consecutive(call.attributes["sizes"]), strict=True):
-        splits = dict(other_splits)
-        if split is not None:
-            splits[dim] = Split(split.axes, tuple(within(part, chunk) for part in split.parts))
-        outputs[name] = Layout.of(splits)
-    return Placed({source: Layout.of(dict(layout.splits))}, outputs)
-
-
-def _build_chunks(site: Site) -> Kernel:
-    """Of each chunk the rank's own indices."""
-    attributes = site.call.attributes
-    dim = attributes["dim"]
-    part = site.parts(attributes["input"], dim)
-    chunks = [taking(dim, places(part, chunk), len(part)) for chunk in consecutive(attributes["sizes"])]
-
-    def kernel(x: Tensor) -> list[Tensor]:
-        return [chunk(x) for chunk in chunks]
-
-    return kernel
 
 
 OPERATIONS = (
@@ -201,13 +187,13 @@ OPERATIONS = (
         "cat", _place_cat, dict.fromkeys(("cat", "concat", "concatenate"), _cat), gives_own=True, options=("dim",)
     ),
     Operation(
-        "select", _place_range, {"getitem": _getitem, "narrow": _narrow, "select": _one}, _build_range, is_slice=True
+        "select", _place_ranges, {"getitem": _getitem, "narrow": _narrow, "select": _one}, _build_ranges, is_slice=True
     ),
     Operation(
         "split",
-        _place_chunks,
+        _place_ranges,
         dict.fromkeys(("chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split"), _split),
-        _build_chunks,
+        _build_ranges,
         is_slice=True,
     ),
 )

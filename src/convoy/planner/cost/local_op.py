@@ -16,6 +16,7 @@ import torch
 from convoy.graph.graph import Call, Graph, Ref
 from convoy.graph.tree import leaves
 from convoy.ops import OPERATIONS
+from convoy.ops.kernel import Part
 from convoy.ops.memory import Readers, overwritten
 from convoy.ops.placing import sharing_axes
 from convoy.plans.layout import WHOLE, Layout
@@ -221,12 +222,11 @@ def local_op(
         return Operand(shape, dtype_name(value.dtype), role, gradient, adds)
 
     operation = OPERATIONS[call.op]
-    order = dict.fromkeys(call.attributes[key] for key in operation.operands if call.attributes.get(key))
-    inputs = tuple(operand(name, placed.placed.inputs[name]) for name in dict.fromkeys((*order, *call.inputs)))
+    inputs = tuple(operand(name, placed.placed.inputs[name]) for name in call.inputs)
     outputs = tuple(operand(name, placed.placed.outputs[name]) for name in call.outputs)
     options = {name: call.attributes.get(name) for name in operation.options}
     if operation.local_options is not None:
-        options |= operation.local_options(call, placed.placed, graph, mesh, place)
+        options |= operation.local_options(Part.of(placed, graph, mesh, place))
     if operation.shared_dims is not None:
         options["ranks"] = mesh.size(sharing_axes(call, placed.placed, graph))
     options = {name: _plain(value) for name, value in options.items()}

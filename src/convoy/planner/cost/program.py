@@ -104,9 +104,7 @@ def internal_messages(
     shape = op.inputs[call.inputs.index(source)].shape
     itemsize = max(4, graph.values[source].dtype.itemsize)
     size = operation.statistics(call, shape) * itemsize
-    summed: tuple[tuple[Collective, int], ...] = (("all_reduce", size),)
-    forward: tuple[tuple[Collective, int], ...] = (("exchange", peers * size),)
-    return InternalMessages(axes, forward + summed if operation.sums_in_forward else forward, summed)
+    return InternalMessages(axes, (("exchange", peers * size),), (("all_reduce", size),))
 
 
 def running_statistics(placement: Placement, batch_norm: BatchNorm) -> list[Message]:
