@@ -331,6 +331,20 @@ class Network:
             )
         return self.shapes[name][0], self.layouts[name]
 
+    def reduced(self, unreduced: frozenset[int] = frozenset()) -> list[tuple[nn.Parameter, Axes]]:
+        """This rank's parameters, each with the axes over which its gradient is added, in the order in which a forward
+        pass reads them, as far as that is known: backwards their gradients come, and are sent."""
+        parameters = dict(self.model.named_parameters())
+        with contextlib.suppress(CaptureError, ConvoyError):  # a network that cannot be captured
+            calls = self.example_placement(True).calls
+            used = dict.fromkeys(name for placed in calls for name in placed.call.inputs)
+            parameters = {name: parameters[name] for name in used if name in parameters} | parameters
+        return [
+            (parameter, tuple(sorted(self.layouts[name].copied - unreduced)))
+            for name, parameter in parameters.items()
+            if self.owns(name)
+        ]
+
     def owns(self, name: str) -> bool:
         """Whether this rank computes with a parameter, if only with a part of it."""
         return True

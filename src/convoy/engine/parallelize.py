@@ -221,10 +221,7 @@ def take_part(
         network = _network(model, parsed, groups, examples, form, options)
         network.check_hooks()
         _take_shards(network, examples[0].device, world)
-        parameters = dict(model.named_parameters())
-        network.reducer = GradientReducer(
-            [(parameters[n], tuple(sorted(network.layouts[n].copied))) for n in parameters if network.owns(n)], groups
-        )
+        network.reducer = GradientReducer(network.reduced(), groups)
     # in place, where DistributedDataParallel wraps: names and hooks stay those of the plain network, which never exists
     # twice
     model._convoy = network  # type: ignore[assignment]

@@ -56,12 +56,9 @@ class Exchange:
         self.is_due = False  # whether gradients of passes are there that no exchange has taken with it
         self._tree: TreeReducer | None = None
         self._local: LocalSgd | None = None
-        parameters = [(name, p, network.layouts[name]) for name, p in network.model.named_parameters()]
-        self._split = [(p, tuple(sorted(layout.split_axes))) for _, p, layout in parameters]
-        unreduced = frozenset(network.sample_axes if self.local_mean else ())
-        self._reduced = [
-            (p, tuple(sorted(layout.copied - unreduced))) for name, p, layout in parameters if network.owns(name)
-        ]
+        parameters = network.model.named_parameters()
+        self._split = [(p, tuple(sorted(network.layouts[name].split_axes))) for name, p in parameters]
+        self._reduced = network.reduced(frozenset(network.sample_axes if self.local_mean else ()))
         compression = torch.bfloat16 if recipe.parallel.gradient_compression == "bf16" else None
         if network.reducer is not None and (recipe.reproducible or compression or self.local_mean):
             network.reducer.remove()
