@@ -8,7 +8,7 @@ PIP_INSTALL := $(VENV)/bin/python -m pip install --disable-pip-version-check -c 
 demo: $(VENV)/demo.installed          ## train LeNet on 4,000 real digits, on 2 devices, and write a report
 	$(VENV)/bin/convoy train --recipe lenet-mnist --data mnist-mini --epochs 20 --devices 2
 
-test: $(VENV)/dev.installed           ## the quick tests of every subject, two at a time: three to five minutes
+test: $(VENV)/dev.installed           ## the quick tests of every subject, two at a time: three minutes
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not slow and not matrix"
 
 test-all: $(VENV)/dev.installed       ## every test but the largest networks
