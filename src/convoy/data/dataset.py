@@ -150,14 +150,14 @@ def _has(suffix: str) -> Callable[[Path], bool]:
 
 
 class _Format(NamedTuple):
-    is_in: Callable[[Path], object]  # a folder
+    is_in_folder: Callable[[Path], object]
     open: Callable[[Path, DataConfig, Progress | None], Opened]
-    suffix: str = ""  # of a file that may stand for the folder
+    file_suffix: str = ""  # of a file that may stand for the folder; `open` gets either
     is_split_by_name: bool = False
 
 
 # In the order in which they are looked for.
-_FORMATS = {
+FORMATS = {
     "pack": _Format(is_pack, lambda path, *_: Pack.open(path).contents()),
     "mnist": _Format(find_mnist, lambda path, *_: open_mnist(path)),
     "cifar": _Format(find_cifar, lambda path, *_: open_cifar(path)),
@@ -179,24 +179,24 @@ def open_files(
     if to_evaluate and path.is_dir() and config.format == "auto" and (folder := open_class(path)) is not None:
         return "class", folder
     kind = config.format if config.format != "auto" else _detect(path)
-    if path.is_file() and not _FORMATS[kind].suffix:
+    if path.is_file() and not FORMATS[kind].file_suffix:
         raise ConvoyError(
             f"{shown(path)} is a file, but data.format={kind} needs a folder: set data.path to its folder"
         )
     for option in ("train", "test", "image_column", "label_column"):
         is_column = option.endswith("column")
-        has_effect = kind == "parquet" if is_column else _FORMATS[kind].is_split_by_name and path.is_dir()
+        has_effect = kind == "parquet" if is_column else FORMATS[kind].is_split_by_name and path.is_dir()
         if getattr(config, option) is not None and not has_effect:
             raise ConvoyError(f"data.{option} would be ignored: {shown(path)} is read as {kind}; leave it out")
-    contents = _FORMATS[kind].open(path, config, progress)
+    contents = FORMATS[kind].open(path, config, progress)
     check_labels(path, contents)
     return kind, contents
 
 
 def _detect(path: Path) -> str:
     is_file = path.is_file()
-    for kind, form in _FORMATS.items():
-        if form.suffix == path.suffix != "" if is_file else form.is_in(path):
+    for kind, form in FORMATS.items():
+        if form.file_suffix == path.suffix != "" if is_file else form.is_in_folder(path):
             return kind
     if is_file:
         is_archive = path.suffix in (".gz", ".tgz", ".zip", ".xz")
