@@ -35,6 +35,7 @@ _FILES = (
 
 OPERATIONS: dict[str, Operation] = {operation.name: operation for file in _FILES for operation in file.OPERATIONS}
 _RECOGNIZERS = {name: find for operation in OPERATIONS.values() for name, find in operation.functions.items()}
+assert len(_RECOGNIZERS) == sum(len(operation.functions) for operation in OPERATIONS.values()), "two know one function"
 
 
 def recognize(call: TorchCall) -> Recognized:
