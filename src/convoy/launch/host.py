@@ -125,8 +125,8 @@ class HostWatch:
         self._counters, self._processes = self._count(), dict(self._list())
 
         def grown(kind: str, first: float | None = None) -> list[float]:
-            """By how much the counters of a kind have grown; new ones from `first`. Where these count, one that is lower
-            than before belongs to another thread or group of this name; idle time may become less by itself."""
+            """By how much the counters of a kind have grown; new ones from `first`: of such kinds one that is lower
+            than before belongs to another thread or group of this name. Idle time may become less by itself."""
             pairs = [
                 (number, begin.get(key, first)) for key, number in self._counters.items() if key.startswith(kind + " ")
             ]
