@@ -94,7 +94,7 @@ def run_ranks(
                 pipe, end = context.Pipe()
                 job = end, place, rank, _variables(rank, len(places), folder / "store"), quiet, function, args
                 # a daemon may not start processes that load pictures
-                process = context.Process(target=_serve, args=job, daemon=False)
+                process: BaseProcess = context.Process(target=_serve, args=job, daemon=False)
                 process.start()  # may be interrupted: what has not begun cannot be killed
                 processes.append(process)
                 end.close()
