@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import nullcontext
 from functools import partial
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,15 @@ def test_failures_have_reasons_and_the_standard_output_stays_clean(capfd: pytest
             run_ranks(fail, Places(0).of(1), how, seconds=1.0 if how == "hang" else 60.0)
     run_ranks(fail, Places(0).of(1), "not", quiet=True)
     assert capfd.readouterr().out == ""
+
+
+def test_an_interrupt_while_a_rank_starts_stays_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(process: ForkServerProcess) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ForkServerProcess, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(fail, Places(0).of(1), "not")
 
 
 STARTS_A_RANK = """

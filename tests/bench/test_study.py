@@ -67,6 +67,8 @@ def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
     for change, words in (
         (whole | {"schema": 99}, "schema 99"),
         (whole | {"sessions": [{"command": ""}]}, r"it has no sessions\[0\]\.started"),
+        (whole | {"machine": {}}, r"it has no machine\.machine"),
+        (whole | {"training": {}}, r"it has no training\.epochs"),
     ):
         with pytest.raises(ConvoyError, match=words):
             rewrite(tmp_path, change)  # type: ignore[arg-type]

@@ -55,3 +55,11 @@ def test_a_tree_is_split_by_a_seed_and_its_links_lead_nowhere_twice(tmp_path: Pa
     assert sorted(names(one.train, one.test)) == sorted(wanted)
     assert "2 of its 20 samples are held out" in one.notes[0]
     assert len(opened(root, validation_fraction=0.5).test) == 10
+
+
+def test_a_bad_picture_hides_no_other_size_wherever_it_lies(tmp_path: Path) -> None:
+    write_folder(tmp_path, num=60, width=28, height=28)
+    (tmp_path / "cat" / "003.jpg").write_bytes(b"no picture")
+    assert opened(tmp_path, bad_images="skip").image_size == 28
+    (tmp_path / "dog" / "031.jpg").write_bytes(encoded(picture(40, 30), "JPEG"))
+    assert opened(tmp_path, bad_images="skip").image_size == 224

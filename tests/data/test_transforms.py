@@ -45,6 +45,8 @@ def test_cutmix_labels_have_the_area_of_the_rectangle_and_a_microbatch_depends_o
     assert torch.equal(before, images()[2:])  # what was given is not changed
     other, _ = mixed([2, 4], [8, 10], **both)
     assert torch.equal(other[:2], together[:2]) and not torch.equal(other[2:], together[2:])
+    nothing, targets = mix(images()[:0], LABELS[:0], num_classes=5, config=MixConfig(**both), sizes=[], keys=[])
+    assert (len(nothing), targets.shape) == (0, (0, 5))  # a rank may have no samples in a pass
     kinds = [set(mixed([6], [key], **both)[0][1].unique().tolist()) <= {1.0, 4.0} for key in range(200)]
     assert 70 < sum(kinds) < 130  # a coin decides
 

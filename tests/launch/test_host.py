@@ -95,3 +95,5 @@ def test_all_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         OtherProcess("python3 train.py", 4_000_005, 1000 / load.wall_s),
     )
     assert load.run_cores == pytest.approx(2000 / load.wall_s)
+    made(machine, counters(3) | {"proc/stat": counters(2)["proc/stat"]})
+    assert (watch.read().others_cores or 0) > 1  # of two cores; the kernel lets waits for disks become less

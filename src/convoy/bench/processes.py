@@ -94,8 +94,9 @@ def run_ranks(
                 pipe, end = context.Pipe()
                 job = end, place, rank, _variables(rank, len(places), folder / "store"), quiet, function, args
                 # a daemon may not start processes that load pictures
-                processes.append(context.Process(target=_serve, args=job, daemon=False))
-                processes[-1].start()
+                process: BaseProcess = context.Process(target=_serve, args=job, daemon=False)
+                process.start()  # may be interrupted: what has not begun cannot be killed
+                processes.append(process)
                 end.close()
                 pipes.append(pipe)
             return _collect(pipes, processes, seconds, say or (lambda *_: None))

@@ -168,6 +168,12 @@ class TableOptions(Record):
 
 FORMAT, SCHEMA = "convoy-bench", 1
 NAME = "bench.json"
+# What pages and tables take from parts of the file that have no type of their own.
+_KEYS = {
+    "machine": ("machine", "cores", "torch"),
+    "study.recipe": ("batch", "microbatch", "microbatches", "reproducible", "data", "parallel"),
+    "training": ("epochs",),
+}
 _OF_THE_MACHINE = ("machine", "cores", "device", "gpus", "cuda", "torch", "convoy")
 
 
@@ -221,11 +227,16 @@ class Store(Record):
                 "the Convoy that wrote it"
             )
         try:
-            return Store.model_validate({**document, "path": path})
+            store = Store.model_validate({**document, "path": path})
+            parts_of = {"machine": store.machine, "study.recipe": store.study.recipe}
+            parts_of |= {} if store.training is None else {"training": store.training}
+            absent = [f"{name}.{key}" for name, part in parts_of.items() for key in _KEYS[name] if key not in part]
         except ValidationError as error:
             parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.errors()[0]["loc"])
-            absent = "".join(parts).lstrip(".")
-            raise ConvoyError(f"{path} is corrupt (it has no {absent}): remove it and measure again") from error
+            absent = ["".join(parts).lstrip(".")]
+        if absent:
+            raise ConvoyError(f"{path} is corrupt (it has no {absent[0]}): remove it and measure again")
+        return store
 
     def save(self) -> None:
         """Write the file, as a whole or not at all."""

@@ -218,6 +218,8 @@ def prepare(ask: Ask) -> Prepared:
         updates=ask.updates,
         warm_up=ask.warm_up,
     )
+    if (batch := study.batch_on(largest)) < largest:  # not after the rows on fewer devices were measured
+        raise ConvoyError(f"a batch of {batch} is too small for {largest} devices: raise --batch")
     return Prepared(recipe, study, rows, _machine(device), cluster)
 
 

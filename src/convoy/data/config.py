@@ -153,10 +153,18 @@ class DataConfig(_Section):
                 raise ValueError(
                     f"mean and std need one number for each channel (1 or 3), not {len(self.mean)} and {len(self.std)}"
                 )
+            if self.channels is not None and len(self.mean) != self.channels:
+                raise ValueError(f"mean and std have {len(self.mean)} numbers, but channels={self.channels}")
             if min(self.std) <= 0:
                 raise ValueError(f"std must be above 0, not {list(self.std)}")
         if self.test is not None and self.train is None:
             raise ValueError(f"test={self.test} needs train, which says what to train on beside it")
+        # Here, too, as a data set may take minutes to open, and a job is queued before that.
+        if self.image_size is not None and self.resize is not None and self.resize < self.image_size:
+            raise ValueError(f"resize={self.resize} is smaller than image_size={self.image_size}: there is no center")
+        for option in ("pca_noise", "rand_augment") if self.channels == 1 else ():
+            if getattr(self.augment, option):
+                raise ValueError(f"augment.{option} needs colors, but channels=1: leave it out or set channels=3")
         if (self.path == MNIST_MINI) != (self.format == MNIST_MINI) and self.format != "auto":
             raise ValueError(
                 f"path={self.path} and format={self.format} contradict each other: {MNIST_MINI} is both a path and "

@@ -160,7 +160,7 @@ def in_memory(
     """Height, width and channels of the pictures of all splits if they are small, of one size and few enough to keep in
     memory; and the decoded splits, none where pictures that cannot be read are to be skipped."""
     form = _common_form(sources.values())
-    decoded = []
+    decoded, is_whole = [], True
     for split, source in sources.items() if form is not None else ():
         assert form is not None
         pixels = np.zeros((len(source), *form), np.uint8)
@@ -170,14 +170,15 @@ def in_memory(
             except BadImage as reason:
                 if not skip_bad:
                     raise refusal(reason, source) from None
-                return form, []
+                is_whole = False  # the others still tell whether all have one size, wherever the bad one lies
+                continue
             if image.size != (form[1], form[0]):
                 return None, []
             pixels[sample] = np.asarray(in_channels(image, form[2])).reshape(form)
             if progress and (sample % _PROGRESS_EVERY == 0 or sample == len(source) - 1):
                 progress(f"decoding the {split} pictures", sample + 1, len(source))
         decoded.append(PixelSource(pixels, source.labels, source.name))
-    return form, decoded
+    return form, decoded if is_whole else []
 
 
 def _common_form(sources: Collection[EncodedSource]) -> tuple[int, int, int] | None:

@@ -202,7 +202,7 @@ def mix(
     """
     assert sum(sizes) == len(images) == len(labels) and len(sizes) == len(keys)
     targets = F.one_hot(labels, num_classes).to(images.dtype)
-    if not config.on:
+    if not config.on or not sizes:  # a rank may have no samples in a pass
         return images, targets
     pairs = zip(images.split(sizes), targets.split(sizes), keys, strict=True)
     mixed = [_mix_one(part, part_targets, config, key) for part, part_targets, key in pairs]

@@ -125,12 +125,16 @@ class HostWatch:
         self._counters, self._processes = self._count(), dict(self._list())
 
         def grown(kind: str, first: float | None = None) -> list[float]:
-            """By how much the counters of a kind have grown; new ones from `first`. One that is lower than before
-            belongs to another thread or group of this name."""
+            """By how much the counters of a kind have grown; new ones from `first`: of such kinds one that is lower
+            than before belongs to another thread or group of this name. Idle time may become less by itself."""
             pairs = [
                 (number, begin.get(key, first)) for key, number in self._counters.items() if key.startswith(kind + " ")
             ]
-            return [number - (before if before <= number else 0.0) for number, before in pairs if before is not None]
+            return [
+                number - (before if before <= number or first is None else first)
+                for number, before in pairs
+                if before is not None
+            ]
 
         cores, (wall,), (cpu,) = own_cores(), grown("wall"), grown("cpu")
         family = self._family(processes)
