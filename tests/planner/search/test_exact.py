@@ -1,16 +1,13 @@
 """The plan that is found against all plans, each placed and priced by itself; what comes with it; what people fix."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from convoy.errors import ConvoyError
 from convoy.planner.cost.prediction import most, rank_memory
 from convoy.planner.search import solve as solving
-from convoy.planner.search.elimination import Elimination, Table
 from convoy.planner.search.layers import Constraints
 from convoy.planner.search.prices import AXIS_STRATEGIES, meshes
 from convoy.planner.search.search import search
@@ -59,39 +56,6 @@ def test_no_plan_costs_less_and_none_that_is_about_as_fast_redistributes_less(
             assert seconds_of(job, placement, costs) == pytest.approx(best.seconds, rel=1e-12)
             simpler += best.seconds > least * (1 + 1e-9)
     assert simpler or not options, "no case in which the tolerance matters"
-
-
-def test_sums_over_variables_are_least_and_of_those_within_a_budget_fewest_count() -> None:
-    scopes = [(0, 1), (1, 2), (1, 3), (2, 3, 4), (4, 5), (5,), ()]
-    for seed in range(12):
-        draw = np.random.default_rng(seed)
-        sizes = {variable: int(draw.integers(1, 4)) for variable in range(6)}
-        shapes = [[sizes[variable] for variable in scope] for scope in scopes]
-        tables = [Table(scope, draw.random(shape)) for scope, shape in zip(scopes, shapes, strict=True)]
-        counts = [Table(s, draw.integers(0, 3, shape).astype(float)) for s, shape in zip(scopes, shapes, strict=True)]
-        every = []
-        for states in itertools.product(*(range(size) for size in sizes.values())):
-            at = [tuple(states[v] for v in scope) for scope in scopes]
-            sums = [sum(one.numbers[place] for one, place in zip(part, at, strict=True)) for part in (tables, counts)]
-            every.append((*sums, states))
-        (seconds, count, states), elimination = min(every), Elimination(tables, sizes, 1000)
-        assert elimination.least == pytest.approx(seconds)
-        assert tuple(elimination.assignment()[variable] for variable in sizes) == states
-        for variable, least in elimination.min_marginals().items():
-            target = [min(s for s, _, at in every if at[variable] == state) for state in range(sizes[variable])]
-            assert least == pytest.approx(target)
-        for budget in (seconds, 1.2 * seconds, 2 * seconds):
-            _, _, target = min((c, s, at) for s, c, at in every if s <= budget)
-            result = Elimination(tables, sizes, 10**6, counts, int(count)).assignment(budget * (1 + 1e-12))
-            assert tuple(result[variable] for variable in sizes) == target
-        assert Elimination(tables, sizes, 10**6, counts, 30).assignment(0.9 * seconds) is None
-    # variables that are settled are no dimensions: here are more of them than an array may have
-    draw, leaves = np.random.default_rng(0), range(1, 41)
-    tables = [Table((0, leaf), draw.random((3, 1))) for leaf in leaves]
-    sums = sum(table.numbers[:, 0] for table in tables)
-    result = Elimination(tables, {0: 3, **dict.fromkeys(leaves, 1)}, 1000)
-    assert result.assignment() == {0: int(sums.argmin()), **dict.fromkeys(leaves, 0)}
-    assert result.min_marginals()[0] == pytest.approx(sums)
 
 
 @pytest.mark.slow
