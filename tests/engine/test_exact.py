@@ -199,8 +199,8 @@ def processes_of_its_own():
 
 
 MATRIX = [(net, plan) for net in (*SMALL, *LARGE) for plan in PLANS]
-DEEP = [(net, "stage=2,sample=2") for net in ("resnet18", "resnet50", "densenet121", "googlenet", "unet")]
-DEEP += [(net, "stage=2,filter=2") for net in ("resnet50", "densenet121", "googlenet", "unet")]
+STAGED_NETS = [(net, "stage=2,sample=2") for net in ("resnet18", "resnet50", "densenet121", "googlenet", "unet")]
+STAGED_NETS += [(net, "stage=2,filter=2") for net in ("resnet50", "densenet121", "googlenet", "unet")]
 
 
 @pytest.mark.timeout(600)
@@ -208,7 +208,7 @@ DEEP += [(net, "stage=2,filter=2") for net in ("resnet50", "densenet121", "googl
     ("net", "plan"),
     [
         pytest.param("resnet18", MIXED["resnet18"], marks=pytest.mark.slow),
-        *(pytest.param(*pair, marks=pytest.mark.matrix) for pair in (*MATRIX, *DEEP)),
+        *(pytest.param(*pair, marks=pytest.mark.matrix) for pair in (*MATRIX, *STAGED_NETS)),
     ],
     ids=str,
 )

@@ -192,8 +192,8 @@ def results(
         assert y.stride() == leaves["x"].stride()
         y = y if inside or is_last else (y + leaves.get("residual", 0.0)).relu()
         y.backward(gradient.to(device, dtype))
-    found = {"y": y.detach(), "terms": terms} | {f"{name}.grad": leaf.grad for name, leaf in leaves.items()}
-    return {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
+    numbers = {"y": y.detach(), "terms": terms} | {f"{name}.grad": leaf.grad for name, leaf in leaves.items()}
+    return {name: tensor.cpu() for name, tensor in numbers.items() if tensor is not None}
 
 
 def layouts(shape: tuple[int, ...]) -> tuple[bool, ...]:
@@ -203,13 +203,15 @@ def layouts(shape: tuple[int, ...]) -> tuple[bool, ...]:
 
 def test_all_at_once_is_one_after_the_other() -> None:
     cases = [(sizes, shape, inner) for sizes in SIZES.values() for shape in SHAPES.values() for inner in layouts(shape)]
-    few = [((4, 4, 3), (6, 5, 4), inner, after) for inner, after in ((False, "bare"), (True, "relu"), (False, "sum"))]
-    for case in (*cases, *few):
+    variants = [
+        ((4, 4, 3), (6, 5, 4), inner, after) for inner, after in ((False, "bare"), (True, "relu"), (False, "sum"))
+    ]
+    for case in (*cases, *variants):
         compare(results(*case, way="torch"), results(*case))
     with pytest.raises(AssertionError):  # the control: statistics of the whole pass
         compare(results((9,), (6, 5, 4)), results((3, 3, 3), (6, 5, 4)))
     interpreted.kernels()
-    for case in (*few, ((3, 3, 3), (6, 5, 4), True), ((3, 5, 3), (6,), False), ((20, 20, 11), (5, 13, 11), True)):
+    for case in (*variants, ((3, 3, 3), (6, 5, 4), True), ((3, 5, 3), (6,), False), ((20, 20, 11), (5, 13, 11), True)):
         compare(results(*case, way="triton"), results(*case))
 
 

@@ -58,9 +58,9 @@ def gradients(layer: nn.Conv2d, low: torch.dtype | None, postponed: PostponedGra
 def test_postponed_gradients_are_added_up_in_the_precision_of_the_weight() -> None:
     torch.manual_seed(0)
     layer, low = nn.Conv2d(4, 8, 3, padding=1), torch.bfloat16
-    exact, *rounded = (gradients(layer, *how) for how in ((None, None), (low, None), (low, PostponedGradients())))
+    reference, *trials = (gradients(layer, *how) for how in ((None, None), (low, None), (low, PostponedGradients())))
     at_once, later = (
-        max(((a - b).norm() / b.norm()).item() for a, b in zip(some, exact, strict=True)) for some in rounded
+        max(((a - b).norm() / b.norm()).item() for a, b in zip(trial, reference, strict=True)) for trial in trials
     )
     assert at_once > 1e-4 and later < 1.2 * at_once
 

@@ -210,12 +210,12 @@ def test_a_given_plan_is_predicted_without_its_input_where_all_of_it_is_known(tm
     remember(store, DEVICE, 2, "sgd", replace(costs, input=HostCost(per_sample=1.0)))
     placement = workload.place(plan)
     ops = {local_op_of(workload, placement, placed, rank) for rank in (0, 1) for placed in placement.calls}
-    first, *others = [op for op in ops if op.op not in VIEWS and not op.is_empty]
+    first, *rest = [op for op in ops if op.op not in VIEWS and not op.is_empty]
 
     def again(device: Device = DEVICE, optimizer: str = "sgd") -> Scored | None:
         return recalled(ProfileStore(tmp_path), device, optimizer, plan, placement, 1)
 
-    store.put(DEVICE, {op: by_flops(op) for op in others})
+    store.put(DEVICE, {op: by_flops(op) for op in rest})
     assert again() is None
     store.put(DEVICE, {first: by_flops(first)}, "run")
     assert again(optimizer="adam") is again(replace(DEVICE, threads=2)) is None

@@ -133,9 +133,9 @@ def messages(plan: str) -> tuple[list[Any], ...]:
 
 def test_predicted_messages_are_those_of_the_engine_in_their_order() -> None:
     for plan in ("sample=2", "owt=2"):
-        for sent, predicted, control in run_ranks(messages, 2, plan):
-            assert sent == predicted and len(sent) > 1
-            assert plan != "sample=2" or sent != control  # the first layers' gradients first
+        for engine, prediction, control in run_ranks(messages, 2, plan):
+            assert engine == prediction
+            assert plan == "owt=2" or (len(engine) > 1 and engine != control)  # the first layers' gradients first
 
 
 ONE = 4 * 64 * 64
