@@ -17,11 +17,7 @@ from convoy.comm.groups import Groups
 from convoy.comm.joining import leave
 from convoy.comm.memory import NEEDS_LESS
 from convoy.comm.position import current
-from convoy.comm.ranks import (
-    Ranks,
-    from_json,
-    to_json,
-)
+from convoy.comm.ranks import Ranks, from_json, to_json
 from convoy.errors import ConvoyError, RankFailedError, TooLargeError
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan

@@ -17,6 +17,7 @@ from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.network import Network, network_of
 from convoy.engine.uncaptured import drawing
 from convoy.ops.memory import Readers
+from convoy.ops.postponed import PostponedGradients
 from convoy.ops.random_bits import drop, fold, layer_key
 from convoy.training.division import divide
 from small_nets import SMALL_NETS
@@ -233,6 +234,11 @@ def _other_seeds(net: nn.Module) -> None:
     network_of(net).context.seed += dist.get_rank()
 
 
+def _three_parts(gradients: PostponedGradients, last: int, compute: Any = PostponedGradients.compute) -> Any:
+    """The weight gradients of the first three parts alone."""
+    return compute(gradients, min(last, 2))
+
+
 SABOTAGES: dict[str, Callable[..., object]] = {
     "": lambda net: None,
     "local batch norm": lambda net: setattr(network_of(net).context, "batch_norm", "local"),
@@ -240,5 +246,6 @@ SABOTAGES: dict[str, Callable[..., object]] = {
     "missing gradient sum": lambda net: network_of(net).reducer.remove(),
     "wrong dropout key": _other_seeds,
     "careless overwriting": lambda net: setattr(Readers, "is_spare", lambda *_: True),
+    "missing weight gradients": lambda net: setattr(PostponedGradients, "compute", _three_parts),
 }
 """Ways to break the engine on purpose, every one of which must be noticed."""

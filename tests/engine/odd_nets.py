@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from plans.made_graph import Does
+
 Work = Callable[["Layers", Tensor], Any]
 
 
@@ -38,7 +40,7 @@ COUPLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "flip": lambda x: x + x.flip(0),
     "gram": lambda x: x + 0.1 * (x @ x.t()) @ x,
     "size": lambda x: x * x.shape[0],
-    "first": lambda x: x - x[:1],
+    "layer norm": lambda x: x + F.layer_norm(x, x.shape),
     "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
     "einsum": lambda x: x + 0.1 * torch.einsum("bi,bj,cj->ci", x, x, x),
 }
@@ -129,21 +131,10 @@ def _training_heads(net: Layers, x: Tensor) -> Any:
     return (first, net.fc(x.mean((2, 3)))) if net.training else first
 
 
-class Calls(nn.Module):
-    """A function of torch as a layer."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
 def complex_between() -> nn.Module:
     """A call whose result stages cannot send, and one that makes it sendable again."""
     net = Layers(lambda net, x: net.last(net.plain(net.strange(net.conv(x)))).mean((2, 3)))
-    net.strange, net.plain = Calls(torch.fft.fft2), Calls(torch.abs)
+    net.strange, net.plain = Does(torch.fft.fft2), Does(torch.abs)
     return net
 
 

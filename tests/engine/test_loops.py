@@ -87,21 +87,6 @@ def parts_of_the_loss(plan: str) -> Pair:
     return found[0], found[1] if plan == "sample=2" else 1.0
 
 
-def running(plan: str, mode: Any) -> Pair:
-    """The running variance beside that of whole batches, or of each rank's half; the other one is the other."""
-    net, mine = ranks_net(plan, batch_norm=mode)
-    whole, halves = small(), [small(), small()]
-    for _ in range(2):
-        net(IMAGES[mine]).sum().backward()
-        for each, images in zip((whole, *halves), (IMAGES, IMAGES[:4], IMAGES[4:]), strict=True):
-            each(images)
-    got = convoy.state_dict(net)
-    assert got["1.num_batches_tracked"] == 2
-    mean = sum(each[1].running_var for each in halves) / 2
-    first, second = ((got["1.running_var"] - want).abs().max().item() for want in (whole[1].running_var, mean))
-    return (second, first) if mode == "local" else (first, second)
-
-
 def accumulated(plan: str, sizes: tuple[int, ...] = (5, 3, 4)) -> Pair:
     """Two updates' worth of batches, exchanged once; in the other case nothing is."""
     found = []
@@ -123,8 +108,6 @@ BODIES: list[tuple[Callable[..., Pair], list[str], tuple[Any, ...]]] = [
     (called, ["serial", "sample=2", "filter=2"], ()),
     (cast, ["sample=2", "filter=2"], ()),
     (parts_of_the_loss, ["sample=2", "filter=2", "owt=2"], ()),
-    (running, ["filter=2"], ("microbatch",)),  # a pass is one microbatch
-    (running, ["sample=2"], ("local",)),
     (accumulated, ["sample=2", "owt=2", "serial"], ()),
     (accumulated, ["sample=2"], ((1, 4, 1),)),
 ]
@@ -174,40 +157,6 @@ def test_networks_feed_each_other() -> None:
         assert min(run_ranks(chained, 2, "sample=2", 4, False, False)) > 0.1, "shares count twice"
     finally:
         replace_processes()  # their `undo_scale` is another one
-
-
-def lasso(weights: dict[str, Tensor]) -> Tensor:
-    return torch.stack([weight.abs().sum() for weight in weights.values()]).sum()
-
-
-def of_other_shapes(how: str, plan: str = "sample=2") -> None:
-    """Loops that are right: nothing is to be said of them, and nothing of them is kept."""
-    net, mine = ranks_net(plan)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(net, mine) + (loss_of(net, mine) if how == "two passes" else 0)
-        if how == "penalties":
-            loss = loss + convoy.penalty(net, lasso) + convoy.penalty(net, lasso)
-        loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        return loss
-
-    for _ in range(6):
-        if how == "closure":
-            optimizer.step(closure)
-            assert all(type(v) is Tensor for state in optimizer.state.values() for v in state.values())
-        else:
-            closure()
-            optimizer.step()
-
-
-@pytest.mark.slow
-def test_loops_of_other_shapes_are_let_alone() -> None:
-    run_ranks(of_other_shapes, 2, "penalties")
-    run_ranks(of_other_shapes, 2, "closure", "filter=2")
-    run_ranks(of_other_shapes, 2, "two passes", "stage=2")
 
 
 def looked_into() -> None:

@@ -1,4 +1,4 @@
-"""What lets several microbatches run in one pass is seen in a network; dropout follows the samples."""
+"""What lets several microbatches run in one pass is seen in a network."""
 
 import copy
 from collections.abc import Callable
@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convoy.engine import StepContext
-from convoy.engine.coupling import CPU_BUDGET, Probe, probe
-from convoy.ops.random_bits import drop
+from convoy.engine.coupling import probe
 
 CPU = torch.device("cpu")
 
@@ -78,27 +76,3 @@ def test_a_probe_sees_what_a_merged_pass_would_change_and_changes_nothing() -> N
     layer = nn.Dropout(0.1)
     for second, draws in ((layer, True), (nn.Dropout(0.1), False)):  # a layer that runs twice
         assert probe(Net(nn.Sequential(layer, nn.ReLU(), second)), (3, 8, 8), CPU).draws == draws
-
-
-def test_a_pass_keeps_a_part_of_the_memory() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.Sigmoid(), nn.Flatten(), nn.Linear(1024, 2))
-    kept = (3 * 64 + 16 * 64) * 4  # the convolution's input; the sigmoid's output, which is the linear layer's input
-    assert probe(model, (3, 8, 8), CPU).bytes_per_sample == kept
-    found, sizes = Probe(separable=True, draws=False, bytes_per_sample=2**20), (8,) * 100
-    assert [found.merge(sizes, CPU, memory) * 2**23 for memory in (2.0**31, 2.0**40)] == [2**28, CPU_BUDGET]
-    assert found.merge(sizes, CPU, 2.0**20) == 1
-
-
-def test_dropout_drops_its_share_scales_the_rest_and_follows_the_samples() -> None:
-    for channels, shape in ((False, (64, 2000)), (True, (64, 400, 2, 2))):
-        context, x, masks = StepContext(seed=5, draws=True), torch.ones(shape, requires_grad=True), []
-        for start, number in ((0, 64), (32, 32), (0, 32)):
-            context.enter(3, start, (number,), CPU)
-            masks.append(drop(x[:number], context.keys, 7, 0.4, channels))
-        y = masks[0].detach()
-        masks[0].sum().backward()
-        assert torch.equal(y, x.grad) and abs((y == 0).double().mean().item() - 0.4) < 0.02
-        assert torch.allclose(y[y != 0], torch.tensor(1 / 0.6))
-        assert torch.equal(y.flatten(2).amin(-1), y.flatten(2).amax(-1)) if y.ndim > 2 else True  # whole channels
-        assert torch.equal(y[32:], masks[1]), "half of a batch has the masks of the whole"
-        assert not torch.equal(y[32:], masks[2]), "other samples, other masks"

@@ -27,15 +27,6 @@ class Options:
     powers: list[float] = field(default_factory=lambda: [1.0, 2.0])
 
 
-class Scale:
-    """An object whose method is a hook."""
-
-    by = 1.0
-
-    def hook(self, layer, inputs, output):
-        return output * self.by
-
-
 class Net(nn.Module):
     offset = 0.0
 
@@ -46,8 +37,7 @@ class Net(nn.Module):
         self.b, self.extra = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 1)
         self.out = nn.Linear(6, 4)
         self.temperature, self.branch, self.options = 1.0, False, Options()
-        self.mask, self.scale, self.note = torch.ones(6, 1, 1), Scale(), 0
-        self.act.register_forward_hook(self.scale.hook)
+        self.mask, self.note = torch.ones(6, 1, 1), 0
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,7 +103,6 @@ CHANGES: dict[str, Act] = {
     "object": later(lambda net: setattr(net.options, "scale", 0.5)),
     "tensor in place": later(lambda net: net.mask[:3].zero_()),
     "hook": later(lambda net: net.b.register_forward_hook(lambda layer, inputs, output: output.sin() * 3)),
-    "object of a hook": later(lambda net: setattr(net.scale, "by", 2.0)),
     "forward of a layer": later(lambda net: setattr(net.act, "forward", torch.tanh)),
     "forward of the network": later(
         lambda net: setattr(net, "forward", lambda x: net.out(net.b(net.bn(net.a(x))).mean((2, 3))))

@@ -78,10 +78,6 @@ def changed(change: Callable[[Any], object]) -> Script:
     return script
 
 
-def made(net: Callable[[], nn.Module], example: Any = EXAMPLE, **options: Any) -> Script:
-    return lambda plan: convoy.parallelize(net(), plan, example, **options)
-
-
 def unfrozen(plan: str) -> None:
     net = small()
     net[0].requires_grad_(False)
@@ -117,8 +113,7 @@ def checkpointed(plan: str) -> None:
     checkpoint(ranks_net(plan)[0], IMAGES.clone().requires_grad_(), use_reentrant=False).sum().backward()
 
 
-NORM = lambda **options: lambda: base(lambda: nn.BatchNorm2d(6, **options)).double()  # noqa: E731
-OUTSIDE, WRONG_SIZE = "outside of the network.*convoy.penalty", torch.zeros(2, 3, 8, 8, dtype=torch.float64)
+OUTSIDE = "outside of the network.*convoy.penalty"
 MISTAKES: dict[str, list[tuple[Script, str]]] = {
     "sample=2": [
         (penalized(lambda net: 1e-6 * net[5].bias.abs().sum()), OUTSIDE),
@@ -144,11 +139,14 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
         (checkpointed, "activation checkpointing around a parallelized network"),
     ],
     "height=2": [
-        (lambda plan: ranks_net(plan)[0](WRONG_SIZE[..., rank() :]), "must pass images of the same size and type"),
+        (lambda plan: ranks_net(plan)[0](EXAMPLE[..., rank() :]), "must pass images of the same size and type"),
     ],
     "stage=2": [
         (penalized(lambda net: 1e-4 * sum((p**2).sum() for p in net.parameters()), before=True), OUTSIDE),
-        (made(NORM(), microbatches=2), r"batch norm over the global batch .*microbatches=1 .*batch_norm='microbatch'"),
+        (
+            lambda plan: ranks_net(plan, microbatches=2),
+            "batch norm over the global batch .*microbatches=1 .*batch_norm='mic",
+        ),
     ],
 }
 """By plan for two ranks: what a script does under it, and what is said on every rank."""

@@ -4,34 +4,17 @@ import copy
 import re
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import build, distance, relative, worst_gradient
+from exactness import build, relative, worst_gradient
 from torch import Tensor, nn
 
 import convoy
 from convoy.engine.network import network_of
 from convoy.engine.stages import StagedNetwork
-from convoy.ops.postponed import PostponedGradients
 from ranks import RankFailed, run_ranks
-
-
-def without_those_of_the_last_part(
-    self: PostponedGradients, last: int, compute: Any = PostponedGradients.compute
-) -> Any:
-    return compute(self, min(last, 2))
-
-
-def broken() -> dict[str, float]:
-    with patch.object(PostponedGradients, "compute", without_those_of_the_last_part):
-        return distance("branches", "stage=2", batches=(9, 7), microbatches=4, schedule="zero-bubble")
-
-
-def test_missing_weight_gradients_are_noticed() -> None:
-    assert any(run_ranks(broken, 2))
 
 
 def passes_of_many_kinds(plan: str, parts: int, returns_memory: bool = False) -> float:
@@ -62,25 +45,8 @@ def passes_of_many_kinds(plan: str, parts: int, returns_memory: bool = False) ->
     return worst
 
 
-def two_networks_in_turns() -> float:
-    """The worst difference from one device of two networks that go through the same process group."""
-    plain = [build("chain")[0] for _ in range(2)]
-    x, y, worst = torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(0, 6, (8,)), 0.0
-    nets = [convoy.parallelize(copy.deepcopy(each), "stage=2", x[:4], microbatches=2, checks=False) for each in plain]
-    for _ in range(3):
-        for net, each in zip(nets, plain, strict=True):
-            for _ in range(2):
-                net.zero_grad(), each.zero_grad()
-                convoy.forward_backward(net, x, y, F.cross_entropy)
-                F.cross_entropy(each(x), y).backward()
-                worst = max(worst, worst_gradient(net, each))
-    return worst
-
-
 @pytest.mark.slow
-def test_passes_of_other_kinds_and_networks_may_follow() -> None:
-    for found in run_ranks(two_networks_in_turns, 2):
-        assert found < 1e-12, found
+def test_passes_of_other_kinds_may_follow() -> None:
     for plan, parts, returns_memory in (("stage=2", 4, False), ("stage=3", 2, True)):
         assert max(run_ranks(passes_of_many_kinds, int(plan[-1]), plan, parts, returns_memory)) < 1e-12, plan
 
@@ -114,12 +80,7 @@ def both(first: str, args: tuple[Any, ...] = (IMAGES[:4],), **options: Any) -> t
 
 def gradients_come_and_go() -> list[float]:
     nets, worst = both("stem"), []
-    for layer, frozen, of_input in [
-        ("", False, False),
-        ("", False, True),
-        ("stem", True, False),
-        ("stem", False, True),
-    ]:
+    for layer, frozen, of_input in (("", 0, False), ("", 0, True), ("stem", 1, False), ("stem", 0, True)):
         inputs = [IMAGES.clone().requires_grad_(of_input) for _ in nets]
         for net, own in zip(nets, inputs, strict=True):
             net.zero_grad()
@@ -157,12 +118,11 @@ def test_what_a_loop_asks_of_a_pass_may_change(loop: Callable[[], list[float]]) 
 
 def changes_its_mind() -> None:
     passes = iter(range(8))
-    convoy.forward_backward(
-        both("last")[0],
-        IMAGES,
-        LABELS,
-        lambda y, x: F.cross_entropy(y[0], x) + (y[1].sum() if next(passes) else 0),
-    )
+
+    def loss(outputs: Any, labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs[0], labels) + (outputs[1].sum() if next(passes) else 0)
+
+    convoy.forward_backward(both("last")[0], IMAGES, LABELS, loss)
 
 
 def twice() -> None:
@@ -202,12 +162,11 @@ def mistaken(name: str) -> str:
     return ""
 
 
-def test_mistakes_are_said_on_every_rank() -> None:
-    for name in MISTAKES.keys() - {OF_THE_LAST}:
-        texts = run_ranks(mistaken, 2, name)
-        assert all(texts) and any(re.search(MISTAKES[name][1], text, re.DOTALL) for text in texts), (name, texts)
-
-
-def test_a_mistake_of_the_last_stage_ends_the_others_too() -> None:
-    with pytest.raises(RankFailed, match="(?s)" + MISTAKES[OF_THE_LAST][1]):
-        run_ranks(mistaken, 2, OF_THE_LAST)
+def test_mistakes_are_said_on_every_rank_and_that_of_the_last_stage_ends_the_others() -> None:
+    for name, (_, words) in MISTAKES.items():
+        if name == OF_THE_LAST:
+            with pytest.raises(RankFailed, match=f"(?s){words}"):
+                run_ranks(mistaken, 2, name)
+        else:
+            texts = run_ranks(mistaken, 2, name)
+            assert all(texts) and any(re.search(words, text, re.DOTALL) for text in texts), (name, texts)

@@ -1,6 +1,7 @@
 """What ranks really send is what the plan says, to the byte."""
 
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 import convoy
 from convoy.comm import collectives
 from convoy.comm.shared_memory import SWITCH
-from convoy.engine.network import Network, network_of
+from convoy.engine.network import network_of
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 from convoy.plans.traffic import all_reduce_elements, cut_traffic, gradient_traffic, transfer_traffic
@@ -21,35 +22,20 @@ from ranks import run_ranks
 SAMPLES = 12
 
 
-class Counter:
-    """Adds up the bytes that this process gives to torch's collectives; whole numbers (sizes) are not counted."""
+def counting(patch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of the tensors that this process gives to torch's collectives; whole numbers (sizes) do not count."""
+    os.environ[SWITCH] = "0"
+    patch.setattr(collectives, "_SMALL", 0)
+    numbers, functions = list[int](), {"all_reduce": dist.all_reduce, "isend": dist.isend}
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        os.environ[SWITCH] = "0"
-        self.sent = 0
-        patch.setattr(collectives, "_SMALL", 0)
+    def counted(name: str, x: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
+        elements = all_reduce_elements(x.numel(), dist.get_world_size(group)) if name == "all_reduce" else x.numel()
+        numbers.append(elements * x.dtype.itemsize * x.is_floating_point())
+        return functions[name](x, *args, group=group, **options)
 
-        def counting(function: Any, count: Any) -> Any:
-            def counted(x: Tensor, *args: Any, group: Any = None, **options: Any) -> Any:
-                if x.is_floating_point():
-                    self.sent += count(group, x) * x.dtype.itemsize
-                return function(x, *args, group=group, **options)
-
-            return counted
-
-        def reduced(group: Any, x: Tensor) -> int:
-            return all_reduce_elements(x.numel(), dist.get_world_size(group))
-
-        patch.setattr(dist, "all_reduce", counting(dist.all_reduce, reduced))
-        patch.setattr(dist, "isend", counting(dist.isend, lambda group, x: x.numel()))
-
-    def take(self) -> int:
-        sent, self.sent = self.sent, 0
-        return sent
-
-
-def parts_of(network: Network, samples: int) -> tuple[int, ...]:
-    return tuple(len(part) for part in balanced(samples, network.num_sample_ranks))
+    for name in functions:
+        patch.setattr(dist, name, partial(counted, name))
+    return numbers
 
 
 def sent(plan: Any) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -57,17 +43,18 @@ def sent(plan: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     torch.manual_seed(0)
     rank, images = dist.get_rank(), torch.randn(SAMPLES, 3, 16, 16)
     with pytest.MonkeyPatch.context() as patch:
-        counter = Counter(patch)
+        numbers = counting(patch)
         net = convoy.parallelize(same_net(), plan, example=images[:2])
         mine = images[convoy.local_samples(net, SAMPLES)]
         for _ in range(2):
-            counter.take()
+            numbers.clear()
             output = net(mine)
-            forward = counter.take()
+            forward = sum(numbers)
             output.square().sum().backward()
-            backward = counter.take()
+            backward = sum(numbers) - forward
     network = network_of(net)
-    placement = network.example_placement(True, parts_of(network, SAMPLES))
+    parts = tuple(len(part) for part in balanced(SAMPLES, network.num_sample_ranks))
+    placement = network.example_placement(True, parts)
     staged = network.staged(placement)
     crossed = cut_traffic(placement, staged) if staged is not None else []
     part = placement if staged is None else staged.part(placement, placement.mesh.stage_of(rank))
@@ -89,7 +76,6 @@ PLANS = ["filter=2", "channel=2", "height=3", "owt=3", "sample=2,filter=2"]
 STAGED = ["stage=3", "stage=2,filter=2"]
 
 
-@pytest.mark.slow
 def test_ranks_send_the_bytes_that_the_plan_says() -> None:
     for plan in (*PLANS, *STAGED, MIXED):
         ranks = run_ranks(sent, Plan.parse(plan).mesh.num_devices, plan)

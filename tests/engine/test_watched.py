@@ -1,61 +1,37 @@
 """A watched update: every call has its marks, messages go to the calls that ask for them, and no number changes."""
 
-from collections.abc import Callable
+import itertools
 
 import torch
 from torch import nn
 
+import convoy
 from convoy.engine.gradients.divided import plain
 from convoy.engine.network import network_of
-from convoy.engine.parallelize import parallelize
-from convoy.engine.watched import DeviceClock, Segment, WatchedUpdate
+from convoy.engine.watched import DeviceClock, WatchedUpdate
 from ranks import run_ranks
 
-CPU = torch.device("cpu")
 
-
-def ticking(step: float = 1.0) -> Callable[[], float]:
-    """A clock that goes on by a second whenever it is looked at."""
-    now = [0.0]
-
-    def look() -> float:
-        now[0] += step
-        return now[0]
-
-    return look
-
-
-def network() -> nn.Sequential:
+def seen(plan: str) -> list[tuple[str, str]]:
+    """Kinds and calls of the segments, each once, in their order, by a clock that goes on whenever it is looked at; no
+    gradient changes."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
-
-
-def update(plan: str, watched: bool) -> tuple[dict[str, torch.Tensor], list[Segment]]:
-    """Gradients, and what was seen, of a pass forward and backward."""
-    net = parallelize(network(), plan, example=torch.ones(2, 6), seed=0)
-    engine = network_of(net)
-    images = torch.arange(24.0).reshape(4, 6) / 24
-    mine = images if engine.num_sample_ranks == 1 else images[2 * engine.sample_rank :][:2]
-    watch = WatchedUpdate(DeviceClock(CPU, ticking()))
-    for number in range(2):
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    net, images = convoy.parallelize(net, plan, example=torch.ones(2, 6), seed=0), torch.arange(24.0).reshape(4, 6) / 24
+    mine, ticks, gradients = images[convoy.local_samples(net, 4)], itertools.count(1.0), []
+    watch = WatchedUpdate(DeviceClock(torch.device("cpu"), lambda: next(ticks)))
+    for number in range(3):
         net.zero_grad()
-        if watched and number == 1:
-            engine.watch = watch.of_pass
+        if number == 2:
+            network_of(net).watch = watch.of_pass
             with watch.parameters(list(net.parameters())):
                 net(mine).square().mean().backward()
             watch.mark("rest")
         else:
             net(mine).square().mean().backward()
-    found = {name: plain(p.grad).clone() for name, p in net.named_parameters() if p.grad is not None}
-    return found, watch.segments()
-
-
-def seen(plan: str) -> list[tuple[str, str]]:
-    """Kinds and calls of the segments, each once, in their order; no number changes."""
-    plain_gradients, _ = update(plan, False)
-    gradients, segments = update(plan, True)
-    assert all(torch.equal(plain_gradients[name], gradients[name]) for name in plain_gradients)
-    return list(dict.fromkeys((segment.kind, segment.call) for segment in segments))
+        gradients.append([plain(p.grad).clone() for p in net.parameters()])
+    assert all(map(torch.equal, gradients[1], gradients[2]))
+    return list(dict.fromkeys((segment.kind, segment.call) for segment in watch.segments()))
 
 
 def test_calls_are_seen_in_their_order_and_messages_belong_to_the_call_that_asks_for_them() -> None:

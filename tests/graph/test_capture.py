@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from convoy.graph import Call, CaptureError, Graph, Ref
+from convoy.graph import Call, CaptureError, Graph
 from convoy.graph.fake import Fakes, FakeTensor, storage
 from convoy.models import create
 from convoy.ops import capture
@@ -43,16 +43,6 @@ class Residual(nn.Module):
         return self.relu(self.drop(out))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Residual()
-        self.fc = nn.Linear(3, 2)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.fc(torch.flatten(F.adaptive_avg_pool2d(self.block(images), 1), 1)) + 1 + images.shape[0]
-
-
 @contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """Tensors, modes of modules and all random numbers are what and where they were."""
@@ -67,23 +57,12 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     assert state() == before
 
 
-def test_names_layers_and_references() -> None:
-    graph = capture(Net(), ((4, 3, 8, 8),))
-    names = "block.conv block.bn block.relu block block.drop block.relu#2 adaptive_avg_pool2d flatten fc add add_1"
-    layers = ["block.conv", "block.bn", "block.relu", "block", "block.drop", "block.relu", "", "", "fc", "", ""]
-    kinds = "conv batch_norm elementwise elementwise dropout elementwise adaptive_avg_pool reshape linear"
-    assert [(call.name, call.layer) for call in graph.calls] == list(zip(names.split(), layers, strict=True))
-    assert ops(graph) == [*kinds.split(), "elementwise", "elementwise"]
-    assert (graph.inputs, graph.output, graph.shape("block.conv")) == (("images",), Ref("add_1"), (4, 3, 8, 8))
-    assert by_name(graph)["block"].args == (Ref("block.relu"), Ref("images"))
-
-
 def test_the_network_is_left_as_it_was_in_the_modes_of_its_modules() -> None:
-    model = Net()
-    model.block.bn.eval()
+    model = Residual()
+    model.bn.eval()
     with left_as_it_was(model):
         graphs = [capture(model, ((4, 3, 8, 8),), training) for training in (None, True, False)]
-    assert [by_name(graph)["block.bn"].attributes["training"] for graph in graphs] == [False, True, False]
+    assert [by_name(graph)["bn"].attributes["training"] for graph in graphs] == [False, True, False]
     assert ["dropout" in ops(graph) for graph in graphs] == [True, True, False]
 
 
@@ -130,7 +109,6 @@ REPLAYED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Gr
         lambda g: ops(g) == ["elementwise"] * 4 and all(g.values[name].origin == "constant" for name in g.constants),
     ),
     "a dataclass": (lambda: Does(lambda x: Outputs(x + 1, (1, 2))), (2, 3), lambda g: len(g.calls) == 1),
-    "nested containers": (lambda: Does(lambda x: [x + 1, {"b": x}]), (2, 3), lambda g: len(g.calls) == 1),
 }
 """A network, the shape of its input, what is so of its graph."""
 
@@ -225,29 +203,22 @@ class Cached(nn.Module):
         super().__init__()
         self.keeps, self.bias = keeps, nn.Parameter(torch.ones(3))
         self.cache: dict[str, dict[str, Tensor]] = {"all": {}}
-        self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         if self.grid is None:
             self.grid = torch.arange(3.0)
         if "bias" not in self.cache["all"]:
             self.cache["all"]["bias"] = self.bias * 2 if self.keeps == "weights" else torch.arange(3.0)
-        if self.keeps == "inputs":
-            self.seen.append(x)
         return x + self.grid + self.cache["all"]["bias"]
 
 
 def test_what_a_network_keeps_for_later_does_not_stay_in_it() -> None:
     images = torch.randn(2, 3)
-    for keeps in ("", "inputs", "weights"):
+    for keeps in ("", "weights"):
         model = Cached(keeps)
-        if keeps == "inputs":
-            with pytest.raises(CaptureError, match="it keeps a tensor of its forward pass in seen"):
-                capture(model, ((2, 3),))
-        else:
-            graph = capture(model, ((2, 3),))
-        assert (model.grid, model.cache, model.seen) == (None, {"all": {}}, [])
-        assert keeps == "inputs" or same(replay(graph, model, (images,)), model(images))
+        graph = capture(model, ((2, 3),))
+        assert (model.grid, model.cache) == (None, {"all": {}})
+        assert same(replay(graph, model, (images,)), model(images))
     with pytest.raises(CaptureError, match="computed from parameters before"):
         capture(model, ((2, 3),))
 

@@ -2,7 +2,6 @@
 forwards and backwards in float64. What talks to other ranks is in `test_norms.py` and `test_batch_norm.py`."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
-from convoy.ops import OPERATIONS, capture, slices
-from convoy.ops.kernel import as_called
+from convoy.ops import OPERATIONS, capture
 from convoy.plans.layout import Layout, Split, balanced, consecutive
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, Placed, Situation
@@ -107,16 +105,12 @@ CASES = {
 SEVERAL = {
     "x @ x.mT": {"matmul", "permute"},
     "torch.stack([x, x], 2)": {"reshape", "cat"},
-    "x.unbind(1)[2]": {"select"},
     "F.max_pool2d(x, 2, return_indices=True)[0]": {"opaque"},
-    "x.view_as(x.new_zeros(2, 144))": {"reshape"},
-    "F.channel_shuffle(x, 2)": {"reshape", "permute"},
     "F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2)": {"reshape", "permute"},
     "F.glu(x, 1)": {"split", "elementwise"},
     "x[:, None, ..., 1:, None]": {"select", "reshape"},
     "x.mean((2, 3), keepdim=True).expand_as(x)": {"reduce", "elementwise"},
     "1 - x + 2 * x - x / 2 + 1 / (x + 3) - (-x) ** 2 + 2**x": {"elementwise"},
-    "(x > 0) & (x < 1) | (x == 0) | ~(x <= 1)": {"elementwise"},
     "torch.where(x > 0, x, x.exp()).clamp(0, 1).maximum(x.abs()).masked_fill(x > 1, 2)": {"elementwise"},
     "x.add(1).relu_().mul_(2).sub_(x).sigmoid_().add_(m.b.view(1, -1, 1, 1), alpha=2)": {"elementwise"},
 }
@@ -214,11 +208,6 @@ def pad(draw: Draw) -> tuple[Function, tuple[int, ...]]:
     return lambda m, x: F.pad(x, flat, mode, value), (2, 4, 7, 6)
 
 
-def lrn(draw: Draw) -> tuple[Function, tuple[int, ...]]:
-    size = draw.choice([1, 2, 3, 5, 9])
-    return lambda m, x: F.local_response_norm(x, size, 0.3, 0.7, 2.0), (3, 7, 4, 4)
-
-
 def reduce(draw: Draw) -> tuple[Function, tuple[int, ...]]:
     dims = tuple(draw.choice([dim, dim - 4]) for dim in draw.sample(range(4), draw.randint(1, 4)))
     function, keepdim = draw.choice([torch.mean, torch.sum, torch.amax]), draw.random() < 0.5
@@ -242,7 +231,6 @@ DRAWN: dict[str, Callable[[Draw], tuple[Function, tuple[int, ...]]]] = {
     "split": chunks,
     "pad": pad,
     "reduce": reduce,
-    "lrn": lrn,
     "conv": convolution,
 }
 
@@ -267,8 +255,8 @@ def test_options_shapes_and_layouts_at_random(op: str, count: int) -> None:
 
 
 def test_mistakes_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative controls: padding at inner borders, a wrong order, a mean over a rank's own count."""
-    needed, places = Window.needed, slices.places
+    """The negative control: padding at inner borders."""
+    needed = Window.needed
 
     def padded(self: Window, output: range) -> Need:
         need = needed(self, output)
@@ -279,9 +267,3 @@ def test_mistakes_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         check(
             lambda m, x: F.avg_pool2d(x, 3, 1, 1), tensor(1, 1, 8, 8), TWO, Layout.of({2: Split((0,), balanced(8, 2))})
         )
-    with monkeypatch.context() as patch, pytest.raises((AssertionError, RuntimeError)):
-        patch.setattr(slices, "places", lambda part, chosen: tuple(places(part, chosen))[::-1])
-        check(lambda m, x: x[:, :3], tensor(2, 4, 3), TWO, Layout.of({1: Split((0,), ((0, 2), (1, 3)))}))
-    with monkeypatch.context() as patch, pytest.raises(AssertionError):
-        patch.setitem(OPERATIONS, "reduce", replace(OPERATIONS["reduce"], build=as_called))
-        check(lambda m, x: x.mean(1), tensor(3, 7), THREE, Layout.of({1: Split((0,), balanced(7, 3))}))

@@ -20,29 +20,24 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("profiles")
-
-
 def planned(store: Path, **options: Any) -> Any:
     return convoy.plan(create("lenet"), IMAGES, store=store, **{"link": "pcie4", "devices": 2} | options)
 
 
 @pytest.mark.slow
-def test_plans_of_ones_own_are_scored_and_left_out_where_they_do_not_fit(store: Path) -> None:
-    both = planned(store, score=["filter=2", "sample=2"])
+def test_plans_of_ones_own_are_scored_and_left_out_where_they_do_not_fit(tmp_path: Path) -> None:
+    both = planned(tmp_path, score=["filter=2", "sample=2"])
     assert both == convoy.Plan.parse(both.to_yaml()) and hash(both) == hash(convoy.Plan.parse(both.to_yaml()))
     assert type(copy.deepcopy(both)) is convoy.Plan  # without the reasons
     assert f"plan {both}" in both.explain() and both.to_document()["devices"] == 2 and both.microbatches is None
     needed = {str(one.plan): one.memory.total for one in both.planned.candidates}
     smaller, larger = sorted(needed, key=lambda plan: needed[plan])
     limit = (needed[smaller] + needed[larger]) / 2
-    plan = planned(store, score=["filter=2", "sample=2"], memory_limit=limit)
+    plan = planned(tmp_path, score=["filter=2", "sample=2"], memory_limit=limit)
     assert str(plan) == smaller and f"the plan {larger} does not fit" in plan.explain()
     for words, options in REFUSED.items():
         with pytest.raises(ConvoyError, match=words):
-            planned(store, **options)
+            planned(tmp_path, **options)
 
 
 def together(folder: str) -> tuple[str, int, bool, str]:

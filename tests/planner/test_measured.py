@@ -1,7 +1,7 @@
 """What is measured for which question, on ranks that fail or differ, within memory; which measurements are kept."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,15 @@ from convoy.engine.profiling import CallTimes, Profile, Profiler
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.launch.host import HostLoad
 from convoy.models import create
-from convoy.planner import Planned, Question, Workload, make_plan, workload_of
+from convoy.planner import Planned, Question, Scored, Workload, make_plan, score, workload_of
+from convoy.planner.cost.costs import Costs, HostCost, Times
+from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.link import Curve, Link, Links
+from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.cost.store import Device, ProfileStore
 from convoy.planner.measured import Job, Measurements, device_of, jobs_for
-from convoy.planner.remembered import remember_run, unlike_runs
+from convoy.planner.profiling import local_op_of
+from convoy.planner.remembered import recalled, remember, remember_run, unlike_runs
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
@@ -77,17 +82,22 @@ def test_what_fails_on_one_rank_is_left_out_or_one_sentence_of_all() -> None:
         assert odd == "rank 1 failed while profiling channel (ValueError: odd shape): -v shows where"
 
 
-def unequal(folder: str, slower: float) -> tuple[Any, ...]:
-    """A plan for two devices of which the second takes `slower` times as long, and what a second plan knows of that."""
-    ranks, store, run = Ranks.here(), ProfileStore(Path(folder) / str(slower)), Profiler.run
+def taking(seconds: float) -> Any:
+    """A patch: profiled passes, and each of their calls, take so long."""
+    run = Profiler.run
 
-    def taking(profiler: Profiler, *args: object) -> Profile:
+    def running(profiler: Profiler, *args: object) -> Profile:
         result = run(profiler, *args)  # type: ignore[arg-type]
-        seconds = 1e-3 * (slower if ranks.rank else 1.0)
-        calls = {name: CallTimes(seconds, seconds) for name in result.calls}
+        calls = dict.fromkeys(result.calls, CallTimes(seconds, seconds))
         return replace(result, calls=calls, seconds=seconds, slowest=seconds)
 
-    with patch.object(Profiler, "run", taking):
+    return patch.object(Profiler, "run", running)
+
+
+def unequal(folder: str, slower: float) -> tuple[Any, ...]:
+    """A plan for two devices of which the second takes `slower` times as long, and what a second plan knows of that."""
+    ranks, store = Ranks.here(), ProfileStore(Path(folder) / str(slower))
+    with taking(1e-3 * (slower if ranks.rank else 1.0)):
         result = make_plan(Question(recipes(2, 1), 2, store=store, plans=[SAMPLES]), ranks)
     again = make_plan(Question(recipes(2, 1), 2, store=store, plans=[SAMPLES]), ranks)
     assert again.costs.slowdowns == result.costs.slowdowns
@@ -112,21 +122,14 @@ def test_devices_get_shares_by_their_speed(tmp_path: Path) -> None:
 @contextmanager
 def on_a_machine(room: float, jobs: list[Job]) -> Iterator[None]:
     """With so many bytes for a rank, where all calls take equally long; what is profiled there."""
-    run, begun = Profiler.run, Measurements._run
-
-    def running(profiler: Profiler, *args: object) -> Profile:
-        result = run(profiler, *args)  # type: ignore[arg-type]
-        same = dict.fromkeys(result.calls, CallTimes(1e-3, 1e-3))
-        return replace(result, calls=same, seconds=1e-3, slowest=1e-3)
+    begun = Measurements._run
 
     def noted(measured: Measurements, job: Job, afresh: bool) -> None:
         jobs.append(job)
         begun(measured, job, afresh)
 
-    with ExitStack() as stack:
-        stack.enter_context(patch("convoy.planner.planner.device_memory", lambda device, on_host: (room, "")))
-        stack.enter_context(patch.object(Profiler, "run", running))
-        stack.enter_context(patch.object(Measurements, "_run", noted))
+    memory = patch("convoy.planner.planner.device_memory", lambda device, on_host: (room, ""))
+    with memory, taking(1e-3), patch.object(Measurements, "_run", noted):
         yield
 
 
@@ -184,10 +187,40 @@ def test_times_of_a_busy_machine_are_not_kept_and_those_of_another_pace_are_forg
     assert any("3.00 × those of now" in note and "convoy profile --clear" in note for note in result.notes)
 
 
+DEVICE = Device("Some CPU", "2.13", "0.1", 1, neighbours=2)
+
+
 def test_a_prediction_that_contradicts_the_last_run_is_told(tmp_path: Path) -> None:
-    store, device = ProfileStore(tmp_path), Device("Some CPU", "2.13", "0.1", 1)
-    doubts = partial(unlike_runs, store, device, "lenet")
-    remember_run(store, device, "lenet", 64, SAMPLES, 0.735)
+    store = ProfileStore(tmp_path)
+    doubts = partial(unlike_runs, store, DEVICE, "lenet")
+    remember_run(store, DEVICE, "lenet", 64, SAMPLES, 0.735)
     (sentence,) = doubts(64, {SAMPLES: 1.96})
     assert sentence.startswith("sample=2 is expected to take 1.96 s an update, and took 735 ms in the last run here")
     assert list(doubts(64, {SAMPLES: 0.8})) == list(doubts(32, {SAMPLES: 1.96})) == []
+
+
+def by_flops(op: LocalOp) -> Times:
+    return Times(op.flops.forward / 1e10, op.flops.backward / 1e10) if op.op not in VIEWS else Times()
+
+
+def test_a_given_plan_is_predicted_without_its_input_where_all_of_it_is_known(tmp_path: Path) -> None:
+    store, workload, plan = ProfileStore(tmp_path), lenet(), Plan.parse("filter=2")
+    link = Link(Curve(((1, 1e-5), (1000, 1e-4))), Curve(((1, 2e-5),)), overlap=True, cpu_share=0.5)
+    costs = Costs(by_flops, Links({(0, 1): link}), Update(1e-9, 1e-6, 1e-4), loss=HostCost(1e-3), per_parameter=1e-7)
+    remember(store, DEVICE, 2, "sgd", replace(costs, input=HostCost(per_sample=1.0)))
+    placement = workload.place(plan)
+    ops = {local_op_of(workload, placement, placed, rank) for rank in (0, 1) for placed in placement.calls}
+    first, *rest = [op for op in ops if op.op not in VIEWS and not op.is_empty]
+
+    def again(device: Device = DEVICE, optimizer: str = "sgd") -> Scored | None:
+        return recalled(ProfileStore(tmp_path), device, optimizer, plan, placement, 1)
+
+    store.put(DEVICE, {op: by_flops(op) for op in rest})
+    assert again() is None
+    store.put(DEVICE, {first: by_flops(first)}, "run")
+    assert again(optimizer="adam") is again(replace(DEVICE, threads=2)) is None
+    kinds, reference = (result.timeline.by_kind() for result in (again(), score(workload, plan, costs)))
+    for kind in ("forward", "backward", "update", "around"):
+        assert kinds[kind] == pytest.approx(reference[kind])
+    store.note(DEVICE, "2 devices, sgd", {"links": "damaged"})
+    assert again() is None

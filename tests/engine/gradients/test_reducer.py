@@ -1,9 +1,11 @@
-"""Gradients after `backward()` are those of the global batch, whatever a rank has or has not to send."""
+"""Gradients after `backward()` are those of the global batch, whatever a rank has or has not to send; in the order of a
+tree they have the same bits on any number of ranks."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from convoy.comm.groups import Groups
 from convoy.engine.gradients.reducer import GradientReducer, at_end_of_backward
+from convoy.engine.gradients.tree import TreeReducer
 from convoy.plans.buckets import Sizes
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks
@@ -164,3 +167,95 @@ def test_the_engine_tells_the_end_of_a_backward_pass() -> None:
     first.register_post_accumulate_grad_hook(lambda _: events.append("after"))
     (first.exp() * second).sum().backward()
     assert events == ["after", "end"]
+
+
+Bits = list[bytes | None]
+
+
+def microbatch(net: nn.Module, index: int, num: int, skips: bool = False) -> None:
+    """Forward and backward through a microbatch; every second one, or none, uses a parameter that the others do not."""
+    generator = torch.Generator().manual_seed(index)
+    x, y = torch.randn(3, 3, 4, 4, generator=generator), torch.randint(0, 5, (3,), generator=generator)
+    (F.cross_entropy(net(x, not skips and index % 2 == 0), y) / num).backward()
+
+
+def updated(num: int, begin: Callable[[nn.Module], Callable[[int], object]], updates: int = 2) -> list[Bits]:
+    """The bits of all gradients in each update of `num` microbatches; a pass is told the number of the first."""
+    net, bits = make()[0].float(), []
+    optimizer, run = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), begin(net)
+    for update in range(updates):
+        optimizer.zero_grad()
+        run(update * num)
+        bits.append([None if p.grad is None else p.grad.contiguous().numpy().tobytes() for p in net.parameters()])
+        optimizer.step()
+    return bits
+
+
+def tree_sum(leaves: list[Tensor | None]) -> Tensor | None:
+    """As the module says it: the largest power of two below the number of leaves on the left."""
+    if len(leaves) == 1:
+        return leaves[0]
+    half = 1 << (len(leaves) - 1).bit_length() - 1
+    left, right = tree_sum(leaves[:half]), tree_sum(leaves[half:])
+    return right if left is None else left if right is None else left + right
+
+
+def alone(num: int, skips: bool) -> list[Bits]:
+    def run(net: nn.Module, first: int) -> None:
+        leaves = []
+        for index in range(first, first + num):
+            net.zero_grad()
+            microbatch(net, index, num, skips)
+            leaves.append([p.grad for p in net.parameters()])
+        for p, *gradients in zip(net.parameters(), *leaves, strict=True):
+            p.grad = tree_sum(gradients)
+
+    return updated(num, lambda net: partial(run, net))
+
+
+def by_tree(shares: Sequence[int], skips: bool) -> list[Bits]:
+    groups, num = Groups(Mesh(("sample",), (len(shares),))), sum(shares)
+    passes = max(shares) if skips else shares[groups.rank]  # those beyond a rank's share do not count
+    start = sum(shares[: groups.rank])
+
+    def run(net: nn.Module, reducer: TreeReducer, first: int) -> None:
+        for index in range(first + start, first + start + passes):
+            microbatch(net, index, num, skips)
+        reducer.finish()
+
+    def begin(net: nn.Module) -> Callable[[int], object]:
+        options = {"sample_axes": (0,), "shares": shares, "passes": passes, "sizes": SMALL}
+        return partial(run, net, TreeReducer([(p, (0,)) for p in net.parameters()], groups, **options))
+
+    return updated(num, begin)
+
+
+def by_backend(shares: Sequence[int]) -> list[Bits]:
+    def run(net: nn.Module, reducer: GradientReducer, first: int) -> None:
+        start = first + sum(shares[: dist.get_rank()])
+        with reducer.paused():
+            for index in range(start, start + shares[dist.get_rank()]):
+                microbatch(net, index, sum(shares))
+        reducer.reduce()
+
+    return updated(sum(shares), lambda net: partial(run, net, reducer_of(net)), 1)
+
+
+SHARES: list[list[tuple[int, ...]]] = [
+    [(4, 4), (3, 5), (0, 8), (3, 2), (1, 0)],
+    [(3, 3, 2), (2, 2, 1), (0, 1, 0)],
+    [(2, 2, 2, 2), (1, 0, 4, 3), (1, 2, 1, 1)],
+]
+
+
+def each_share(shares: list[tuple[int, ...]], is_parallel: bool) -> list[list[Bits]]:
+    ways = [(share, bool(number % 2)) for number, share in enumerate(shares)]
+    return [by_tree(share, skips) if is_parallel else alone(sum(share), skips) for share, skips in ways]
+
+
+@pytest.mark.parametrize("shares", SHARES)
+def test_bits_do_not_depend_on_who_computes_what(shares: list[tuple[int, ...]]) -> None:
+    (want,) = run_ranks(each_share, 1, shares, False)
+    assert run_ranks(each_share, len(shares[0]), shares, True) == [want] * len(shares[0])
+    if len(shares[0]) == 3:  # the control: another order shows in the bits
+        assert run_ranks(by_backend, 3, shares[0])[0][0] != want[0][0]

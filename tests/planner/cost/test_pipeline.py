@@ -10,10 +10,9 @@ from convoy.ops.recompute import with_recomputed
 from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Curve, Link, Links
-from convoy.planner.cost.local_op import LocalOp, Operand
+from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.pipeline import StageTimes, Staging, pipeline_seconds
-from convoy.planner.cost.prediction import Scored, rank_memory, scored
-from convoy.planner.cost.program import joined
+from convoy.planner.cost.prediction import Scored, scored
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import bubble
 from plans.made_graph import chain, placed
@@ -116,25 +115,6 @@ def test_weight_gradients_of_several_passes_at_once_may_take_less() -> None:
     assert of("gpipe", times=reading).seconds == pytest.approx(1.0 + 4 * 2 * (1.0 + 3.0) + 3.0)  # one by one
 
 
-def convolution(samples: int, channels: int, pixels: int, **options: Any) -> LocalOp:
-    x, weight, y = (
-        Operand(shape, "float32", role)
-        for shape, role in (
-            ((samples, channels, pixels, pixels), "activation"),
-            ((16, channels, 3, 3), "parameter"),
-            ((samples, 16, pixels, pixels), "activation"),
-        )
-    )
-    return LocalOp("conv", "", (x, weight), (y,), tuple(sorted(options.items())))
-
-
-def test_what_is_joined_is_what_the_engine_joins() -> None:
-    """It copies inputs and gradients where they have fewer numbers than the weight."""
-    two = convolution(2, 16, 6)
-    assert joined(two, 3) == convolution(6, 16, 6)  # 2 · 16 · 36 twice are as many as 16 · 16 · 9
-    assert joined(convolution(3, 16, 6), 3) is joined(two, 1) is None
-
-
 def test_the_loss_is_the_last_stages_and_every_stage_updates_its_own() -> None:
     result = predicted("stage=2", 2, "1f1b", loss=HostCost(0.5), update=Update(per_byte=1 / (WEIGHT + BIAS)))
     kinds = [result.timeline.by_kind(rank) for rank in (0, 1)]
@@ -171,10 +151,3 @@ def test_a_stage_keeps_the_activations_of_its_passes_in_flight() -> None:
         stages = predicted("stage=3", passes, schedule, layers=3).by_stage
         assert [one.messages for one in stages] == [number * ONE for number in values]
         assert [one.gradients - one.parameters for one in stages] == [WEIGHT * (passes > 1)] * 3
-
-
-def test_a_plan_with_stages_in_one_piece_is_that_of_all_its_ranks() -> None:
-    """As it is profiled."""
-    placement = placed(chain((SAMPLES, WIDTH), l0=nn.Linear(WIDTH, WIDTH)), Plan.parse("stage=2,sample=2"))
-    result = scored(Plan.parse("stage=2,sample=2"), placement, Costs(layers_only, AT_ONCE))
-    assert result.seconds > 0 and len(rank_memory(placement, Costs(layers_only, AT_ONCE))) == 4

@@ -5,17 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import nn
 
 from convoy.errors import ConvoyError
 from convoy.hardware.catalog import Hop
 from convoy.hardware.catalog import links as catalog
 from convoy.planner.cost.calibrated import Calibrated, fitted
 from convoy.planner.cost.costs import Roofline, Times
-from convoy.planner.cost.link import Curve, Link, Links, links_named, ring
+from convoy.planner.cost.link import Curve, Link, Links, ring
 from convoy.planner.cost.local_op import LocalOp, Operand, local_op
 from convoy.plans.mesh import Mesh
-from plans.made_graph import Does, chain, placed, small_net
+from plans.made_graph import placed, small_net
 
 ROOFLINE = Roofline(1e9, 1e9, 1e-6)
 
@@ -35,22 +34,6 @@ def relu(numel: int, function: str = "relu") -> LocalOp:
 def local_ops(graph: Any, plan: Any, rank: int = 0) -> dict[str, LocalOp]:
     placement = placed(graph, plan)
     return {call.call.layer: local_op(call, placement, rank) for call in placement.calls}
-
-
-def conv3(a: int, b: int, **options: Any) -> nn.Conv2d:
-    return nn.Conv2d(a, b, 3, padding=1, **options)
-
-
-def test_ranks_and_blocks_that_do_the_same_have_one_operation_and_others_another() -> None:
-    blocks = chain((8, 4, 9, 9), first=conv3(4, 4), a=conv3(4, 4), r=nn.ReLU(), b=conv3(4, 4))
-    result = local_ops(blocks, "sample=2")
-    assert result["a"] == result["b"] != result["first"]  # which needs no gradient of the images
-    assert result["a"].key == result["b"].key != result["first"].key
-    rows = [local_ops(chain((4, 3, 12, 12), a=conv3(3, 4)), "height=3", rank)["a"] for rank in range(3)]
-    assert [row.inputs[0].shape[2] for row in rows] == [5, 6, 5]
-    odd = chain((8, 4, 9, 9), a=conv3(4, 4), m=Does(lambda x: x.clamp_min(float("-inf"))))
-    clamped = local_ops(odd, "sample=2")["m"]  # JSON has no infinite numbers
-    assert LocalOp.from_dict(json.loads(json.dumps(clamped.to_dict(), allow_nan=False))) == clamped
 
 
 def test_work_is_that_by_hand_and_the_same_over_all_ranks() -> None:
@@ -111,10 +94,3 @@ def test_rates_by_name_are_as_published_and_the_slowest_part_of_the_way_decides(
     pcie, switch = (ring(catalog()[name], 8, True, 0) for name in ("pcie3", "pcie3-switch"))
     assert pcie.all_reduce(67_108_864) == pytest.approx(22.2e-3, rel=0.15)
     assert switch.all_reduce(67_108_864) < 15e-3
-    mesh = Mesh(("host", "gpu"), (2, 4))
-    both, _ = links_named("10gbit,4xnvlink4", on_cpu=False)
-    plain, nvlink = (links_named(name, on_cpu=False)[0] for name in ("10gbit", "nvlink4"))
-    assert both.of(mesh, (1,)) == nvlink.of(mesh, (1,)) and both.of(mesh, (0,)) == plain.of(mesh, (0,))
-    assert both.of(mesh, (0, 1)).all_reduce(1 << 20) > nvlink.of(mesh, (1,)).all_reduce(1 << 20)
-    with pytest.raises(ConvoyError, match="is no link"):
-        links_named("10gbit,nvlink4", on_cpu=False)

@@ -1,40 +1,21 @@
 """The plan that is found against all plans, each placed and priced by itself; what comes with it; what people fix."""
 
-import itertools
-import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from convoy.errors import ConvoyError
 from convoy.planner.cost.prediction import most, rank_memory
 from convoy.planner.search import solve as solving
-from convoy.planner.search.elimination import Elimination, Table
-from convoy.planner.search.layers import Constraints, compact
+from convoy.planner.search.layers import Constraints
 from convoy.planner.search.prices import AXIS_STRATEGIES, meshes
 from convoy.planner.search.search import search
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.traffic import redistributions
 from planner.search import nets
-from planner.search.nets import (
-    COSTS,
-    EVERY,
-    FEW,
-    ONE,
-    THREE,
-    TWO,
-    Branches,
-    Chain,
-    Nested,
-    Residual,
-    Twice,
-    every_placement,
-    seconds_of,
-    workload,
-)
+from planner.search.nets import COSTS, EVERY, FEW, ONE, THREE, TWO, every_placement, seconds_of, workload
 from small_nets import Dense
 
 
@@ -43,12 +24,12 @@ def within(mesh: Mesh, among: Sequence[str] = AXIS_STRATEGIES, **options: Any) -
 
 
 CASES = [
-    (Residual, ONE, FEW, {}),
-    (Branches, THREE, ("sample", "filter", "channel"), {}),
-    (Nested, ONE, FEW, {}),
-    (Twice, ONE, FEW, {}),
-    (Chain, ONE, FEW, {"shares": (3, 1)}),  # of the samples
-    pytest.param(Chain, TWO, ("sample", "filter", "channel"), {}, marks=pytest.mark.slow),
+    (nets.Residual, ONE, FEW, {}),
+    (nets.Branches, THREE, ("sample", "filter", "channel"), {}),
+    (nets.Nested, ONE, FEW, {}),
+    (nets.Twice, ONE, FEW, {}),
+    (nets.Chain, ONE, FEW, {"shares": (3, 1)}),  # of the samples
+    pytest.param(nets.Chain, TWO, ("sample", "filter", "channel"), {}, marks=pytest.mark.slow),
 ]
 
 
@@ -77,60 +58,27 @@ def test_no_plan_costs_less_and_none_that_is_about_as_fast_redistributes_less(
     assert simpler or not options, "no case in which the tolerance matters"
 
 
-def test_sums_over_variables_are_least_and_of_those_within_a_budget_fewest_count() -> None:
-    scopes = [(0, 1), (1, 2), (1, 3), (2, 3, 4), (4, 5), (5,), ()]
-    for seed in range(12):
-        draw = np.random.default_rng(seed)
-        sizes = {variable: int(draw.integers(1, 4)) for variable in range(6)}
-        shapes = [[sizes[variable] for variable in scope] for scope in scopes]
-        tables = [Table(scope, draw.random(shape)) for scope, shape in zip(scopes, shapes, strict=True)]
-        counts = [Table(s, draw.integers(0, 3, shape).astype(float)) for s, shape in zip(scopes, shapes, strict=True)]
-        every = []
-        for states in itertools.product(*(range(size) for size in sizes.values())):
-            at = [tuple(states[v] for v in scope) for scope in scopes]
-            sums = [sum(one.numbers[place] for one, place in zip(part, at, strict=True)) for part in (tables, counts)]
-            every.append((*sums, states))
-        (seconds, count, states), elimination = min(every), Elimination(tables, sizes, 1000)
-        assert elimination.least == pytest.approx(seconds)
-        assert tuple(elimination.assignment()[variable] for variable in sizes) == states
-        for variable, least in elimination.min_marginals().items():
-            target = [min(s for s, _, at in every if at[variable] == state) for state in range(sizes[variable])]
-            assert least == pytest.approx(target)
-        for budget in (seconds, 1.2 * seconds, 2 * seconds):
-            _, _, target = min((c, s, at) for s, c, at in every if s <= budget)
-            result = Elimination(tables, sizes, 10**6, counts, int(count)).assignment(budget * (1 + 1e-12))
-            assert tuple(result[variable] for variable in sizes) == target
-        assert Elimination(tables, sizes, 10**6, counts, 30).assignment(0.9 * seconds) is None
-    # variables that are settled are no dimensions: here are more of them than an array may have
-    draw, leaves = np.random.default_rng(0), range(1, 41)
-    tables = [Table((0, leaf), draw.random((3, 1))) for leaf in leaves]
-    sums = sum(table.numbers[:, 0] for table in tables)
-    result = Elimination(tables, {0: 3, **dict.fromkeys(leaves, 1)}, 1000)
-    assert result.assignment() == {0: int(sums.argmin()), **dict.fromkeys(leaves, 0)}
-    assert result.min_marginals()[0] == pytest.approx(sums)
-
-
 @pytest.mark.slow
 def test_the_best_of_all_meshes_comes_first_and_plain_samples_with_it() -> None:
     assert [mesh.sizes for mesh in meshes(12)] == [(12,), (2, 6), (3, 4), (4, 3), (6, 2)]
-    job = workload(Residual(), 16)
+    job = workload(nets.Residual(), 16)
     result = search(job, 4, COSTS, top=4, tolerance=0.0)
     assert len({str(candidate.plan) for candidate in result.candidates}) == len(result.candidates) >= 3
     assert result.best.seconds == min(search(job, 4, COSTS, within(m), tolerance=0.0).best.seconds for m in meshes(4))
     result = search(job, 4, nets.costs(flops=1e12, rate=1e6), top=1, tolerance=0.0)
     assert Plan.parse("sample=4") in [one.plan for one in result.candidates] and str(result.best.plan) != "sample=4"
-    whole = search(workload(Chain(), microbatch=8), 2, COSTS)  # one microbatch is not divided
+    whole = search(workload(nets.Chain(), microbatch=8), 2, COSTS)  # one microbatch is not divided
     assert all("sample" not in str(candidate.plan) for candidate in whole.candidates)
 
 
 def test_of_plans_that_are_about_as_fast_the_simplest_comes_first() -> None:
-    near = search(workload(Chain(), 16), 4, COSTS, tolerance=0.3)
+    near = search(workload(nets.Chain(), 16), 4, COSTS, tolerance=0.3)
     assert near.best.redistributions == 0 < near.candidates[1].redistributions
     assert near.best.seconds > near.candidates[1].seconds
 
 
 def test_the_next_best_strategy_of_a_layer_is_what_the_best_plan_with_it_costs() -> None:
-    job = workload(Residual())
+    job = workload(nets.Residual())
     result = search(job, 2, COSTS, within(ONE, FEW), tolerance=0.0)
     every = [(by_layer, seconds_of(job, one, COSTS)) for by_layer, one in every_placement(job, ONE, FEW)]
     uses = any(one.strategy == ("sample",) for one in result.next_best)
@@ -149,7 +97,7 @@ def test_the_next_best_strategy_of_a_layer_is_what_the_best_plan_with_it_costs()
 
 
 def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:
-    job = workload(Chain(), 64)
+    job = workload(nets.Chain(), 64)
     free = search(job, 2, COSTS, within(ONE, FEW), tolerance=0.0)
     every = [
         (most(rank_memory(one, COSTS)).total, seconds_of(job, one, COSTS)) for _, one in every_placement(job, ONE, FEW)
@@ -162,19 +110,24 @@ def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:
         assert best * (1 - 1e-12) <= result.best.seconds <= best * (1 + 1e-9 if result.exact else 1.5)
     assert result.exact
     with pytest.raises(ConvoyError, match=r"no plan fits: the smallest needs .* on a device .*; layer .* takes most"):
-        search(workload(Chain(), 1, 8), 2, COSTS, Constraints(memory_limit=1000))
+        search(workload(nets.Chain(), 1, 8), 2, COSTS, Constraints(memory_limit=1000))
 
 
 def test_layers_that_are_fixed_keep_their_strategy_and_the_others_are_chosen_for_it() -> None:
-    job = workload(Residual())
+    job = workload(nets.Residual())
     result = search(job, 2, COSTS, within(ONE, FEW, fixes=("block*=height",)), tolerance=0.0)
     blocks = {"block1.0": [("height",)], "block2.0": [("height",)]}
     least = min(seconds_of(job, one, COSTS) for _, one in every_placement(job, ONE, FEW, blocks))
     assert result.best.seconds == pytest.approx(least, rel=1e-12)
     for net, devices, fixes, strategies in (
-        (Residual, 2, ["block1.*=filter", "*=sample"], {"block1.0": ("filter",), "stem": ("sample",)}),  # the first
-        (Chain, 4, ["fc=sample,filter"], {"fc": ("sample", "filter")}),  # one for each axis
-        (Chain, 2, ["*=owt"], {"fc": ("filter",), "features.0": ("sample",)}),
+        (
+            nets.Residual,
+            2,
+            ["block1.*=filter", "*=sample"],
+            {"block1.0": ("filter",), "stem": ("sample",)},
+        ),  # the first
+        (nets.Chain, 4, ["fc=sample,filter"], {"fc": ("sample", "filter")}),  # one for each axis
+        (nets.Chain, 2, ["*=owt"], {"fc": ("filter",), "features.0": ("sample",)}),
     ):
         plan = search(workload(net()), devices, COSTS, Constraints(tuple(fixes))).best.plan
         for layer, strategy in strategies.items():
@@ -184,7 +137,7 @@ def test_layers_that_are_fixed_keep_their_strategy_and_the_others_are_chosen_for
         ("features.0=channel", r"features\.0.* has only 3 input channels for the 4 ranks"),
     ):
         with pytest.raises(ConvoyError, match=words):
-            search(workload(Chain()), 4, COSTS, within(Mesh(("gpu",), (4,)), fixes=(fix,)))
+            search(workload(nets.Chain()), 4, COSTS, within(Mesh(("gpu",), (4,)), fixes=(fix,)))
 
 
 def test_where_much_meets_layers_of_one_role_are_tied_and_the_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,20 +150,7 @@ def test_where_much_meets_layers_of_one_role_are_tied_and_the_result_says_so(mon
         for _, placement in every_placement(job, ONE, FEW, {f"convs.{number}": [(one,)] for number in range(3)})
     ]
     assert result.best.seconds == pytest.approx(min(seconds), rel=1e-12)
-    exact = search(workload(Nested()), 2, COSTS, within(ONE), tolerance=0.0)
+    exact = search(workload(nets.Nested()), 2, COSTS, within(ONE), tolerance=0.0)
     monkeypatch.setattr(solving, "LIMIT", 40)  # what is too wide otherwise is tied as well
-    small = search(workload(Nested()), 2, COSTS, within(ONE), tolerance=0.0)
+    small = search(workload(nets.Nested()), 2, COSTS, within(ONE), tolerance=0.0)
     assert (exact.exact, small.exact) == (True, False) and small.best.seconds >= exact.best.seconds
-
-
-def test_a_plan_is_written_with_few_patterns_that_give_every_layer_its_strategy() -> None:
-    layers = {f"features.{i}": ("sample",) for i in range(9)} | {f"classifier.{i}": ("filter",) for i in range(3)}
-    layers["features.4"] = ("height",)
-    plan = compact(Mesh(("gpu",), (4,)), layers)
-    assert [pattern for pattern, _ in plan.layers] == ["features.4", "classifier.*", "*"]
-    draw = random.Random(0)
-    for _ in range(10):
-        names = {".".join(str(draw.randrange(3)) for _ in range(draw.randint(1, 4))) for _ in range(30)} | {""}
-        by_layer = {n: (draw.choice(("sample", "filter")), draw.choice(("filter", "replicate"))) for n in sorted(names)}
-        plan = Plan.parse(compact(TWO, by_layer).to_yaml())
-        assert {name: plan.strategy(name, "conv") for name in by_layer} == by_layer

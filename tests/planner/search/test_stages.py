@@ -5,7 +5,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from convoy.planner.cost.additive import Additive, sums_of_calls
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Links, ring
 from convoy.planner.cost.pipeline import StageTimes, pipeline_seconds
-from convoy.planner.search.cuts import Bounds, Chain, best_cuts, cuts_of
+from convoy.planner.search.cuts import Chain, cuts_of
 from convoy.planner.search.layers import Constraints
 from convoy.planner.search.stages import search_stages
 from convoy.planner.workload import Workload, workload_of
@@ -37,30 +36,6 @@ def staged(model: nn.Module, **options: Any) -> Workload:
 
 def chain_of(job: Workload, costs: Costs, plan: str = "serial") -> Chain:
     return Chain(job.place(Plan.parse(plan)), Additive(costs, job.graph, job.passes))
-
-
-def test_no_cuts_cost_less() -> None:
-    """Stages of any costs, some of which cannot be."""
-    for seed in range(20):
-        draw = np.random.default_rng(seed)
-        stages, points = int(draw.integers(2, 5)), int(draw.integers(6, 11))
-        through = [draw.random((points, points)) for _ in range(stages)]
-        rest = [draw.random((points, points)) * draw.choice([0.1, 1, 10]) for _ in range(stages)]
-        for pair in zip(through, rest, strict=True):
-            impossible = (draw.random((points, points)) < 0.2) | ~np.triu(np.ones((points, points), bool), 1)
-            for seconds in pair:
-                seconds[impossible] = np.inf
-        bounds = Bounds(through, rest)
-        every = itertools.combinations(range(1, points - 1), stages - 1)
-        least = min(bounds.seconds((0, *cuts, points - 1)) for cuts in every)
-        result = best_cuts(bounds)
-        assert bounds.seconds(result[0]) == pytest.approx(least, rel=1e-12) if result else least == np.inf
-    sums = np.arange(9.0)
-    seconds = np.where(sums[None, :] > sums[:, None], sums[None, :] - sums[:, None], np.inf)
-    sends = np.zeros((9, 9))
-    sends[:5, 4] = 5.0  # a large message just in the middle: halves of the work are not the answer
-    bounds = Bounds([seconds + sends, seconds], [3 * np.maximum(seconds, sends), 3 * seconds])
-    assert bounds.seconds((0, 4, 8)) > bounds.seconds(best_cuts(bounds)[0])
 
 
 @pytest.mark.parametrize(("make", "plan"), [(Residual, "sample=2"), (Nested, "serial"), (Twice, "serial")])
