@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from convoy.engine.coupling import coupling
+from convoy.engine.coupling import coupling, probe
 from plans.made_graph import Does, chain
 
 COUPLED = {
@@ -28,3 +29,15 @@ def test_calls_that_compute_with_several_samples_are_known() -> None:
         call = result(function)
         assert (call.layer, call.function.__name__) == ("between", name)
     assert not result(APART)
+
+
+def test_calls_without_a_rule_may_share_weights() -> None:
+    class Mixing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.scale = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum("nchw,cd,->nd", x, self.weight, self.scale)
+
+    assert probe(Mixing(), (3, 4, 4), torch.device("cpu")).separable

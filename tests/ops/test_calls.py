@@ -110,6 +110,7 @@ SEVERAL = {
     "x.unbind(1)[2]": {"select"},
     "F.max_pool2d(x, 2, return_indices=True)[0]": {"opaque"},
     "x.view_as(x.new_zeros(2, 144))": {"reshape"},
+    "x * x.mean().reshape(1)": {"elementwise", "reduce", "reshape"},
     "F.channel_shuffle(x, 2)": {"reshape", "permute"},
     "F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2)": {"reshape", "permute"},
     "F.glu(x, 1)": {"split", "elementwise"},
