@@ -106,6 +106,7 @@ SEVERAL = {
     "x @ x.mT": {"matmul", "permute"},
     "torch.stack([x, x], 2)": {"reshape", "cat"},
     "F.max_pool2d(x, 2, return_indices=True)[0]": {"opaque"},
+    "x * x.mean().reshape(1)": {"elementwise", "reduce", "reshape"},
     "F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2)": {"reshape", "permute"},
     "F.glu(x, 1)": {"split", "elementwise"},
     "x[:, None, ..., 1:, None]": {"select", "reshape"},

@@ -333,12 +333,15 @@ class Network:
 
     def reduced(self, unreduced: frozenset[int] = frozenset()) -> list[tuple[nn.Parameter, Axes]]:
         """This rank's parameters, each with the axes over which its gradient is added, in the order in which a forward
-        pass reads them, as far as that is known: backwards their gradients come, and are sent."""
+        pass reads them, as far as that is known: backwards their gradients come, and are sent. Those that it does not
+        read come first here, and last there: all others would wait for them until the backward pass ends."""
         parameters = dict(self.model.named_parameters())
         with contextlib.suppress(CaptureError, ConvoyError):  # a network that cannot be captured
             calls = self.example_placement(True).calls
-            used = dict.fromkeys(name for placed in calls for name in placed.call.inputs)
-            parameters = {name: parameters[name] for name in used if name in parameters} | parameters
+            names = dict.fromkeys(name for placed in calls for name in placed.call.inputs if name in parameters)
+            parameters = {name: parameters[name] for name in parameters if name not in names} | {
+                name: parameters[name] for name in names
+            }
         return [
             (parameter, tuple(sorted(self.layouts[name].copied - unreduced)))
             for name, parameter in parameters.items()

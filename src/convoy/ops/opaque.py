@@ -57,19 +57,25 @@ def place(situation: Situation) -> Placed:
     plan's explanation where an input has to be gathered."""
     call = situation.call
     splits = _independent(situation)
-    layout = Layout.of(splits)
-    is_gathered = any(situation.given[name].splits != layout.splits for name in call.inputs if name in situation.given)
+    layout, axes = Layout.of(splits), {axis for split in splits.values() for axis in split.axes}
+    inputs = dict.fromkeys(call.inputs, layout)
+    inputs |= dict.fromkeys(call.attributes.get("shared", ()), Layout.of({}, copied=axes))
+    is_gathered = any(
+        situation.given[name].splits != inputs[name].splits for name in call.inputs if name in situation.given
+    )
     function = getattr(call.function, "__name__", str(call.function))
     what = "whole on every rank" if layout == WHOLE else "with some dimensions gathered"
     note = f"no rule for {function}: runs {what}" if is_gathered else ""
-    return Placed(dict.fromkeys(call.inputs, layout), dict.fromkeys(call.outputs, layout), note)
+    return Placed(inputs, dict.fromkeys(call.outputs, layout), note)
 
 
 def _independent(situation: Situation) -> dict[int, Split]:
-    """How the largest input is divided along the dimensions that all inputs and outputs share."""
+    """How the largest input is divided along the dimensions that all inputs and outputs have, except inputs that all
+    pieces share, as a trial has shown (`engine/coupling.py`)."""
     call = situation.call
-    placed_names = [name for name in call.inputs if name in situation.given]
-    shapes = [situation.shape(name) for name in (*call.inputs, *call.outputs)]
+    names = [name for name in call.inputs if name not in call.attributes.get("shared", ())]
+    placed_names = [name for name in names if name in situation.given]
+    shapes = [situation.shape(name) for name in (*names, *call.outputs)]
     if not placed_names:
         return {}
     splits = situation.given[max(placed_names, key=lambda name: math.prod(situation.shape(name)))].splits

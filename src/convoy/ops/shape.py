@@ -75,7 +75,7 @@ def _place_reshape(situation: Situation) -> Placed:
 
 def _runs(shape: tuple[int, ...], out_shape: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
     """The smallest runs of dimensions, before and after a reshape, that hold the same elements."""
-    if 0 in shape:
+    if 0 in shape or not (shape and out_shape):  # of a single number nothing is divided
         return []
     products = [list(itertools.accumulate(sizes, operator.mul)) for sizes in (shape, out_shape)]
     ends = sorted(set(products[0]).intersection(products[1]))

@@ -53,7 +53,6 @@ _RACE_ROOM = {"cpu": 1.0, "cuda": 0.6}
 # Of the plans that are predicted to be fastest, beside plain `sample`, however clear the prediction is: the case that a
 # race is for, times that were measured beside other work, predicted a factor of two
 _RACERS = 2
-_NOTHING_PROFILED = "nothing could be profiled in the memory there is: times are those of a typical slow core"
 _SETTLED = 0.02  # the part of a plan's computing time that need not be measured
 
 

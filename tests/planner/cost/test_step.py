@@ -85,10 +85,11 @@ def test_what_is_sent_is_what_the_plan_counts() -> None:
 
 
 class Net(nn.Module):
-    """Large and small gradients, defined in another order than they are used in."""
+    """Large and small gradients, defined in another order than they are used in, and some that never come."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.never = nn.Linear(300, 8)
         self.head = nn.Linear(512, 300)
         self.wide = nn.Linear(8 * 16, 512)
         self.conv2 = nn.Conv2d(8, 8, 3, padding=1)
@@ -100,7 +101,8 @@ class Net(nn.Module):
         x = F.relu(self.norm(self.conv1(x)))
         x = F.relu(x + self.conv2(x))
         x = F.relu(self.wide(F.adaptive_avg_pool2d(x, 4).flatten(1)))
-        return self.head(F.relu(self.middle(x)))
+        x = self.head(F.relu(self.middle(x)))
+        return x if self.training else self.never(x)
 
 
 def messages(plan: str) -> tuple[list[Any], ...]:
@@ -128,6 +130,7 @@ def messages(plan: str) -> tuple[list[Any], ...]:
         ]
 
     backward = [name for item in reversed(program(placement)) for name in item.parameters]
+    backward = list(dict.fromkeys([*backward, *weights_of(placement)]))
     return result, predicted(backward), predicted([value.name for value in placement.graph.parameters()])
 
 

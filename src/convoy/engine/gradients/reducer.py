@@ -136,7 +136,9 @@ class Reducer:
             return flat(laid_out(gradients[0], self.parameters[bucket.members[0]]))
         total = sum(self.parameters[i].numel() for i in bucket.members) + counts
         like = self._items[(bucket.members or bucket.tally)[0]]
-        message = torch.full((total,), missing, dtype=like.dtype, device=like.device)
+        message = torch.empty(total, dtype=like.dtype, device=like.device)
+        if any(gradient is None for gradient in gradients):
+            message.fill_(missing)
         pairs = [(view, x) for view, x in zip(self._views(bucket, message), gradients, strict=True) if x is not None]
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])

@@ -1,0 +1,19 @@
+"""What a probe finds of a network before it trains."""
+
+import torch
+from torch import Tensor, nn
+
+from convoy.engine.coupling import probe
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("nchw,cd,->nd", x, self.weight, self.scale)
+
+
+def test_calls_without_a_rule_may_share_weights() -> None:
+    assert probe(Mixing(), (3, 4, 4), torch.device("cpu")).separable
