@@ -1,6 +1,5 @@
 """`convoy bench` on real processes."""
 
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -54,24 +53,3 @@ def test_a_study_on_two_devices(tmp_path: Path, call: Call) -> None:
     assert all(words in table for words in ("speed-up", "sample=2", "± needs two rounds", "report: "))
     call(["report", str(out)])
     assert "another --out" in call(f"{line} --batch 16", status=2).err
-
-
-@several
-@pytest.mark.slow
-def test_curves_are_those_of_the_trainer_and_the_same_bits(data: Path, tmp_path: Path, call: Call) -> None:
-    out, alone = tmp_path / "study", tmp_path / "alone"
-    recipe = f"--data {data} --batch 8 --set microbatch=2 --set data.workers=0 --set reproducible=true"
-    line = f"bench tiny:TinyNet {recipe} --devices 1,2 --plans sample --rounds 0 --train-epochs 2 --out {out}"
-    study = call(f"{line} --json").document
-    serial, two = study["convergence"]
-    assert (serial["configuration"], two["configuration"]) == ("one device", "sample=2")
-    assert two["distance_error"] == two["distance_loss"] == 0
-    assert two["evaluations"] == two["updates"] == 24
-    assert any("SHA-256" in sentence and "all 2 configurations" in sentence for sentence in study["remarks"])
-    call(f"train tiny:TinyNet {recipe} --epochs 2 --out {alone}")
-    weights = (alone / "weights.safetensors").read_bytes()
-    assert serial["weights_sha256"] == two["weights_sha256"] == hashlib.sha256(weights).hexdigest()
-    before = document(out)
-    call(line)
-    assert document(out)["configurations"] == before["configurations"]  # nothing is trained twice
-    assert "trainings of 2 epochs" in call(line.replace("--train-epochs 2", "--train-epochs 3"), status=2).err

@@ -2,8 +2,6 @@
 
 import dataclasses
 import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -91,13 +89,3 @@ def test_verify_tries_the_first_change_that_an_option_makes(
     monkeypatch.setattr(doctor, "_examination", Examinations(*paces))
     advice = call(f"{line} --json").document["advice"][1]
     assert advice["measured"] == pytest.approx(1.4) and advice["turns"] == list(paces)
-
-
-@pytest.mark.matrix
-def test_verify_on_two_devices(data: Path, folder: Path) -> None:
-    line = f"doctor --verify train lenet --data {data} --seconds 15 --devices 2 --batch 48 --microbatches 2"
-    words = [sys.executable, "-m", "convoy", *line.split(), "--set", "evaluate_every=1ba"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr
-    assert "on 2 devices, plan sample=2" in done.stdout and "when tried" in done.stdout
-    assert not list(folder.iterdir())

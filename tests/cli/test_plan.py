@@ -1,7 +1,6 @@
 """`convoy plan`, for devices at hand and for others (`--on`), and `convoy profile`, as a person calls them."""
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from convoy.planner.cost.costs import Times
 from convoy.planner.cost.local_op import LocalOp, Operand
 from convoy.planner.cost.store import Device, ProfileStore
 from convoy.plans.plan import Plan
-from started import ENVIRONMENT
 
 LINE = "plan lenet --devices 2 --batch 32 --microbatches 2 --link 10gbit"
 ON = "plan lenet --on 4xv100-sxm2 --batch 256"
@@ -52,17 +50,6 @@ def test_names_of_strangers_are_text_on_a_page(tmp_path: Path, call: Call) -> No
     call(f"plan odd_names:net --batch 8 --image-size 12 --devices 2 --link pcie4 --html {page}")
     assert "<b>bold</b>" not in page.read_text() and "&lt;b&gt;bold&lt;/b&gt;" in page.read_text()
     assert re.findall(r'<(?!a )[^>]* (?:src|href)="(?!data:)[^"]*', page.read_text()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_ranks_of_this_machine_measure(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
-    line = "plan tiny:TinyNet --image-size 28 --devices 2 --batch 32 --microbatches 2"
-    document = call(f"{line} --json --out {tmp_path / 'plan.yaml'}").document
-    assert document["devices"] == 2
-    assert not any("assumed" in note or "not measured" in note for note in document["notes"])
-    assert Plan.parse(tmp_path / "plan.yaml").mesh.num_devices == 2
 
 
 def test_machines_that_are_not_at_hand_have_a_price(tmp_path: Path, call: Call) -> None:

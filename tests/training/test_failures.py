@@ -1,9 +1,7 @@
 """Runs that fail: the summary says why, nothing that is not finite is kept, and they go on from there."""
 
 import errno
-import os
 import re
-import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +14,8 @@ from torch import Tensor, nn
 
 from convoy.errors import ConvoyError, MachineError, TooLargeError
 from convoy.training import finite
-from convoy.training.environment import join_ranks
-from convoy.training.evaluate import Evaluation
-from convoy.training.session import Session
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
-from tiny import NUM_TEST
 from training.scenarios import digest, lines, refusals, store_of, summary, trained
 from whole_runs import Ended, as_before, train_here
 
@@ -177,43 +171,3 @@ def test_memory_lacks(
 
 
 # Signals during an evaluation
-
-EVALUATED = {"epochs": "6ba", "evaluate_every": "2ba", "checkpoint.every": "100ba", "reproducible": "true"}
-
-
-def signalled(data: Path, out: Path, stops: list[int | None]) -> list[tuple[str | None, int, int]]:
-    """Trainings one after the other, with a signal to the last rank in such a batch of all evaluations.
-
-    Returns:
-        The signal, the updates done, and batches that were evaluated.
-    """
-    ranks, _ = join_ranks()
-    add, found, counts = Evaluation.add, list[tuple[str | None, int, int]](), list[int]()
-
-    def counted(self: Evaluation, *args: Any) -> None:
-        counts[-1] += 1
-        if counts[-1] == stops[len(counts) - 1] and ranks.rank == ranks.num - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        add(self, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Evaluation, "add", counted)
-        patch.setattr(Session, "evaluation_batch", lambda self: 5)
-        for _ in stops:
-            counts.append(0)
-            outcome = trained(data, out, EVALUATED, resume=True).outcome
-            found.append((outcome.signal, outcome.steps, counts[-1]))
-    return found
-
-
-@pytest.mark.slow
-def test_an_evaluation_that_a_signal_breaks_off_is_done_anew(data: Path, tmp_path: Path) -> None:
-    whole, parts, each = tmp_path / "whole", tmp_path / "parts", NUM_TEST // 5 // 2
-    assert run_ranks(signalled, 2, data, whole, [None]) == [[(None, 6, 3 * each)]] * 2
-    for stopped in run_ranks(signalled, 2, data, parts, [1, 1, each + 1]):
-        for (name, done, count), (stop_at, steps) in zip(stopped, [(1, 2), (1, 2), (each + 1, 4)], strict=True):
-            assert (name, done) == ("SIGTERM", steps) and stop_at <= count < stop_at + each - 1
-    assert 4 not in [step for (step,) in lines(parts, "step", split="test")]
-    assert not (parts / "weights.safetensors").exists()
-    run_ranks(signalled, 2, data, parts, [None])
-    assert lines(parts) == lines(whole) and digest(parts) == digest(whole)
