@@ -16,7 +16,7 @@ from convoy.errors import ConvoyError, MachineError, TooLargeError
 from convoy.training import finite
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
-from training.scenarios import digest, lines, refusals, store_of, summary, trained
+from training.scenarios import lines, refusals, store_of, summary
 from whole_runs import Ended, as_before, train_here
 
 EIGHT = {"epochs": "8ba", "checkpoint.every": "2ba", "reproducible": "true"}
@@ -34,26 +34,25 @@ ERRORS = [
         r"cannot write to .*No space left on device.*go on with --resume",
     ),
     # where the error lies, but for a user's mistake
-    (RuntimeError("first line\nsecond line"), r"RuntimeError: first line \(scenarios\.py, line \d+, in failing\)"),
+    (RuntimeError("first line\nsecond line"), r"RuntimeError: first line \(whole_runs\.py, line \d+, in failing\)"),
     (ConvoyError("7.png cannot be read: mend it"), r"7\.png cannot be read: mend it"),
 ]
 
 
 def test_an_error_is_in_the_summary_as_it_is_printed_and_the_run_goes_on(data: Path, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    trained(data, whole, EIGHT)
+    whole = train_here(data, tmp_path / "whole", EIGHT)
     for number, (error, words) in enumerate(ERRORS):
         out = tmp_path / str(number)
         with pytest.raises((type(error), ConvoyError)) as caught:
-            trained(data, out, EIGHT, fails=error)
+            train_here(data, out, EIGHT, fails=error)
         assert caught.value is error or isinstance(error, OSError)
         status, sentence, step = stands(out)
         assert (status, step) == ("failed", 5) and re.fullmatch(words, sentence)
         assert sentence == str(caught.value) or not isinstance(caught.value, ConvoyError)
     # The checkpoint after 4 updates may still have been on its way.
-    said = trained(data, out, EIGHT, resume=True).said
-    assert {f"going on after {done} of 8 updates" for done in (2, 4)} & set(said)
-    assert stands(out) == ("finished", None, 8) and digest(out) == digest(whole)
+    ended = train_here(data, out, EIGHT, resume=True)
+    assert {f"going on after {done} of 8 updates" for done in (2, 4)} & set(ended.said)
+    assert stands(out) == ("finished", None, 8) and ended.digest == whole.digest
 
 
 # Numbers that are not finite

@@ -28,7 +28,8 @@ from convoy.training.interrupt import Interrupt
 from convoy.training.log import MetricsWriter
 from convoy.training.precision import Scaler
 from ranks import run_ranks
-from training.scenarios import config, summary, trained, weights
+from training.scenarios import config, summary, weights
+from whole_runs import train_here
 
 CPU = torch.device("cpu")
 
@@ -77,19 +78,19 @@ def test_a_run_keeps_what_was_chosen_and_goes_on_with_it_elsewhere(data: Path, t
     gpu, cpu, four = tmp_path / "gpu", tmp_path / "cpu", {"epochs": "4ba"}
     with pytest.MonkeyPatch.context() as patch:  # a GPU, as far as choices go
         patch.setattr(defaults, "_ability", lambda device: defaults._Ability(*H100))
-        trained(data, tmp_path / "whole", four)
-        trained(data, gpu, four, stop_at=2)
+        train_here(data, tmp_path / "whole", four)
+        train_here(data, gpu, four, stop_at=2)
     found, kept = summary(tmp_path / "whole"), config(gpu)
     assert set(GPU_SAYS) <= set(found["notes"])
     rows = {row["name"]: row["value"] for row in found["derived"]}
     assert (rows["precision"], rows["memory format"], rows["optimizer"]) == ("bf16", "channels_last", "fused")
     assert (kept["precision"], kept["channels_last"], kept["optimizer"]["fused"]) == ("bf16", True, True)
-    trained(data, gpu, four, resume=True)  # a CPU, by a recipe that leaves all open
+    train_here(data, gpu, four, resume=True)  # a CPU, by a recipe that leaves all open
     assert alike(tmp_path / "whole", gpu)
-    trained(data, cpu, four, stop_at=2)
+    train_here(data, cpu, four, stop_at=2)
     assert (config(cpu)["precision"], config(cpu)["channels_last"]) == ("fp32", False)
     with pytest.raises(ConvoyError, match="was begun with precision=fp32 and cannot go on with precision=bf16"):
-        trained(data, cpu, four | {"precision": "bf16"}, resume=True)
+        train_here(data, cpu, four | {"precision": "bf16"}, resume=True)
 
 
 def alike(a: Path, b: Path) -> bool:

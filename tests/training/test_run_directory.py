@@ -17,7 +17,8 @@ from convoy.errors import ConvoyError, GoneError
 from convoy.training import RunDirectory
 from convoy.training.run_directory import LOCK, is_locked
 from ranks import run_ranks
-from training.scenarios import files, trained
+from training.scenarios import files
+from whole_runs import train_here
 
 running = sys.modules["convoy.training.run"]
 TWO = {"epochs": "2ba"}
@@ -113,18 +114,18 @@ def _held(data: Path, out: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(running, "LOCK_PATIENCE_S", 0.0)
         with pytest.raises(ConvoyError) as caught:
-            trained(data, out, TWO, resume=True)
+            train_here(data, out, TWO, resume=True)
     return str(caught.value)
 
 
 def test_a_second_start_ends_with_a_sentence_and_changes_nothing(data: Path, tmp_path: Path) -> None:
     out, begun = tmp_path / "run", tmp_path / "begun"
-    trained(data, out, TWO)
+    train_here(data, out, TWO)
     with RunDirectory(out).lock():
         before = files(out)
         first, second = run_ranks(_held, 2, data, out)  # all ranks of the second end
         assert first == second and first.startswith(f"{ANOTHER} in {out} ") and files(out) == before
     begun.mkdir()  # both begin at once
     with RunDirectory(begun).lock(), pytest.raises(ConvoyError, match=ANOTHER):
-        trained(data, begun, TWO)
+        train_here(data, begun, TWO)
     assert [path.name for path in begun.iterdir()] == [LOCK]
