@@ -45,19 +45,6 @@ def test_of_a_command_line_it_is_said_in_a_few_lines_with_the_pictures_that_cann
     assert not list(folder.iterdir())
 
 
-@pytest.mark.slow
-def test_of_a_run_it_is_as_it_was_begun_or_with_other_options_and_json_is_all_that_is_printed(
-    run: Path, call: Call
-) -> None:
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    for batch in (24, 16):
-        line = f"doctor {run} --batch {batch} --trust-code --json --seconds 3 --no-trials"
-        document = call(line.replace("--batch 24 ", "")).document
-        assert (document["model"], document["devices"], document["batch"]) == ("tiny:TinyNet", 1, batch)
-    assert list(document) == [field.name for field in dataclasses.fields(Diagnosis)]
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
-
-
 class Examinations:
     """In place of the examination of a training: each at another pace, until it is killed where none is left."""
 
