@@ -22,15 +22,9 @@ from convoy.training.checkpoints import Saver
 from convoy.training.evaluate import Evaluation
 from made_time import made_time
 from ranks import run_ranks
-from tiny import write_mnist
 from training.scenarios import cores_as_before, session
 
 EACH = ("checkpoint.every=1ba",)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mnist(tmp_path_factory.mktemp("doctor") / "data")
 
 
 def refuse(*args: Any, **options: Any) -> Any:

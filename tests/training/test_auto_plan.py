@@ -9,22 +9,17 @@ import pytest
 
 from convoy.errors import TooLargeError
 from convoy.planner.cost.costs import HostCost
-from convoy.training import Session, workloads
+from convoy.training import workloads
 from ranks import run_ranks
 from training.scenarios import session
-
-
-def planned(data: Path, cache: Path, *settings: str) -> Session:
-    with patch.dict("os.environ", {"CONVOY_CACHE": str(cache)}):
-        return session(data, "parallel.plan=auto", *settings)
 
 
 def notes_of(data: Path, cache: Path, input_s: float | None, *settings: str) -> tuple[str, str, bool]:
     """The plan, what is said, and whether anything that was measured is kept."""
     cost = patch.object(workloads, "measure_input", lambda ready: HostCost(per_sample=input_s))
     try:
-        with cost if input_s else nullcontext():
-            found = planned(data, cache, *settings)
+        with cost if input_s else nullcontext(), patch.dict("os.environ", {"CONVOY_CACHE": str(cache)}):
+            found = session(data, "parallel.plan=auto", *settings)
     except TooLargeError as error:
         return "", str(error), False
     returns = getattr(found.network, "returns_memory", False)
