@@ -25,7 +25,6 @@ from safetensors import safe_open
 
 from convoy.checkpoint.files import STATE, Checkpoint, write_record
 from convoy.checkpoint.store import CheckpointStore, read_checkpoint
-from convoy.cli.app import main
 from convoy.data import BadImage, DataConfig, open_data, pack
 from convoy.data.dataset import open_files
 from convoy.data.decode import finish_picture, open_picture
@@ -107,12 +106,6 @@ def test_whatever_is_typed_is_taken_or_refused_in_a_sentence(tmp_path: Path) -> 
                 assert 0 < len(str(error)) <= LONGEST, typed
             except Exception as error:
                 raise AssertionError(f"{type(error).__name__} for {typed!r}, seed {seed}") from error
-
-
-def test_a_home_of_nobody_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    for line in (["train", "lenet", "--data", "mnist-mini", "--plan", "~no-such-user/x"], ["eval", "~no-such-user/x"]):
-        assert main(line) == 2
-        assert "there is no such user: write the path in full" in capsys.readouterr().err
 
 
 # What stands in files: readers of data sets, runs and pictures, in a process of their own that may be ended.

@@ -88,7 +88,7 @@ def write_mnist(folder: Path, num_train: int = NUM_TRAIN, num_test: int = NUM_TE
     return folder
 
 
-def write_pictures(folder: Path, classes: str = "abc", size: tuple[int, int] = (40, 30), grey: bool = False) -> Path:
+def write_pictures(folder: Path, classes: str = "abc", size: tuple[int, int] = (40, 30)) -> Path:
     """Class folders of noisy pictures whose brightness tells the class, in `train/` and `val/`."""
     generator = np.random.default_rng(0)
     for split, number in (("train", 8), ("val", 4)):
@@ -96,8 +96,7 @@ def write_pictures(folder: Path, classes: str = "abc", size: tuple[int, int] = (
             (folder / split / name).mkdir(parents=True)
             for i in range(number):
                 pixels = generator.integers(0, 90, (size[1], size[0], 3), dtype=np.uint8) + np.uint8(60 * place)
-                picture = Image.fromarray(pixels)
-                (picture.convert("L") if grey else picture).save(folder / split / name / f"{i}.png")
+                Image.fromarray(pixels).save(folder / split / name / f"{i}.png")
     return folder
 
 

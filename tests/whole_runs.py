@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from convoy.progress import Reporter
-from convoy.training import Outcome, Recipe, Trainer, load_recipe, loop
+from convoy.training import Outcome, Recipe, Trainer, load_recipe
 from convoy.training.environment import join_ranks
 from convoy.training.step import TrainingStep
 
@@ -76,15 +76,16 @@ def train_here(
     resume: bool = False,
     stop_at: int | None = None,
     fails: BaseException | None = None,
+    at: int = 5,
     **options: Any,
 ) -> Ended:
-    """Train as the recipe `settings` says, with a signal after an update, or with an error in the sixth. All ranks that
-    have joined call it."""
+    """Train as the recipe `settings` says, with a signal once an update is done, or with an error in place of one. All
+    ranks that have joined call it."""
     (ranks, device), console, notes = join_ranks(), Console(stop_at), list[str]()
     step = TrainingStep.__call__
 
     def failing(self: TrainingStep, batch: Any, update: int) -> Any:
-        if update == 5 and fails is not None:
+        if update == at and fails is not None:
             raise fails
         return step(self, batch, update)
 
@@ -105,16 +106,7 @@ class Crashed(Exception):  # noqa: N818
 
 def train_until(data: Path, out: Path, settings: dict[str, str], after: int | None) -> Ended | None:
     """Begin or go on with a run whose ranks end without a word after so many updates, if any are said."""
-    log = loop.Loop._end_window
-
-    def logged(self: loop.Loop) -> None:
-        log(self)
-        if self.done == after:
-            raise Crashed
-
-    with as_before() as patch:
-        patch.setattr(loop.Loop, "_end_window", logged)
-        try:
-            return train_here(data, out, settings, resume=True)
-        except Crashed:
-            return None
+    try:
+        return train_here(data, out, settings, resume=True, fails=Crashed() if after else None, at=after or 0)
+    except Crashed:
+        return None

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,6 @@ def session(data: Path, *settings: str) -> Session:
     ranks, device = join_ranks()
     values = {"data.path": data, "model.name": "tiny:TinyNet", "batch": 16, "microbatch": 8, "optimizer.lr": 0.1}
     values |= {"threads": 1, "parallel.devices": ranks.num} | dict(setting.split("=", 1) for setting in settings)
-    if "microbatches" in values:
-        del values["microbatch"]
     recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()], [])
     return set_up(recipe, device, ranks=ranks)
 
@@ -93,12 +91,6 @@ def drop_checkpoints(out: Path, after: int) -> None:
     for step in store_of(out).steps():
         if step > after:
             shutil.rmtree(store_of(out).place(step))
-
-
-def change_json(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    document = json.loads(file.read_text())
-    change(document)
-    file.write_text(json.dumps(document))
 
 
 def files(folder: Path) -> dict[str, bytes]:
