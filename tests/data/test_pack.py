@@ -189,6 +189,18 @@ def test_an_index_that_is_damaged_or_a_strangers_leads_nowhere_and_fills_no_memo
             opened(copy)
 
 
+def test_unpacking_gives_the_folder_back_under_the_originals_names(tmp_path: Path, whole: Path, photos: Path) -> None:
+    back = tmp_path / "back"
+    assert unpack(Pack.open(whole), back, None) == 21
+    for split, name, count in (("train", "train", 15), ("test", "val", 6)):
+        files = [path for path in (back / split).rglob("*") if path.is_file()]
+        assert len(files) == count
+        for file in files:
+            assert file.read_bytes() == (photos / name / file.relative_to(back / split)).read_bytes()
+    with pytest.raises(ConvoyError, match="is not an empty folder"):
+        unpack(Pack.open(whole), back, None)
+
+
 def test_names_of_strangers_lead_nowhere_and_no_picture_takes_the_place_of_another(tmp_path: Path) -> None:
     """Classes and files whose names would be paths, or hidden, or alike, or longer than a file's may be."""
     stems = ["cat-000000002", "cat", "CAT", "é" * 160, "é" * 160 + "2", "a.parquet, row 1", "b", "c"]
