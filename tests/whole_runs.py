@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -81,7 +82,7 @@ def train_here(
 ) -> Ended:
     """Train as the recipe `settings` says, with a signal once an update is done, or with an error in place of one. All
     ranks that have joined call it."""
-    (ranks, device), console, notes = join_ranks(), Console(stop_at), list[str]()
+    (ranks, device), console, notes = join_ranks(), Console(stop_at), list[list[str]]()
     step = TrainingStep.__call__
 
     def failing(self: TrainingStep, batch: Any, update: int) -> Any:
@@ -91,12 +92,12 @@ def train_here(
 
     with as_before() as patch:
         patch.setattr(TrainingStep, "__call__", failing)
-        options |= {"reporter": console, "on_start": lambda session: notes.extend(session.notes)}
+        options |= {"reporter": console, "on_start": lambda session: notes.append(session.notes)}
         recipe = recipe_of(data, settings, ranks.num)
         outcome = Trainer(recipe, out, resume=resume, device=device, ranks=ranks, **options).run()
     weights, lines = out / "weights.safetensors", (out / "metrics.jsonl").read_text().splitlines()
     digest = hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else ""
-    said = list(dict.fromkeys([*console.said, *notes]))
+    said = list(dict.fromkeys([*console.said, *itertools.chain(*notes)]))
     return Ended(outcome, digest, [json.loads(line)["loss"] for line in lines], said)
 
 
