@@ -13,9 +13,8 @@ class Changing(nn.Module):
 
     def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
         super().__init__()
-        stride = CHANGES.get("stride", 2)
-        self.conv = nn.Conv2d(in_channels, 8, 3, stride=stride, padding=1)
-        self.norm = nn.BatchNorm2d(8, eps=CHANGES.get("eps", 1e-5))
+        self.conv = nn.Conv2d(in_channels, 8, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(8)
         self.act = CHANGES.get("act", nn.SiLU)()
         self.drop = nn.Dropout(CHANGES.get("drop", 0.1))
         self.head = nn.Linear(8, num_classes)

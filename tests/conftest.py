@@ -33,24 +33,6 @@ atexit.register(_cache.cleanup)
 os.environ["CONVOY_CACHE"] = _cache.name
 os.environ["CONVOY_SHARED"] = "1"  # whatever else runs beside the tests
 
-_MARKS = {
-    "ranks": "ranks",
-    "whole_runs": "ranks",
-    "started": "cli",
-    "emulated": "lab",
-    "emulated_hosts": "lab",
-    "slurm_cluster": "lab",
-}
-"""The mark of tests that use a helper of that name: what they cost, and what they need."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by what they use: `pytest -m "not ranks and not cli and not lab"` starts no process."""
-    for item in items:
-        used = {getattr(value, "__module__", None) for value in vars(item.module).values()}
-        for mark in {_MARKS[name] for name in used & _MARKS.keys()}:
-            item.add_marker(mark)
-
 
 def pytest_collection_finish() -> None:
     """Planning and training look for garbage: not among what torch and thousands of tests keep, half a second each."""
@@ -67,3 +49,11 @@ def _same_environment() -> Iterator[None]:
     for name in os.environ.keys() | before.keys():
         if name != "PYTEST_CURRENT_TEST" and os.environ.get(name) != before.get(name):
             os.environ.pop(name, None) if name not in before else os.environ.update({name: before[name]})
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MNIST's files, which no test changes."""
+    from tiny import write_mnist  # which loads torch
+
+    return write_mnist(tmp_path_factory.mktemp("mnist") / "data")

@@ -6,12 +6,12 @@ must agree, partial sums are added, and so are the gradients of what is copied o
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from convoy.comm.groups import Groups
+from convoy.engine.shards import cut
 from convoy.graph.graph import Graph
 from convoy.ops import OPERATIONS
 from convoy.ops.context import StepContext
@@ -19,6 +19,7 @@ from convoy.ops.kernel import Site
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Placed
+from one_call import joined
 
 TOLERANCE = 1e-10
 
@@ -39,8 +40,8 @@ def run(
     for name in call.outputs:
         assert not layouts[name].copied
         _assert_disjoint(layouts[name], graph.shape(name))
-    outputs = [Collected(graph.shape(name), layouts[name], mesh) for name in call.outputs]
-    gradients = [Collected(graph.shape(name), layouts[name], mesh, gradient=True) for name in call.inputs]
+    made: list[list[Tensor]] = [[] for _ in call.outputs]
+    found: list[list[Tensor]] = [[] for _ in call.inputs]
     for rank in range(mesh.num_devices):
         here = mesh.coordinates(rank)
         site = Site(graph, mesh, here, call, layouts, Groups(mesh, rank), StepContext())
@@ -52,56 +53,19 @@ def run(
         for name, y in zip(call.outputs, results, strict=True):
             assert tuple(y.shape) == site.local_shape(name), (name, y.shape, site.local_shape(name))
             assert y.requires_grad, f"rank {rank} has no gradient edge to {name}"
-        own = [_own(share, layouts[name], mesh, here) for name, share in zip(call.outputs, shares, strict=True)]
-        found = torch.autograd.grad(results, local, own)
-        for collected, y in zip(outputs, results, strict=True):
-            collected.add(y.detach(), here)
-        for collected, gradient in zip(gradients, found, strict=True):
-            collected.add(gradient, here)
-    return [collected.value for collected in outputs], [collected.value for collected in gradients]
+        own = [cut(share, layouts[name], mesh, here) for name, share in zip(call.outputs, shares, strict=True)]
+        for parts, part in zip([*made, *found], [*results, *torch.autograd.grad(results, local, own)], strict=True):
+            parts.append(part.detach())
 
-
-class Collected:
-    """A whole tensor, or its gradient, from those of the ranks."""
-
-    def __init__(self, shape: tuple[int, ...], layout: Layout, mesh: Mesh, gradient: bool = False) -> None:
-        self.shape, self.mesh = shape, mesh
-        added = layout.copied if gradient else layout.partial
-        self.layout = replace(layout, copied=frozenset(), partial=frozenset())
-        self.same = [axis for axis in mesh.axes if axis not in added | layout.split_axes]
-        self.values: dict[tuple[int, ...], Tensor] = {}
-
-    def add(self, x: Tensor, here: tuple[int, ...]) -> None:
-        place = tuple(here[axis] for axis in self.same)
-        value = self.values.setdefault(place, torch.zeros(self.shape, dtype=x.dtype))
-        parts = [
-            torch.tensor(self.layout.parts(dim, self.mesh, here, n), dtype=torch.long)
-            for dim, n in enumerate(self.shape)
-        ]
-        if not parts:
-            value += x
-        elif all(len(part) for part in parts):
-            value.index_put_(torch.meshgrid(*parts, indexing="ij"), x, accumulate=True)
-
-    @property
-    def value(self) -> Tensor:
-        """The tensor, which all ranks along the axes on which it is whole agree on."""
-        first, *others = self.values.values()
-        for other in others:
-            close(other, first, "ranks differ in what is the same for them")
-        return first
-
-
-def _own(x: Tensor, layout: Layout, mesh: Mesh, here: tuple[int, ...]) -> Tensor:
-    for dim, _ in layout.splits:
-        part = torch.tensor(layout.parts(dim, mesh, here, x.shape[dim]), dtype=torch.long)
-        x = x.index_select(dim, part)
-    return x.clone()
+    names, shape = zip(call.outputs, made, strict=True), graph.shape
+    outputs = [joined(parts, layouts[name], mesh, shape(name), layouts[name].partial) for name, parts in names]
+    names = zip(call.inputs, found, strict=True)
+    return outputs, [joined(parts, layouts[name], mesh, shape(name), layouts[name].copied) for name, parts in names]
 
 
 def _share(x: Tensor, layout: Layout, mesh: Mesh, here: tuple[int, ...]) -> Tensor:
     """The rank's part of a tensor; of a partial sum some term, so that all terms make the sum."""
-    x = _own(x, layout, mesh, here)
+    x = cut(x, layout, mesh, here).clone()
     count, place = mesh.size(tuple(sorted(layout.partial))), mesh.index(here, tuple(sorted(layout.partial)))
     terms = [term + 1 for term in range(count)]
     return x * (terms[place] / sum(terms)) if layout.partial else x

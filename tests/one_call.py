@@ -2,7 +2,7 @@
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,15 +124,17 @@ def whole(case: OneCall, ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     layouts |= {f"{name}.grad": layout for name, layout in placed.inputs.items()}
     shapes = {"y": case.gradient.shape, **{name: t.shape for name, t in case.tensors.items()}}
     return {
-        name: joined([rank[name] for rank in ranks], layouts[name], case.mesh, shapes[name.removesuffix(".grad")])
-        for name in ranks[0]
+        name: joined(
+            [rank[name] for rank in ranks], layout, case.mesh, shapes[name.removesuffix(".grad")], layout.copied
+        )
+        for name, layout in ((name, layouts[name]) for name in ranks[0])
     }
 
 
-def joined(parts: list[Tensor], layout: Layout, mesh: Mesh, shape: torch.Size) -> Tensor:
-    """A whole tensor from every rank's part; over `copied` axes and where parts overlap they are added."""
+def joined(parts: list[Tensor], layout: Layout, mesh: Mesh, shape: Sequence[int], added: frozenset[int]) -> Tensor:
+    """A whole tensor from every rank's part; over the axes `added` and where parts overlap they are added."""
     whole = torch.zeros(shape, dtype=parts[0].dtype)
-    alike = [axis for axis in mesh.axes if axis not in layout.split_axes | layout.copied]
+    alike = [axis for axis in mesh.axes if axis not in layout.split_axes | added]
     for rank, part in enumerate(parts):
         place = mesh.coordinates(rank)
         assert tuple(part.shape) == layout.local_shape(shape, mesh, place)

@@ -50,17 +50,10 @@ PartitionName=main Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
 
 @dataclass(frozen=True)
 class Cluster:
-    """One that runs.
+    """One that runs."""
 
-    Attributes:
-        login: the host of the controller, from which jobs are submitted.
-        nodes: the others.
-        environment: that finds the cluster.
-    """
-
-    login: TestHost
-    nodes: list[TestHost]
-    environment: dict[str, str]
+    login: TestHost  # the host of the controller, from which jobs are submitted
+    environment: dict[str, str]  # that finds the cluster
 
     def run(self, *command: str, cwd: Path | None = None) -> str:
         """What a command on the login host prints."""
@@ -96,7 +89,7 @@ def slurm_cluster() -> Iterator[Cluster]:
             *((host, ["slurmd", "-D"]) for host in hosts[1:]),
         ]
         started: list[subprocess.Popen] = []
-        cluster = Cluster(hosts[0], hosts[1:], environment)
+        cluster = Cluster(hosts[0], environment)
         try:
             for host, command in daemons:
                 log = (folder / f"{host.name}-{command[0]}.out").open("w")

@@ -63,19 +63,6 @@ def test_the_loss_of_another_rank_is_not_the_cause_and_the_first_is() -> None:
     assert cause([second, first]) == first
 
 
-def test_torchrun_says_the_cause_and_its_rank_where_others_say_something_else() -> None:
-    plan, file, meeting = ConvoyError("no plan"), ConvoyError("no file"), MeetingError("cannot join")
-    for errors, text in (
-        ([plan, plan], "convoy: no plan"),
-        ([plan], "convoy: no plan"),
-        ([plan, file], "convoy: rank 0: no plan"),
-        ([RuntimeError("Connection closed by peer"), file], "convoy: rank 1: no file"),
-        ([meeting, file], "rank 0 failed: cannot join"),
-        ([], None),
-    ):
-        assert text_of([fail(rank, error) for rank, error in enumerate(errors)]) == text
-
-
 def test_what_a_rank_leaves_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     failure = fail(1, ConvoyError("no plan"))

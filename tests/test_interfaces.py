@@ -25,16 +25,6 @@ def test_what_is_no_name_of_an_interface_is_refused() -> None:
             interfaces.check_name(name)
 
 
-def test_a_socket_listens_on_one_address() -> None:
-    before = listening([os.getpid()])
-    with interfaces.listen("127.0.0.1", 0) as one, socket.create_server(("", 0)) as every:
-        assert listening([os.getpid()]) - before == {one.getsockname(), every.getsockname()}
-        with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1:"):
-            interfaces.listen("127.0.0.1", one.getsockname()[1])
-    with pytest.raises(OSError, match=r"cannot listen on 192\.0\.2\.1:0"):
-        interfaces.listen("192.0.2.1", 0)
-
-
 def test_where_other_hosts_could_not_come_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert interfaces.meeting_address("localhost", alone=True) in ("127.0.0.1", "::1")

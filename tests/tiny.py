@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
@@ -41,41 +40,6 @@ class TinyDouble(TinyNet):
         return super().forward(x.double())
 
 
-class TinyDepth(nn.Module):
-    """Random numbers outside of dropout layers: functional dropout, and stochastic depth as torchvision and timm have
-    it."""
-
-    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(in_channels, 8, 3, stride=4, padding=1)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)) for _ in range(2)
-        )
-        self.head = nn.Linear(8 * 49, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.stem(x))
-        for block in self.blocks:
-            kept = torch.empty(len(x), 1, 1, 1, dtype=x.dtype, device=x.device)
-            x = x + (block(x) * kept.bernoulli_(0.7).div_(0.7) if self.training else block(x))
-        return self.head(F.dropout(F.relu(x).flatten(1), 0.2, self.training))
-
-
-class TinyFrozen(TinyNet):
-    """Keeps its batch norm in evaluation, as detectors do, and has no dropout."""
-
-    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
-        super().__init__(num_classes, in_channels)
-        self.drop = nn.Identity()
-
-    def train(self, mode: bool = True) -> "TinyFrozen":
-        super().train(mode)
-        for layer in self.modules():
-            if isinstance(layer, nn.BatchNorm2d):
-                layer.eval()
-        return self
-
-
 class TinyCounting(TinyNet):
     """Lets a count of its passes into what it computes."""
 
@@ -100,39 +64,6 @@ class TinyCoupled(TinyNet):
         return super().forward(x - x.mean(0))
 
 
-class TinyAsleep(TinyNet):
-    """Subtracts more of the mean of the batch the longer it trains, and nothing of it at first."""
-
-    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
-        super().__init__(num_classes, in_channels)
-        self.part = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        return super().forward(x - self.part * x.mean(0))
-
-
-class TinyDrawing(TinyDepth):
-    """Draws random numbers, and subtracts the mean of the batch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x - x.mean(0))
-
-
-class TinyTraining(TinyDepth):
-    """Draws random numbers, and subtracts the mean of the batch in training alone."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x - x.mean(0) if self.training else x)
-
-
-class TinyTracking(TinyNet):
-    """Instance norm with running statistics."""
-
-    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
-        super().__init__(num_classes, in_channels)
-        self.norm = nn.InstanceNorm2d(8, track_running_stats=True)
-
-
 class TinyLazy(TinyNet):
     """Its layers take their shapes from the first images."""
 
@@ -140,19 +71,6 @@ class TinyLazy(TinyNet):
         super().__init__(num_classes, 1)
         self.conv = nn.LazyConv2d(8, 3, stride=2, padding=1)
         self.head = nn.LazyLinear(num_classes)
-
-
-class TinyWeighed(TinyNet):
-    """A weight that is computed before every pass."""
-
-    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
-        super().__init__(num_classes, in_channels)
-        nn.utils.weight_norm(self.head)
-
-
-def tiny_wrapped(num_classes: int = 10, in_channels: int = 1) -> nn.Module:
-    """In DataParallel, around what torch.compile gives."""
-    return nn.DataParallel(torch.compile(TinyNet(num_classes, in_channels)))
 
 
 def write_mnist(folder: Path, num_train: int = NUM_TRAIN, num_test: int = NUM_TEST) -> Path:
@@ -170,7 +88,7 @@ def write_mnist(folder: Path, num_train: int = NUM_TRAIN, num_test: int = NUM_TE
     return folder
 
 
-def write_pictures(folder: Path, classes: str = "abc", size: tuple[int, int] = (40, 30), grey: bool = False) -> Path:
+def write_pictures(folder: Path, classes: str = "abc", size: tuple[int, int] = (40, 30)) -> Path:
     """Class folders of noisy pictures whose brightness tells the class, in `train/` and `val/`."""
     generator = np.random.default_rng(0)
     for split, number in (("train", 8), ("val", 4)):
@@ -178,8 +96,7 @@ def write_pictures(folder: Path, classes: str = "abc", size: tuple[int, int] = (
             (folder / split / name).mkdir(parents=True)
             for i in range(number):
                 pixels = generator.integers(0, 90, (size[1], size[0], 3), dtype=np.uint8) + np.uint8(60 * place)
-                picture = Image.fromarray(pixels)
-                (picture.convert("L") if grey else picture).save(folder / split / name / f"{i}.png")
+                Image.fromarray(pixels).save(folder / split / name / f"{i}.png")
     return folder
 
 

@@ -2,9 +2,12 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
+import os
+import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,9 @@ import pytest
 import torch
 
 from convoy.progress import Reporter
-from convoy.training import Trainer, load_recipe, loop
+from convoy.training import Outcome, Recipe, Trainer, load_recipe
 from convoy.training.environment import join_ranks
-from convoy.training.watchdog import Watchdog
+from convoy.training.step import TrainingStep
 
 BASE = {
     "model.name": "tiny:TinyNet",
@@ -29,21 +32,27 @@ BASE = {
 
 @dataclass
 class Ended:
-    """A run that came to its end."""
+    """A run that came to its end, or stopped at a signal."""
 
-    digest: str  # SHA-256 of the weights' file
+    outcome: Outcome
+    digest: str  # SHA-256 of the weights' file, if there is one
     curve: list[float]  # loss of every update, and of the evaluation at the end
-    said: list[str] = field(default_factory=list)  # what rank 0 said, and what stands in its summary's notes
+    said: list[str]  # what rank 0 said, and what else stands in its notes
 
 
-class Words(Reporter):
-    """Keeps what is said."""
+class Console(Reporter):
+    """Takes the place of a person: keeps what is said, and sends a signal once an update is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop_at: int | None) -> None:
         self.said: list[str] = []
+        self.stop_at = stop_at
 
     def say(self, text: str) -> None:
         self.said.append(text)
+
+    def advance(self, done: int, text: str | None = None) -> None:
+        if done == self.stop_at:
+            os.kill(os.getpid(), signal.SIGUSR2)
 
 
 @contextlib.contextmanager
@@ -56,36 +65,40 @@ def as_before() -> Iterator[pytest.MonkeyPatch]:
             torch.use_deterministic_algorithms(False)
 
 
+def recipe_of(data: Path, settings: dict[str, str], num: int = 1) -> Recipe:
+    values = BASE | {"data.path": str(data), "parallel.devices": str(num)} | settings
+    return load_recipe("default", [f"{key}={value}" for key, value in values.items()])
+
+
 def train_here(
     data: Path,
     out: Path,
     settings: dict[str, str],
     resume: bool = False,
-    watchdog: Watchdog | None = None,
-    keep: bool = True,
+    stop_at: int | None = None,
+    fails: BaseException | None = None,
+    at: int = 5,
     **options: Any,
 ) -> Ended:
-    """Train as the recipe `settings` says on all ranks that have joined. All ranks call it."""
-    ranks, device = join_ranks()
-    values = BASE | {"data.path": str(data), "parallel.devices": str(ranks.num)} | settings
-    recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()])
-    words, notes = Words(), []
-    with as_before():
-        Trainer(
-            recipe,
-            out,
-            resume=resume,
-            device=device,
-            ranks=ranks,
-            reporter=words,
-            watchdog=watchdog,
-            keep=keep,
-            **options,
-            on_start=lambda session: notes.append(session.notes),
-        ).run()
-    digest = hashlib.sha256((out / "weights.safetensors").read_bytes()).hexdigest()
-    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return Ended(digest, [line["loss"] for line in lines], [*words.said, *(note for each in notes for note in each)])
+    """Train as the recipe `settings` says, with a signal once an update is done, or with an error in place of one. All
+    ranks that have joined call it."""
+    (ranks, device), console, notes = join_ranks(), Console(stop_at), list[list[str]]()
+    step = TrainingStep.__call__
+
+    def failing(self: TrainingStep, batch: Any, update: int) -> Any:
+        if update == at and fails is not None:
+            raise fails
+        return step(self, batch, update)
+
+    with as_before() as patch:
+        patch.setattr(TrainingStep, "__call__", failing)
+        options |= {"reporter": console, "on_start": lambda session: notes.append(session.notes)}
+        recipe = recipe_of(data, settings, ranks.num)
+        outcome = Trainer(recipe, out, resume=resume, device=device, ranks=ranks, **options).run()
+    weights, lines = out / "weights.safetensors", (out / "metrics.jsonl").read_text().splitlines()
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else ""
+    said = list(dict.fromkeys([*console.said, *itertools.chain(*notes)]))
+    return Ended(outcome, digest, [json.loads(line)["loss"] for line in lines], said)
 
 
 class Crashed(Exception):  # noqa: N818
@@ -94,16 +107,7 @@ class Crashed(Exception):  # noqa: N818
 
 def train_until(data: Path, out: Path, settings: dict[str, str], after: int | None) -> Ended | None:
     """Begin or go on with a run whose ranks end without a word after so many updates, if any are said."""
-    log = loop.Loop._end_window
-
-    def logged(self: loop.Loop) -> None:
-        log(self)
-        if self.done == after:
-            raise Crashed
-
-    with as_before() as patch:
-        patch.setattr(loop.Loop, "_end_window", logged)
-        try:
-            return train_here(data, out, settings, resume=True)
-        except Crashed:
-            return None
+    try:
+        return train_here(data, out, settings, resume=True, fails=Crashed() if after else None, at=after or 0)
+    except Crashed:
+        return None

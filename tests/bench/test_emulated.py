@@ -27,7 +27,7 @@ def read(folder: Path, text: str) -> Cluster:
     return Cluster.read(path)
 
 
-def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
+def test_a_file_describes_a_cluster_and_a_mistake_in_it_is_one_sentence(tmp_path: Path) -> None:
     two_each = read(tmp_path, "devices: {count: 4, hosts: 2}\nlinks: {rate: 1gbit}\n")
     assert two_each.devices == tuple(ClusterDevice(1.0, f"host{number // 2}") for number in range(4))
     entries = "[{speed: 0.5, host: a}, {speed: 0.25, host: b, count: 2}, {speed: 0.4}]"
@@ -35,9 +35,6 @@ def test_a_file_describes_a_cluster(tmp_path: Path) -> None:
     devices = [(0.5, "a"), (0.25, "b"), (0.25, "b"), (0.4, "host3")]
     assert unequal.devices == tuple(ClusterDevice(*device) for device in devices)
     assert str(unequal) == "4 devices with 0.5, 0.25, 0.25, 0.4 of a core in 3 hosts, links of 3gbit, 300mbit, 3gbit"
-
-
-def test_a_mistake_is_one_sentence_that_has_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConvoyError, match=r"cluster\.yaml: devices\.sped is unknown: did you mean devices\.speed\?"):
         read(tmp_path, "devices: {count: 2, sped: 1}")
     with pytest.raises(ConvoyError, match=r"cluster\.yaml: the link of host host0 has no rate"):

@@ -2,13 +2,10 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from functools import partial
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +17,6 @@ from convoy.bench.processes import Places, RankFailed, Say, run_ranks
 from convoy.errors import ConvoyError
 from convoy.resources import pin
 from emulated_hosts import listening
-from processes import alive
-from started import wait_for
-from tiny import write_mnist
 
 
 def backward(kind: str, say: Say) -> tuple[list[int], int, set[str], list[float]]:
@@ -90,49 +84,3 @@ def test_an_interrupt_while_a_rank_starts_stays_an_interrupt(monkeypatch: pytest
     monkeypatch.setattr(ForkServerProcess, "start", start)
     with pytest.raises(KeyboardInterrupt):
         run_ranks(fail, Places(0).of(1), "not")
-
-
-STARTS_A_RANK = """
-import multiprocessing, os, sys, time
-from pathlib import Path
-from convoy.bench.processes import Places, run_ranks
-from convoy.data import DataConfig, Order, open_data, training_batches
-
-def load_pictures(folder, say):
-    config = DataConfig(path=str(folder), workers=1)
-    data = open_data(config)
-    batches = training_batches(data, config, Order(len(data.train), 8, 0), first_update=0, num_updates=9, seed=0)
-    next(batches)
-    numbers = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
-    (folder / "unfinished").write_text(" ".join(map(str, numbers)))
-    (folder / "unfinished").rename(folder / "numbers")
-    time.sleep(100)
-
-if __name__ == "__main__":
-    run_ranks(load_pictures, Places(0).of(1), Path(sys.argv[1]))
-"""
-"""Its rank hangs while a process loads pictures for it, whose number is written beside its own."""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
-def test_nothing_outlives_whoever_started_the_ranks(tmp_path: Path) -> None:
-    (tmp_path / "starts.py").write_text(STARTS_A_RANK)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    runs = {}
-    try:
-        for end in (signal.SIGKILL, signal.SIGINT):
-            line = [sys.executable, str(tmp_path / "starts.py"), str(write_mnist(tmp_path / end.name))]
-            runs[end] = subprocess.Popen(line, env=environment)
-        for end, process in runs.items():
-            numbers = tmp_path / end.name / "numbers"
-            wait_for(lambda numbers=numbers, process=process: numbers.exists() or process.poll() is not None, 100)
-            ranks = list(map(int, numbers.read_text().split()))
-            assert len(ranks) > 1 and all(map(alive, ranks))
-            process.send_signal(end)
-            process.wait(30)
-            wait_for(lambda ranks=ranks: not any(map(alive, ranks)), 30)
-    finally:
-        for process in runs.values():
-            process.kill()
-            process.wait(30)

@@ -18,12 +18,9 @@ from torch import Tensor, nn
 import convoy
 import small_nets
 from convoy import models
-from convoy.comm import collectives
 from convoy.data import AugmentConfig, DataConfig, DataSet, Order, training_batches
 from convoy.data.sources import PixelSource
-from convoy.engine import agreement
 from convoy.models import resnet
-from convoy.ops.constants import Constants
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
 from convoy.training.classification import InputPipeline
@@ -157,23 +154,3 @@ def test_no_pass_waits_for_the_gpu_or_gives_it_lists() -> None:
             assert not uploads, (plan, uploads)
             assert seen.operations["convolution"] == seen.operations["convolution_backward"] > 0
             assert seen.collectives.total() > 0
-
-
-def test_lists_that_are_copied_in_every_pass_and_sizes_told_over_the_gpu_are_seen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def anew(self: Constants, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.as_tensor(self._numbers, dtype=dtype or x.dtype, device=x.device)
-
-    def over_the_gpu(numbers: Any, group: Any) -> list[list[int]]:
-        mine = torch.tensor(list(numbers), device=FakeGpu.device)
-        rows: list[list[int]] = collectives.all_gather(mine, group).tolist()
-        return [list(numbers)] * len(rows)  # what is read there is zero
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Constants, "like", anew)
-        seen, uploads = third_pass(Resized, "height=4")
-        assert len(seen.synchronizations) == len(uploads) >= 1
-    monkeypatch.setattr(agreement, "gather_ints", over_the_gpu)
-    seen, uploads = third_pass(Resized, "sample=4")
-    assert (len(seen.synchronizations), len(uploads)) == (2, 1)

@@ -12,13 +12,8 @@ from cli.calls import UPDATES, Call, Output
 from convoy.cli import main
 from processes import alive
 from started import Started, command
-from tiny import train_on_pictures, write_mnist, write_pictures
+from tiny import train_on_pictures, write_pictures
 from whole_runs import as_before
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mnist(tmp_path_factory.mktemp("mnist") / "data")
 
 
 @pytest.fixture(scope="session")

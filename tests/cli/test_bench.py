@@ -1,31 +1,18 @@
 """`convoy bench` on real processes."""
 
-import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cli.calls import Call
 
 TINY = "--batch 8 --image-size 28 --updates 2 --warm-up 1 --timeout 300"
-several = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 
 
-def document(folder: Path) -> dict[str, Any]:
-    study: dict[str, Any] = json.loads((folder / "bench.json").read_text())
-    return study
-
-
-def visits(folder: Path) -> int:
-    exists = (folder / "bench.json").exists()
-    return sum(len(row["visits"]) for row in document(folder)["configurations"]) if exists else 0
-
-
-@several
 @pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_study_on_two_devices(tmp_path: Path, call: Call) -> None:
     out = tmp_path / "study"
     line = f"bench tiny:TinyNet --devices 1,2 --plans sample;auto --peers ddp --rounds 1 {TINY} --out {out}"
@@ -41,37 +28,17 @@ def test_a_study_on_two_devices(tmp_path: Path, call: Call) -> None:
         assert row["step_s"] > 0 and row["memory_bytes"] > 0 and row["rounds"] == 1
         parts = ("compute_s", "exposed_communication_s", "data_wait_s", "optimizer_s")
         assert sum(row[part] for part in parts) == pytest.approx(row["step_s"])
+    study = json.loads((out / "bench.json").read_text())
     unpredicted = [row for (kind, _), row in rows.items() if kind == "convoy" and not row["predicted_s"]]
-    assert unpredicted == [], document(out)["sessions"]
+    assert unpredicted == [], study["sessions"]
     assert rows["convoy", "sample=2"]["exposed_communication_s"] > 0
     assert rows["convoy", "one device"]["exposed_communication_s"] == 0
-    losses = [visit["loss"] for row in document(out)["configurations"] for visit in row["visits"]]
+    losses = [visit["loss"] for row in study["configurations"] for visit in row["visits"]]
     assert losses[2:4] == pytest.approx([losses[0]] * 2, rel=1e-5)
-    assert document(out)["study"]["cores_per_device"] == len(os.sched_getaffinity(0)) // 2
+    assert study["study"]["cores_per_device"] == len(os.sched_getaffinity(0)) // 2
 
     table = call(line).out
-    assert visits(out) == 5  # all of it was there
+    assert json.loads((out / "bench.json").read_text())["configurations"] == study["configurations"]  # all was there
     assert all(words in table for words in ("speed-up", "sample=2", "± needs two rounds", "report: "))
     call(["report", str(out)])
     assert "another --out" in call(f"{line} --batch 16", status=2).err
-
-
-@several
-@pytest.mark.slow
-def test_curves_are_those_of_the_trainer_and_the_same_bits(data: Path, tmp_path: Path, call: Call) -> None:
-    out, alone = tmp_path / "study", tmp_path / "alone"
-    recipe = f"--data {data} --batch 8 --set microbatch=2 --set data.workers=0 --set reproducible=true"
-    line = f"bench tiny:TinyNet {recipe} --devices 1,2 --plans sample --rounds 0 --train-epochs 2 --out {out}"
-    study = call(f"{line} --json").document
-    serial, two = study["convergence"]
-    assert (serial["configuration"], two["configuration"]) == ("one device", "sample=2")
-    assert two["distance_error"] == two["distance_loss"] == 0
-    assert two["evaluations"] == two["updates"] == 24
-    assert any("SHA-256" in sentence and "all 2 configurations" in sentence for sentence in study["remarks"])
-    call(f"train tiny:TinyNet {recipe} --epochs 2 --out {alone}")
-    weights = (alone / "weights.safetensors").read_bytes()
-    assert serial["weights_sha256"] == two["weights_sha256"] == hashlib.sha256(weights).hexdigest()
-    before = document(out)
-    call(line)
-    assert document(out)["configurations"] == before["configurations"]  # nothing is trained twice
-    assert "trainings of 2 epochs" in call(line.replace("--train-epochs 2", "--train-epochs 3"), status=2).err

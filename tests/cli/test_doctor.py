@@ -2,8 +2,6 @@
 
 import dataclasses
 import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,19 +45,6 @@ def test_of_a_command_line_it_is_said_in_a_few_lines_with_the_pictures_that_cann
     assert not list(folder.iterdir())
 
 
-@pytest.mark.slow
-def test_of_a_run_it_is_as_it_was_begun_or_with_other_options_and_json_is_all_that_is_printed(
-    run: Path, call: Call
-) -> None:
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    for batch in (24, 16):
-        line = f"doctor {run} --batch {batch} --trust-code --json --seconds 3 --no-trials"
-        document = call(line.replace("--batch 24 ", "")).document
-        assert (document["model"], document["devices"], document["batch"]) == ("tiny:TinyNet", 1, batch)
-    assert list(document) == [field.name for field in dataclasses.fields(Diagnosis)]
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
-
-
 class Examinations:
     """In place of the examination of a training: each at another pace, until it is killed where none is left."""
 
@@ -91,13 +76,3 @@ def test_verify_tries_the_first_change_that_an_option_makes(
     monkeypatch.setattr(doctor, "_examination", Examinations(*paces))
     advice = call(f"{line} --json").document["advice"][1]
     assert advice["measured"] == pytest.approx(1.4) and advice["turns"] == list(paces)
-
-
-@pytest.mark.matrix
-def test_verify_on_two_devices(data: Path, folder: Path) -> None:
-    line = f"doctor --verify train lenet --data {data} --seconds 15 --devices 2 --batch 48 --microbatches 2"
-    words = [sys.executable, "-m", "convoy", *line.split(), "--set", "evaluate_every=1ba"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr
-    assert "on 2 devices, plan sample=2" in done.stdout and "when tried" in done.stdout
-    assert not list(folder.iterdir())

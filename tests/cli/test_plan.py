@@ -1,8 +1,6 @@
 """`convoy plan`, for devices at hand and for others (`--on`), and `convoy profile`, as a person calls them."""
 
 import json
-import os
-import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ from convoy.planner.cost.costs import Times
 from convoy.planner.cost.local_op import LocalOp, Operand
 from convoy.planner.cost.store import Device, ProfileStore
 from convoy.plans.plan import Plan
-from started import ENVIRONMENT
 
 LINE = "plan lenet --devices 2 --batch 32 --microbatches 2 --link 10gbit"
 ON = "plan lenet --on 4xv100-sxm2 --batch 256"
@@ -37,32 +34,6 @@ def test_text_json_yaml_page_and_trace_are_of_one_plan_which_keeps_to_what_is_fi
     assert rest[0].startswith("lenet on 2 devices, 32 samples an update")
     for words in ("plan ", "speed-up", "memory", "what if", "next best", "classifier.4", "are assumed: 10gbit"):
         assert words in text
-
-
-def test_stages_have_a_bubble_and_a_table(call: Call) -> None:
-    line = "plan lenet --batch 32 --microbatches 8 --link 10gbit --score stage=2 --recompute --schedule zero-bubble"
-    text = call(line).out
-    assert text.startswith("lenet on 2 devices, 32 samples an update")
-    for words in (", schedule zero-bubble", "bubble ", "waiting for other stages", "the backward pass computes "):
-        assert words in text
-
-
-def test_names_of_strangers_are_text_on_a_page(tmp_path: Path, call: Call) -> None:
-    page = tmp_path / "plan.html"
-    call(f"plan odd_names:net --batch 8 --image-size 12 --devices 2 --link pcie4 --html {page}")
-    assert "<b>bold</b>" not in page.read_text() and "&lt;b&gt;bold&lt;/b&gt;" in page.read_text()
-    assert re.findall(r'<(?!a )[^>]* (?:src|href)="(?!data:)[^"]*', page.read_text()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_ranks_of_this_machine_measure(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
-    line = "plan tiny:TinyNet --image-size 28 --devices 2 --batch 32 --microbatches 2"
-    document = call(f"{line} --json --out {tmp_path / 'plan.yaml'}").document
-    assert document["devices"] == 2
-    assert not any("assumed" in note or "not measured" in note for note in document["notes"])
-    assert Plan.parse(tmp_path / "plan.yaml").mesh.num_devices == 2
 
 
 def test_machines_that_are_not_at_hand_have_a_price(tmp_path: Path, call: Call) -> None:

@@ -82,10 +82,3 @@ def test_an_exported_network_runs_elsewhere(run: Path, tmp_path: Path, call: Cal
     with torch.no_grad():
         assert torch.allclose(program(images), logits, atol=1e-6)
     assert json.loads(files["convoy.json"])["classes"][3] == "3"
-
-
-def test_models_recipes_and_data_are_listed(data: Path, call: Call) -> None:
-    rows = call("models resnet50 --json").document
-    assert {row["name"]: row["parameters"] for row in rows}["resnet50"] == 25_557_032
-    assert "imagenet-90" in call("recipes").out and "resnet50" in call("recipes imagenet-90").out
-    assert [row["images"] for row in call(f"data {data} --check --json").document] == [96, 40]

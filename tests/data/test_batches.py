@@ -22,7 +22,6 @@ from data.made import (
     same,
     trained,
     write_mnist,
-    write_parquet,
 )
 
 SAMPLES = np.array([7, 3, 11, 3, 0])
@@ -113,13 +112,6 @@ def test_a_thread_beside_a_gpu_makes_the_same_batches(tmp_path: Path, monkeypatc
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("convoy-pictures")]:
         thread.join(10)
         assert not thread.is_alive()
-
-
-def test_rows_of_parquet_and_turbos_pictures_go_to_workers(tmp_path: Path) -> None:
-    files = [encoded(picture(500, 400, seed=i), "JPEG") for i in range(12)]
-    write_parquet(tmp_path / "x.parquet", files, [i % 2 for i in range(12)])
-    options = {"augment": {"crop": "random-resized"}, "decoder": "turbo"}
-    assert same(*(trained(config(tmp_path, **options, workers=workers), num=2) for workers in (0, 2)))
 
 
 def test_an_evaluation_counts_every_sample_once_in_order_and_is_not_augmented(photos: Path) -> None:

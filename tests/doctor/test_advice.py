@@ -125,15 +125,6 @@ def test_every_rule() -> None:
     assert advise(HEALTHY) == () and "None of the changes" in Diagnosis.of(HEALTHY).sentence
 
 
-def test_what_several_rules_say_is_bounded_by_what_computing_leaves() -> None:
-    """Pictures that take longer one by one than in the training: a GPU waits for them a quarter of its time."""
-    facts = replace(HEALTHY, batch=256, update_s=0.06, compute_s=0.045, threads=0, workers=16, cores=16.0)
-    facts = replace(facts, ranks=(RankFacts(256, wait_s=0.015),), evaluate_every=None)
-    for slow in (Pictures(cpu_s=0.0095, raw_s=0.0005), Pictures(read_s=0.02, cpu_s=0.001)):
-        gains = [one.gain for one in advise(replace(facts, pictures=slow))]
-        assert gains and gains == pytest.approx([0.06 / 0.045] * len(gains))
-
-
 BATCH = Advice("batch", "--batch 256", ("--batch", "256"), 1.5, "It is small.", another_training=True)
 
 

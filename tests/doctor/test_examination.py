@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,31 +9,22 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from convoy.doctor import examination, trials, updates
 from convoy.doctor.diagnosis import Diagnosis
 from convoy.doctor.examination import examine
-from convoy.doctor.facts import Change, Facts, Trial
-from convoy.doctor.trials import Budget, try_changes
+from convoy.doctor.facts import Facts
+from convoy.doctor.trials import Budget
 from convoy.engine import profiling
-from convoy.resources import own_cores, pin
-from convoy.training import Session, recorder, step
+from convoy.training import recorder, step
 from convoy.training.checkpoints import Saver
 from convoy.training.evaluate import Evaluation
-from convoy.training.set_up import set_up
 from made_time import made_time
 from ranks import run_ranks
-from tiny import write_mnist
 from training.scenarios import cores_as_before, session
 
 EACH = ("checkpoint.every=1ba",)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mnist(tmp_path_factory.mktemp("doctor") / "data")
 
 
 def refuse(*args: Any, **options: Any) -> Any:
@@ -89,53 +79,3 @@ def test_two_devices_know_the_same(data: Path, tmp_path: Path) -> None:
     for facts, *_ in run_ranks(examined, 2, data, tmp_path, EACH, False, True):  # no place for checkpoints
         assert facts.checkpoint_s is None and facts.evaluation_s is not None
     assert not list(tmp_path.iterdir())
-
-
-LAST = Change("memory_format", ("--channels-last",), {"channels_last": True})
-ALONE = Change("devices", ("--devices", "1"), {"parallel": {"devices": 1, "plan": None}}, alone=True)
-BATCH, THREADS = Change("batch", (), {"batch": 32}, 2), Change("threads", ("--set", "threads=2"), {"threads": 2})
-
-
-def switches() -> list[Any]:
-    numbers = [torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()]
-    return [*numbers, own_cores(), os.environ.get("CONVOY_CORES")]
-
-
-def some(data: Path, folder: Path, fails: bool) -> tuple[tuple[Trial, ...], float | None, bool]:
-    """Trials, of which that on one device may fail on rank 0; an update as it is; and whether all is as before."""
-    trained = session(data)
-
-    def set_up_or_fail(recipe: Any, device: Any, say: Any, ranks: Any, *more: Any, **options: Any) -> Session:
-        """Each update of what is tried takes 2 s, of what is there a second."""
-        if fails and ranks.num < trained.ranks.num and trained.ranks.rank == 0:
-            raise RuntimeError("the network cannot do this")
-        other = set_up(recipe, device, say, ranks, *more, **options)
-        other.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(2.0))
-        return other
-
-    with (
-        made_time(trials, step, profiling) as clock,
-        patch.object(trials, "changes", lambda *_: iter([LAST, ALONE, BATCH, THREADS])),
-        patch.object(trials, "set_up", set_up_or_fail),
-        cores_as_before(),
-        contextlib.chdir(folder),
-    ):
-        trained.state.optimizer.register_step_pre_hook(lambda *_: clock.sleep(1.0))
-        cores = own_cores()
-        pin([cores[trained.ranks.rank % len(cores)]])  # as ranks of a run are
-        before = switches()
-        as_it_is, tried = try_changes(trained, Budget(trained.ranks, 1000.0))
-        return tried, as_it_is, before == switches()
-
-
-@pytest.mark.slow
-def test_a_change_that_fails_is_left_out_and_nothing_is_left_of_any(data: Path, tmp_path: Path) -> None:
-    for fails in (False, True):
-        first, second = run_ranks(some, 2, data, tmp_path, fails)
-        assert first == second  # all ranks know the same
-        tried, as_it_is, is_as_before = first
-        causes = ["memory_format", "devices", "batch", "threads"]
-        assert [trial.cause for trial in tried] == [cause for cause in causes if not (fails and cause == "devices")]
-        assert as_it_is == 1.0 and is_as_before and not list(tmp_path.iterdir())
-        assert all((trial.seconds, trial.before_s) == (2.0, 1.0) for trial in tried)
-        assert {trial.cause: trial.samples for trial in tried}["batch"] == 2

@@ -44,32 +44,25 @@ def work_on(clock: MadeTime, monkeypatch: pytest.MonkeyPatch, method: str, secon
 
 
 class Photos(EncodedSource):
-    """JPEG files of a side; `arrive` waits for the bytes of one, and those that are not good are cut off."""
+    """JPEG files of a side; `arrive` waits for the bytes of one."""
 
-    def __init__(
-        self, arrive: Callable[[], object] = int, good: Callable[[int], bool] = lambda sample: True, side: int = 96
-    ) -> None:
+    def __init__(self, arrive: Callable[[], object] = int, side: int = 96) -> None:
         self.labels = np.zeros(len(SAMPLES), np.int64)
         self._file = encoded(picture(width=side, height=side), "JPEG", quality=95)
-        self._arrive, self._good = arrive, good
+        self._arrive = arrive
 
     def read(self, sample: int) -> bytes:
         self._arrive()
-        return self._file if self._good(sample) else self._file[:300]
+        return self._file
 
     def name(self, sample: int) -> str:
         return f"photo {sample}"
 
 
-def if_readable(source: EncodedSource, bad_images: Any = "error", **time: float) -> Pictures | None:
+def measured(source: EncodedSource) -> Pictures:
     data = DataSet("photos", ["a", "b"], source, source, 48, 3, (0.5,) * 3, (0.5,) * 3, 56)
     augment = AugmentConfig(crop="random-resized", flip=True)
-    config = DataConfig(path="photos", augment=augment, bad_images=bad_images)
-    return measure_pictures(data, config, SAMPLES, 3, **time)
-
-
-def measured(source: EncodedSource, **time: float) -> Pictures:
-    facts = if_readable(source, **time)
+    facts = measure_pictures(data, DataConfig(path="photos", augment=augment), SAMPLES, 3)
     assert facts is not None
     return facts
 
@@ -103,11 +96,3 @@ def test_what_is_slow_to_answer_is_told_from_what_carries_little(clock: MadeTime
     answers, carries = measured(Photos(answer)), measured(Photos(partial(clock.sleep, WAIT_S)))
     assert [answers.read_s, carries.read_s] == pytest.approx([WAIT_S] * 2)
     assert (answers.least_read_s, carries.least_read_s) == pytest.approx((WAIT_S / 8, WAIT_S))
-
-
-def test_bad_pictures_are_no_measurement_but_where_they_are_skipped() -> None:
-    for good, bad_images in ((31, "skip"), (31, "error"), (0, "skip")):
-        source = Photos(good=lambda sample, good=good: sample < good and sample != 3)
-        facts = if_readable(source, bad_images=bad_images)
-        assert (facts is not None) == (good == 31 and bad_images == "skip")
-        assert facts is None or (facts.cpu_s > 0 and facts.packed_s is not None)

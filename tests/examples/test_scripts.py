@@ -2,9 +2,7 @@
 
 import contextlib
 import io
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -12,14 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-import convoy
 from ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLASSIFY = ["--synthetic", "--dtype", "float64", "--in-order", "--epochs", "2", "--batch", "24"]
 LOOP = [*CLASSIFY, "--accumulate", "2", "--lr", "0.5"]
 SEGMENT = ["--dtype", "float64", "--epochs", "2", "--samples", "50", "--batch", "10"]
-SLOW = pytest.mark.slow
 
 
 def run(script: str, *options: str) -> str:
@@ -70,8 +66,9 @@ def segmentation(tmp_path_factory: pytest.TempPathFactory) -> Plain:
 
 
 @pytest.mark.parametrize("plan", ["serial", "filter=2", "owt=2"])
-def test_classification(plan: str, classification: Plain, tmp_path: Path) -> None:
+def test_classification_also_goes_on_under_another_plan(plan: str, classification: Plain, tmp_path: Path) -> None:
     classification.check(plan, tmp_path)
+    classification.check("sample=2", tmp_path / "again", "--resume", str(tmp_path / "epoch-1"))
 
 
 @pytest.mark.parametrize("plan", ["sample=2", "height=2"])
@@ -89,19 +86,6 @@ def test_fine_tuning_leaves_frozen_weights_as_they_were(tmp_path: Path) -> None:
     after = torch.load(tmp_path / "weights.pt")
     same = [name for name in after if torch.equal(after[name], weights[name])]
     assert same == [name for name in after if name.split(".")[0] in {"0", "1", "4"}]
-
-
-@SLOW
-def test_under_torchrun_and_going_on_under_another_plan(classification: Plain, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(EXAMPLES / "classify.py"), *LOOP, "--plan", "sample=2", "--out", str(tmp_path)]
-    paths = [str(Path(convoy.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
-    assert (done.returncode, done.stdout) == (0, classification.printed), done.stderr
-    assert difference(tmp_path, classification.out) < 1e-9
-    for plan in ("serial", "owt=2"):
-        classification.check(plan, tmp_path / plan, "--resume", str(tmp_path / "epoch-1"))
 
 
 def test_other_updates_leave_other_weights(classification: Plain, segmentation: Plain, tmp_path: Path) -> None:

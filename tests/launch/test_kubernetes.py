@@ -58,9 +58,9 @@ def test_every_field_is_known_to_kubeflows_models_and_a_misspelt_one_is_not() ->
     assert not is_known(job)
 
 
-def documented(page: str, begin: str, end: str = "```") -> str:
-    """An example of a page of the documentation."""
-    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+def documented(begin: str, end: str = "```") -> str:
+    """An example of the documentation."""
+    text = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text(encoding="utf-8")
     return text.partition(begin)[2].partition(end)[0]
 
 
@@ -68,7 +68,7 @@ def test_the_manifest_is_the_documented_one_and_a_trainjobs_pods_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    line = documented("kubernetes.md", "```\nconvoy launch kubernetes", "\nkubectl").replace("\\\n", "")
+    line = documented("```\nconvoy launch kubernetes", "\nkubectl").replace("\\\n", "")
     assert main(["launch", "kubernetes", *shlex.split(line)]) == 0
     documents = {document["kind"]: document for document in yaml.safe_load_all(Path("job.yaml").read_text())}
     for metadata in (
@@ -77,7 +77,7 @@ def test_the_manifest_is_the_documented_one_and_a_trainjobs_pods_are_the_same(
     ):
         assert metadata.pop("labels") == {"app.kubernetes.io/name": "convoy", "app.kubernetes.io/instance": "resnet50"}
     del documents["Job"]["spec"]["template"]["metadata"]
-    assert list(yaml.safe_load_all(documented("kubernetes.md", "```yaml\n"))) == list(documents.values())
+    assert list(yaml.safe_load_all(documented("```yaml\n"))) == list(documents.values())
     for training in TRAININGS.values():
         trainjob, job = (manifests.pod_of(manifests.read(training, kind)) for kind in KINDS)
         (container,), (trainer,) = job["containers"], trainjob["containers"]

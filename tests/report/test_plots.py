@@ -13,9 +13,7 @@ from PIL import Image
 from convoy.errors import ConvoyError
 from convoy.report.pages import read_picture
 from convoy.report.plots import draw_panels
-from convoy.report.report import Confusion
 from convoy.report.run_directory import read_run
-from convoy.training.records import EvaluationFile
 from report.made_runs import CONFIG, metrics, write_run
 
 NAMES = ["loss-updates", "loss-time", "error-updates", "error-time", "learning-rate", "speed"]
@@ -41,19 +39,6 @@ def test_curves_hold_the_numbers_of_the_file_and_leave_global_state_alone(tmp_pa
     assert np.isnan(loss.get_ydata()).sum() == 1  # a loss that is not finite is a gap
     assert len({(line.get_color(), line.get_marker()) for line in (curves["train"], curves["test"])}) == 2
     assert mpl.rcParams.copy() == before and "matplotlib.pyplot" not in sys.modules
-
-
-def confusion(table: Any) -> Confusion:
-    names = [f"class {place}" for place in range(len(table))]
-    return Confusion(EvaluationFile(classes=names, confusion=np.array(table).tolist()))
-
-
-def test_confusion_has_recall_precision_f1_and_pairs() -> None:
-    classes = confusion([[8, 2, 0, 0], [1, 9, 0, 0], [0, 0, 0, 0], [3, 0, 0, 0]]).classes()
-    assert [tuple(one[key] for key in ("images", "recall", "precision", "mostly")) for one in classes] == [
-        (10, 0.8, 8 / 12, "class 1"), (10, 0.9, 9 / 11, "class 0"), (0, None, None, ""), (3, 0.0, None, "class 0"),
-    ]  # fmt: skip
-    assert [one["f1"] for one in classes] == pytest.approx([8 / 11, 6 / 7, None, None])
 
 
 def test_a_corrupt_picture_and_one_outside_the_run_are_refused(tmp_path: Path) -> None:

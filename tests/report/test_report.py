@@ -6,9 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from convoy.errors import ConvoyError
 from convoy.planner.comparison import GRADIENTS
 from convoy.report.report import render, write_report
 from convoy.report.run_directory import read_run
@@ -80,24 +77,6 @@ def test_a_run_that_did_not_end_well_says_how_to_go_on_once(tmp_path: Path) -> N
             words = page(run).words
         words = words if training else page(run).words
         assert f"report {word}" in words and sentence in words
-
-
-def test_a_report_that_cannot_be_made_leaves_the_old_one_and_no_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = write_run(tmp_path)
-    before, files = write_report(run).read_bytes(), sorted(run.iterdir())
-
-    def fail(self: Path, content: bytes) -> int:
-        with self.open("wb") as file:
-            file.write(content[:100])
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_bytes", fail)
-        with pytest.raises(ConvoyError, match=r"report\.html cannot be written \(No space left on device\)"):
-            write_report(run)
-    assert sorted(run.iterdir()) == files and (run / "report.html").read_bytes() == before
 
 
 def test_an_update_predicted_and_measured_is_on_the_page(tmp_path: Path) -> None:

@@ -6,13 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiny import write_mnist, write_pictures
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """MNIST's files, which no test changes."""
-    return write_mnist(tmp_path_factory.mktemp("training") / "data")
+from tiny import write_pictures
 
 
 @pytest.fixture(scope="session")

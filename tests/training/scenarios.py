@@ -1,13 +1,9 @@
-"""One training on the ranks that have joined, as scenarios need it: stopped, failed, gone on with; and its folder."""
+"""Trainings that are refused, a session without a run, and what stands in the folder of a run."""
 
 import contextlib
-import hashlib
 import json
-import os
 import shutil
-import signal
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,69 +17,12 @@ from convoy.checkpoint.files import Checkpoint
 from convoy.checkpoint.store import CheckpointStore
 from convoy.errors import ConvoyError
 from convoy.resources import own_cores, pin
-from convoy.training import Outcome, Recipe, Session, Trainer, load_recipe
+from convoy.training import Session, load_recipe
 from convoy.training.environment import join_ranks
 from convoy.training.set_up import set_up
-from convoy.training.step import TrainingStep
-from whole_runs import BASE, Words, as_before
+from whole_runs import train_here
 
 Settings = dict[str, str]
-
-
-class Console(Words):
-    """Takes the place of a person: keeps what is said, and sends a signal once an update is done."""
-
-    def __init__(self, stop_at: int | None) -> None:
-        super().__init__()
-        self.stop_at = stop_at
-
-    def begin(self, done: int, total: int) -> None:
-        self.said.append(f"{done} of {total}")
-
-    def advance(self, done: int, text: str | None = None) -> None:
-        if done == self.stop_at:
-            os.kill(os.getpid(), signal.SIGUSR2)
-
-
-@dataclass
-class Trained:
-    """A training that ended, or stopped at a signal."""
-
-    outcome: Outcome
-    said: list[str]
-    session: Session | None  # of rank 0
-
-
-def recipe_of(data: Path, settings: Settings) -> Recipe:
-    values = BASE | {"data.path": str(data)} | settings
-    return load_recipe("default", [f"{key}={value}" for key, value in values.items()])
-
-
-def trained(
-    data: Path,
-    out: Path,
-    settings: Settings | None = None,
-    stop_at: int | None = None,
-    fails: BaseException | None = None,
-    **options: Any,
-) -> Trained:
-    """Train; with a signal after an update, or with an error in the sixth. All ranks call it."""
-    ranks, device = join_ranks()
-    console, sessions, step = Console(stop_at), list[Session](), TrainingStep.__call__
-
-    def failing(self: TrainingStep, batch: Any, update: int) -> Any:
-        if update == 5 and fails is not None:
-            raise fails
-        return step(self, batch, update)
-
-    recipe = recipe_of(data, {"parallel.devices": str(ranks.num)} | (settings or {}))
-    with as_before() as patch:
-        patch.setattr(TrainingStep, "__call__", failing)
-        training = Trainer(
-            recipe, out, device=device, ranks=ranks, reporter=console, on_start=sessions.append, **options
-        )
-        outcome = training.run()
-    return Trained(outcome, console.said, sessions[0] if sessions else None)
 
 
 def refusals(data: Path, out: Path, cases: list[Settings]) -> list[str]:
@@ -91,7 +30,7 @@ def refusals(data: Path, out: Path, cases: list[Settings]) -> list[str]:
     said = []
     for settings in cases:
         with pytest.raises(ConvoyError) as refused:
-            trained(data, out, settings)
+            train_here(data, out, settings)
         said.append(str(refused.value))
     return said
 
@@ -101,8 +40,6 @@ def session(data: Path, *settings: str) -> Session:
     ranks, device = join_ranks()
     values = {"data.path": data, "model.name": "tiny:TinyNet", "batch": 16, "microbatch": 8, "optimizer.lr": 0.1}
     values |= {"threads": 1, "parallel.devices": ranks.num} | dict(setting.split("=", 1) for setting in settings)
-    if "microbatches" in values:
-        del values["microbatch"]
     recipe = load_recipe("default", [f"{key}={value}" for key, value in values.items()], [])
     return set_up(recipe, device, ranks=ranks)
 
@@ -130,10 +67,6 @@ def weights(out: Path) -> dict[str, Tensor]:
     return load_file(out / "weights.safetensors")
 
 
-def digest(out: Path) -> str:
-    return hashlib.sha256((out / "weights.safetensors").read_bytes()).hexdigest()
-
-
 def lines(out: Path, *keys: str, split: str | None = None) -> list[list[Any]]:
     """What stands in the lines of metrics, without the times; of one split if it is named."""
     rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
@@ -158,12 +91,6 @@ def drop_checkpoints(out: Path, after: int) -> None:
     for step in store_of(out).steps():
         if step > after:
             shutil.rmtree(store_of(out).place(step))
-
-
-def change_json(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    document = json.loads(file.read_text())
-    change(document)
-    file.write_text(json.dumps(document))
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -23,7 +23,7 @@ from convoy.ops import capture
 from convoy.training.code import code_of, difference
 from ranks import run_ranks
 from tiny import write_mnist, write_pictures
-from training.scenarios import change_json, drop_checkpoints, files, refusals, summary, trained
+from training.scenarios import drop_checkpoints, files, refusals, summary
 from whole_runs import train_here
 
 TWO = {"epochs": "2ba"}
@@ -34,15 +34,17 @@ PICTURES = {"epochs": "1ba", "data.image_size": "28", "data.augment.crop": "none
 
 def test_other_classes_and_fewer_samples_are_refused_and_nothing_is_changed(data: Path, tmp_path: Path) -> None:
     out, less = tmp_path / "run", write_mnist(tmp_path / "less", 72)
-    trained(data, out, TWO)
+    train_here(data, out, TWO)
     before = files(out)
     words = r"was begun on \(the number of training samples was 96 and is 72\): name the same data by --data"
     with pytest.raises(ConvoyError, match=words):
-        trained(less, out, TWO, resume=True)
+        train_here(less, out, TWO, resume=True)
     assert files(out) == before
-    change_json(out / "environment.json", lambda begun: begun["input"].update(classes=["cat", "dog"]))
+    begun = json.loads((out / "environment.json").read_text())
+    begun["input"]["classes"] = ["cat", "dog"]
+    (out / "environment.json").write_text(json.dumps(begun))
     with pytest.raises(ConvoyError, match=rf"the data are not those that {out} was begun on \(other classes"):
-        trained(data, out, TWO, resume=True)
+        train_here(data, out, TWO, resume=True)
 
 
 def repaint(folder: Path, pattern: str = "train/*/*.png") -> None:
@@ -143,13 +145,13 @@ def test_the_first_layer_that_differs_is_named_and_what_computes_the_same_is_the
 
 def test_other_code_is_refused_and_an_option_goes_on(data: Path, tmp_path: Path) -> None:
     out, settings = tmp_path / "run", TWO | {"model.name": "changing:Changing"}
-    trained(data, out, settings)
+    train_here(data, out, settings)
     CHANGES.update(act=nn.ReLU, frozen=True)  # whose optimizer state is passed over
     before, changed = files(out), "layer act was silu and is relu"
     with pytest.raises(ConvoyError, match=rf"another than at update 2 \({changed}\): .*--accept-code-change"):
-        trained(data, out, settings, resume=True)
+        train_here(data, out, settings, resume=True)
     assert files(out) == before
     longer, more = tmp_path / "longer", settings | {"extends": str(out), "epochs": "3ba"}
-    said = trained(data, longer, more, accept_code_change=True).said
+    said = train_here(data, longer, more, accept_code_change=True).said
     (sentence,) = [each for each in said if each.startswith("from update 3 on with other code")]
     assert sentence in summary(longer)["notes"]

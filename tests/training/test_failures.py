@@ -1,9 +1,7 @@
 """Runs that fail: the summary says why, nothing that is not finite is kept, and they go on from there."""
 
 import errno
-import os
 import re
-import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +14,9 @@ from torch import Tensor, nn
 
 from convoy.errors import ConvoyError, MachineError, TooLargeError
 from convoy.training import finite
-from convoy.training.environment import join_ranks
-from convoy.training.evaluate import Evaluation
-from convoy.training.session import Session
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
-from tiny import NUM_TEST
-from training.scenarios import digest, lines, refusals, store_of, summary, trained
+from training.scenarios import lines, refusals, store_of, summary
 from whole_runs import Ended, as_before, train_here
 
 EIGHT = {"epochs": "8ba", "checkpoint.every": "2ba", "reproducible": "true"}
@@ -40,26 +34,25 @@ ERRORS = [
         r"cannot write to .*No space left on device.*go on with --resume",
     ),
     # where the error lies, but for a user's mistake
-    (RuntimeError("first line\nsecond line"), r"RuntimeError: first line \(scenarios\.py, line \d+, in failing\)"),
+    (RuntimeError("first line\nsecond line"), r"RuntimeError: first line \(whole_runs\.py, line \d+, in failing\)"),
     (ConvoyError("7.png cannot be read: mend it"), r"7\.png cannot be read: mend it"),
 ]
 
 
 def test_an_error_is_in_the_summary_as_it_is_printed_and_the_run_goes_on(data: Path, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    trained(data, whole, EIGHT)
+    whole = train_here(data, tmp_path / "whole", EIGHT)
     for number, (error, words) in enumerate(ERRORS):
         out = tmp_path / str(number)
         with pytest.raises((type(error), ConvoyError)) as caught:
-            trained(data, out, EIGHT, fails=error)
+            train_here(data, out, EIGHT, fails=error)
         assert caught.value is error or isinstance(error, OSError)
         status, sentence, step = stands(out)
         assert (status, step) == ("failed", 5) and re.fullmatch(words, sentence)
         assert sentence == str(caught.value) or not isinstance(caught.value, ConvoyError)
     # The checkpoint after 4 updates may still have been on its way.
-    said = trained(data, out, EIGHT, resume=True).said
-    assert {f"going on after {done} of 8 updates" for done in (2, 4)} & set(said)
-    assert stands(out) == ("finished", None, 8) and digest(out) == digest(whole)
+    ended = train_here(data, out, EIGHT, resume=True)
+    assert {f"going on after {done} of 8 updates" for done in (2, 4)} & set(ended.said)
+    assert stands(out) == ("finished", None, 8) and ended.digest == whole.digest
 
 
 # Numbers that are not finite
@@ -177,43 +170,3 @@ def test_memory_lacks(
 
 
 # Signals during an evaluation
-
-EVALUATED = {"epochs": "6ba", "evaluate_every": "2ba", "checkpoint.every": "100ba", "reproducible": "true"}
-
-
-def signalled(data: Path, out: Path, stops: list[int | None]) -> list[tuple[str | None, int, int]]:
-    """Trainings one after the other, with a signal to the last rank in such a batch of all evaluations.
-
-    Returns:
-        The signal, the updates done, and batches that were evaluated.
-    """
-    ranks, _ = join_ranks()
-    add, found, counts = Evaluation.add, list[tuple[str | None, int, int]](), list[int]()
-
-    def counted(self: Evaluation, *args: Any) -> None:
-        counts[-1] += 1
-        if counts[-1] == stops[len(counts) - 1] and ranks.rank == ranks.num - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        add(self, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Evaluation, "add", counted)
-        patch.setattr(Session, "evaluation_batch", lambda self: 5)
-        for _ in stops:
-            counts.append(0)
-            outcome = trained(data, out, EVALUATED, resume=True).outcome
-            found.append((outcome.signal, outcome.steps, counts[-1]))
-    return found
-
-
-@pytest.mark.slow
-def test_an_evaluation_that_a_signal_breaks_off_is_done_anew(data: Path, tmp_path: Path) -> None:
-    whole, parts, each = tmp_path / "whole", tmp_path / "parts", NUM_TEST // 5 // 2
-    assert run_ranks(signalled, 2, data, whole, [None]) == [[(None, 6, 3 * each)]] * 2
-    for stopped in run_ranks(signalled, 2, data, parts, [1, 1, each + 1]):
-        for (name, done, count), (stop_at, steps) in zip(stopped, [(1, 2), (1, 2), (each + 1, 4)], strict=True):
-            assert (name, done) == ("SIGTERM", steps) and stop_at <= count < stop_at + each - 1
-    assert 4 not in [step for (step,) in lines(parts, "step", split="test")]
-    assert not (parts / "weights.safetensors").exists()
-    run_ranks(signalled, 2, data, parts, [None])
-    assert lines(parts) == lines(whole) and digest(parts) == digest(whole)

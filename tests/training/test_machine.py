@@ -11,26 +11,25 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 from torch import Tensor, nn
 
 import convoy
-from convoy import resources
 from convoy.cli.on_devices import device_of
 from convoy.comm import backend
 from convoy.comm.ranks import Ranks
 from convoy.engine.parallelize import take_part
 from convoy.errors import ConvoyError
 from convoy.training import Recipe, choose_device, defaults, environment, load_recipe
-from convoy.training.defaults import Settled, has_bf16, settle
+from convoy.training.defaults import Settled, settle
 from convoy.training.environment import join_ranks
 from convoy.training.interrupt import Interrupt
 from convoy.training.log import MetricsWriter
-from convoy.training.precision import Scaler, check_precision
+from convoy.training.precision import Scaler
 from ranks import run_ranks
-from training.scenarios import config, summary, trained, weights
+from training.scenarios import config, summary, weights
+from whole_runs import train_here
 
 CPU = torch.device("cpu")
 
@@ -75,58 +74,27 @@ def test_what_is_open_follows_the_device_that_can_least(monkeypatch: pytest.Monk
         assert settle(found.recipe, CPU, ranks).recipe == found.recipe
 
 
-def test_processors_and_gpus_say_what_they_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "cpuinfo"
-    monkeypatch.setattr(resources, "CPU_INFO", file)
-    texts = {"flags\t: fma avx512_bf16 clzero": True, "Features : asimd bf16": True, "flags : avx512f": False}
-    for text, able in texts.items():
-        file.write_text(text)
-        assert has_bf16(CPU) == able
-        notes = settle(recipe_of("precision=bf16"), CPU).notes
-        assert bool(notes) != able and all("this CPU may take longer than in fp32" in note for note in notes)
-    file.unlink()
-    assert not has_bf16(CPU)
-    gpu = torch.device("cuda:0")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    for capability, able in {(9, 0): True, (8, 0): True, (7, 5): False}.items():
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        notes = settle(recipe_of("precision=fp32"), gpu).notes
-        assert has_bf16(gpu) == able and [note.partition(":")[0] for note in notes] == ["TF32"] * able
-
-
 def test_a_run_keeps_what_was_chosen_and_goes_on_with_it_elsewhere(data: Path, tmp_path: Path) -> None:
     gpu, cpu, four = tmp_path / "gpu", tmp_path / "cpu", {"epochs": "4ba"}
     with pytest.MonkeyPatch.context() as patch:  # a GPU, as far as choices go
         patch.setattr(defaults, "_ability", lambda device: defaults._Ability(*H100))
-        trained(data, tmp_path / "whole", four)
-        trained(data, gpu, four, stop_at=2)
+        train_here(data, tmp_path / "whole", four)
+        train_here(data, gpu, four, stop_at=2)
     found, kept = summary(tmp_path / "whole"), config(gpu)
     assert set(GPU_SAYS) <= set(found["notes"])
     rows = {row["name"]: row["value"] for row in found["derived"]}
     assert (rows["precision"], rows["memory format"], rows["optimizer"]) == ("bf16", "channels_last", "fused")
     assert (kept["precision"], kept["channels_last"], kept["optimizer"]["fused"]) == ("bf16", True, True)
-    trained(data, gpu, four, resume=True)  # a CPU, by a recipe that leaves all open
+    train_here(data, gpu, four, resume=True)  # a CPU, by a recipe that leaves all open
     assert alike(tmp_path / "whole", gpu)
-    trained(data, cpu, four, stop_at=2)
+    train_here(data, cpu, four, stop_at=2)
     assert (config(cpu)["precision"], config(cpu)["channels_last"]) == ("fp32", False)
     with pytest.raises(ConvoyError, match="was begun with precision=fp32 and cannot go on with precision=bf16"):
-        trained(data, cpu, four | {"precision": "bf16"}, resume=True)
+        train_here(data, cpu, four | {"precision": "bf16"}, resume=True)
 
 
 def alike(a: Path, b: Path) -> bool:
     return all(torch.equal(tensor, weights(b)[name]) for name, tensor in weights(a).items())
-
-
-def test_a_precision_that_does_not_train_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_precision("bf16", CPU)
-
-    def refuse(*args: object, **options: object) -> Tensor:
-        raise RuntimeError("no kernel for Half\n[C++ lines]")
-
-    monkeypatch.setattr(F, "conv2d", refuse)
-    with pytest.raises(ConvoyError) as caught:
-        check_precision("fp16", CPU)
-    assert str(caught.value) == "precision=fp16 does not train on cpu here (no kernel for Half): choose bf16 or fp32"
 
 
 def overflowing() -> list[tuple[Tensor, float]]:

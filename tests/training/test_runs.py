@@ -12,24 +12,21 @@ from ranks import run_ranks
 from tiny import NUM_TEST, TinyNet
 from training.scenarios import (
     Settings,
-    digest,
     drop_checkpoints,
     lines,
     put,
-    recipe_of,
     store_of,
     summary,
-    trained,
     weights,
 )
-from whole_runs import train_here
+from whole_runs import recipe_of, train_here
 
 SHORT = {"epochs": "3ep"}
 
 
 def test_a_run_learns_and_leaves_its_folder_complete(data: Path, tmp_path: Path) -> None:
     settings, out = {"epochs": "12ep", "data.augment.crop": "none", "microbatch": "8"}, tmp_path / "run"
-    top1 = trained(data, out, settings).outcome.top1
+    top1 = train_here(data, out, settings).outcome.top1
     assert top1 is not None and top1 > 0.9
     TinyNet().load_state_dict(weights(out))
     evaluation = json.loads((out / "evaluation.json").read_text())
@@ -53,28 +50,28 @@ def test_a_run_learns_and_leaves_its_folder_complete(data: Path, tmp_path: Path)
 def test_a_stopped_and_resumed_run_is_bit_identical(data: Path, tmp_path: Path, settings: Settings) -> None:
     settings = SHORT | {"optimizer.lr": "0.01"} | settings
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    trained(data, whole, settings)
+    uninterrupted = train_here(data, whole, settings)
     for stop_at in (1, 5, 8):  # in the first update, in the middle of an epoch, and at the end of one
-        stopped = trained(data, parts, settings, stop_at, resume=stop_at > 1).outcome
+        stopped = train_here(data, parts, settings, stop_at > 1, stop_at).outcome
         assert (stopped.signal, stopped.steps) == ("SIGUSR2", stop_at)
         assert not (parts / "weights.safetensors").exists() and summary(parts)["status"] == "stopped"
-    trained(data, parts, settings, resume=True)
-    assert digest(whole) == digest(parts) and lines(whole) == lines(parts)
+    assert train_here(data, parts, settings, resume=True).digest == uninterrupted.digest and lines(whole) == lines(
+        parts
+    )
 
 
 def test_the_comparison_would_notice_another_momentum(data: Path, tmp_path: Path) -> None:
-    trained(data, tmp_path / "whole", SHORT)
-    trained(data, parts := tmp_path / "parts", SHORT, stop_at=5)
+    whole = train_here(data, tmp_path / "whole", SHORT)
+    train_here(data, parts := tmp_path / "parts", SHORT, stop_at=5)
     checkpoint = store_of(parts).load(5)
     checkpoint.tensors["optimizer.momentum_buffer.head.bias"] += 1e-7
     put(store_of(parts), checkpoint)
-    trained(data, parts, SHORT, resume=True)
-    assert digest(tmp_path / "whole") != digest(parts)
+    assert train_here(data, parts, SHORT, resume=True).digest != whole.digest
 
 
 def test_a_reproducible_run_refuses_what_torch_computes_otherwise_each_time(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConvoyError, match="torch has no deterministic guess_backward_cuda"):
-        trained(data, tmp_path / "run", {"model.name": "failing:Undetermined", "reproducible": "true"})
+        train_here(data, tmp_path / "run", {"model.name": "failing:Undetermined", "reproducible": "true"})
 
 
 # Longer runs
@@ -85,25 +82,24 @@ EXACT = {"reproducible": "true", "ema.decay": "0.9", "optimizer.momentum": "0.9"
 
 
 def test_a_longer_run_ends_as_one_of_that_length_and_leaves_the_old_one_as_it_was(data: Path, tmp_path: Path) -> None:
-    whole, old, new = tmp_path / "whole", tmp_path / "old", tmp_path / "new"
-    trained(data, whole, EXACT | FLAT | NEW)
-    trained(data, old, EXACT | FLAT | OLD)
+    old, new = tmp_path / "old", tmp_path / "new"
+    whole = train_here(data, tmp_path / "whole", EXACT | FLAT | NEW).digest
+    train_here(data, old, EXACT | FLAT | OLD)
     before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
     longer = EXACT | FLAT | NEW | {"extends": str(old), "checkpoint.every": "100ba"}
-    said = trained(data, new, longer).said
-    assert any(sentence.startswith(f"begins with the state of {old} after 5 updates; the") for sentence in said), said
+    one = train_here(data, new, longer)
+    assert any(text.startswith(f"begins with the state of {old} after 5 updates; the") for text in one.said), one.said
     two = run_ranks(train_here, 2, data, tmp_path / "two", longer)[0]
-    assert digest(new) == digest(whole) == two.digest
+    assert one.digest == whole == two.digest
     assert before == {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
     # Its curves begin with the old one's, which was evaluated at its end too.
     assert [step for (step,) in lines(new, "step", split="train")] == list(range(1, 11))
     assert [step for (step,) in lines(new, "step", split="test")] == [3, 5, 6, 9, 10]
     # The weights alone are not the state.
-    trained(data, tmp_path / "again", EXACT | FLAT | {"epochs": "5ba", "model.weights": str(old)})
-    assert digest(tmp_path / "again") != digest(whole)
+    again = EXACT | FLAT | {"epochs": "5ba", "model.weights": str(old)}
+    assert train_here(data, tmp_path / "again", again).digest != whole
     # With its first checkpoint it needs the old run no more.
     shutil.rmtree(old)
     drop_checkpoints(new, 5)
     (new / "weights.safetensors").unlink()
-    trained(data, new, longer, resume=True)
-    assert digest(new) == digest(whole)
+    assert train_here(data, new, longer, resume=True).digest == whole

@@ -133,24 +133,3 @@ def test_the_rank_that_has_not_begun_a_collective_is_named() -> None:
     assert "waiting for other ranks (all reduce number 3 of layer conv2 on" in firsts[0]  # partner on the first axis
     assert "held up by rank 2 on host" in firsts[0] and missing in firsts[0]
     assert f"{missing}: the others wait for it" in firsts[2] and all("rank 2" in each for each in firsts)
-
-
-def on_gpu(rank: int, count: int, *still: int, others: dict | None = None) -> RankState:
-    rows = [(number, "all reduce", f"conv{number}") for number in still]
-    groups = {"0": ([0, 1, 2, 3], count, rows), **(others or {})}
-    return RankState(f"rank {rank} on host a", "update 7", 6, bool(still), 31.0, 3, groups)
-
-
-def test_what_gpus_were_given_tells_who_is_to_blame() -> None:
-    def line(ranks: dict[int, RankState]) -> str:
-        return explain(0, ranks, 31.0, 5.0, len(ranks)).partition("\n")[0]
-
-    words = "held up by rank 2 on host a, whose GPU does not finish all reduce number 7 of layer conv7"
-    assert line({rank: on_gpu(rank, 7, *[7] * (rank == 2)) for rank in range(4)}).endswith(words)
-    assert line({rank: on_gpu(rank, 7, 7) for rank in range(4)}).endswith("while all wait for each other")
-    # Rank 1 is behind in group 0 as it waits for rank 3 in group 1.
-    waiting = {"1": ([1, 3], 4, [(4, "exchange", "fc")])}
-    ranks = {0: on_gpu(0, 7, 7), 1: on_gpu(1, 6, others=waiting), 2: on_gpu(2, 7, 7)}
-    ranks[3] = on_gpu(3, 7, 7, others={"1": ([1, 3], 3, [])})
-    ranks[3].groups["0"][2].clear()
-    assert "held up by rank 3 on host a, which has not begun exchange number 4 of layer fc" in line(ranks)

@@ -337,11 +337,10 @@ class Network:
         read come first here, and last there: all others would wait for them until the backward pass ends."""
         parameters = dict(self.model.named_parameters())
         with contextlib.suppress(CaptureError, ConvoyError):  # a network that cannot be captured
-            calls = self.example_placement(True).calls
-            names = dict.fromkeys(name for placed in calls for name in placed.call.inputs if name in parameters)
-            parameters = {name: parameters[name] for name in parameters if name not in names} | {
-                name: parameters[name] for name in names
-            }
+            calls = self.example_placement(True).calls if self.plan.mesh.num_devices > 1 else ()
+            used = dict.fromkeys(name for placed in calls for name in placed.call.inputs if name in parameters)
+            unread = [name for name in parameters if name not in used]
+            parameters = {name: parameters[name] for name in (*unread, *used)}
         return [
             (parameter, tuple(sorted(self.layouts[name].copied - unreduced)))
             for name, parameter in parameters.items()
