@@ -29,7 +29,6 @@ from convoy.training.evaluate import Evaluation
 from convoy.training.recorder import WARM_UP, Numbers, Recorder, compare
 from convoy.training.step import TrainingStep
 from convoy.training.workloads import measuring, workload_in_passes
-from engine.test_watched import ticking
 from made_time import made_time
 from ranks import run_ranks
 from training.scenarios import session
@@ -98,7 +97,9 @@ def observed(
     Gives a comparison, seconds of the watched updates on this rank, whether the store knows every operation with
     weights of this rank, and how many it knows."""
     trained, store = session(data, f"parallel.plan={plan}"), ProfileStore(folder / "store")
-    watch = Recorder(trained, NUMBERS, clock=DeviceClock(trained.device, ticking(1e-3)) if by_clock else None)
+    watch = Recorder(
+        trained, NUMBERS, clock=DeviceClock(trained.device, itertools.count(1e-3, 1e-3).__next__) if by_clock else None
+    )
     run(trained, number, watch)
     watched = [sum(segment.seconds for segment in one.segments()) for one in watch.watched]
     scored = predicted(trained) if predicts else None
