@@ -9,10 +9,10 @@ from convoy.engine.coupling import probe
 class Mixing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.scale = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.tensor(2.0))
+        self.weights = nn.ParameterList([torch.randn(3, 4), torch.tensor(2.0)])
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("nchw,cd,->nd", x, self.weight, self.scale)
+        return torch.einsum("nchw,cd,->nd", x, *self.weights)
 
 
 def test_calls_without_a_rule_may_share_weights() -> None:

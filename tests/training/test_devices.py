@@ -148,9 +148,6 @@ def test_local_sgd_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(data: Path
     assert (parts.digest, parts.curve) == (whole.digest, whole.curve)
 
 
-# Devices that are not equally fast
-
-
 def _with_a_slow_rank(data: Path, out: Path, settings: Settings, seconds: float) -> Ended:
     """Rank 1 has a slow way to its pictures."""
     with as_before() as patch:
