@@ -2,6 +2,7 @@
 forwards and backwards in float64. What talks to other ranks is in `test_norms.py` and `test_batch_norm.py`."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
-from convoy.ops import OPERATIONS, capture
+from convoy.ops import OPERATIONS, capture, slices
+from convoy.ops.kernel import as_called
 from convoy.plans.layout import Layout, Split, balanced, consecutive
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, Placed, Situation
@@ -69,7 +71,7 @@ def check(function: Function, x: Tensor, mesh: Mesh, given: Layout, strategy: tu
     return placed
 
 
-ALONE = {"batch_norm", "group_norm", "layer_norm", "rms_norm", "dropout"}
+SENDS = {"batch_norm", "group_norm", "layer_norm", "rms_norm", "dropout"}
 # By operation: calls that are it, as a network `m` with an input `x` writes them.
 CASES = {
     "conv": """F.conv2d(x, m.w, m.b, 2, (1, 0), groups=2) | F.conv2d(x, m.plain, padding="same", dilation=(1, 3))
@@ -132,7 +134,7 @@ def test_calls_are_recognized_and_ranks_together_do_what_the_whole_call_does(op:
         calls = [call.op for call in graph.calls]
         assert calls == [op] or (op == "identity" and not calls), text
         assert op == "dropout" or same(replay(graph, model, (x,)), model(x.clone())), text
-        for mesh in () if op in ALONE or not calls else (TWO, THREE, GRID):
+        for mesh in () if op in SENDS or not calls else (TWO, THREE, GRID):
             check(function, x, mesh, draw.layout(SHAPE, mesh))
 
 
@@ -256,8 +258,8 @@ def test_options_shapes_and_layouts_at_random(op: str, count: int) -> None:
 
 
 def test_mistakes_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: padding at inner borders."""
-    needed = Window.needed
+    """The negative controls: padding at inner borders, a wrong order, a mean over a rank's own count."""
+    needed, places = Window.needed, slices.places
 
     def padded(self: Window, output: range) -> Need:
         need = needed(self, output)
@@ -268,3 +270,9 @@ def test_mistakes_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         check(
             lambda m, x: F.avg_pool2d(x, 3, 1, 1), tensor(1, 1, 8, 8), TWO, Layout.of({2: Split((0,), balanced(8, 2))})
         )
+    with monkeypatch.context() as patch, pytest.raises((AssertionError, RuntimeError)):
+        patch.setattr(slices, "places", lambda part, chosen: tuple(places(part, chosen))[::-1])
+        check(lambda m, x: x[:, :3], tensor(2, 4, 3), TWO, Layout.of({1: Split((0,), ((0, 2), (1, 3)))}))
+    with monkeypatch.context() as patch, pytest.raises(AssertionError):
+        patch.setitem(OPERATIONS, "reduce", replace(OPERATIONS["reduce"], build=as_called))
+        check(lambda m, x: x.mean(1), tensor(3, 7), THREE, Layout.of({1: Split((0,), balanced(7, 3))}))

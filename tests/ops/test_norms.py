@@ -10,6 +10,7 @@ from torch import Tensor
 
 from convoy.engine import StepContext
 from convoy.errors import ConvoyError
+from convoy.ops import normalization, norms
 from convoy.ops.random_bits import drop, layer_key
 from convoy.plans.layout import Layout, Split, consecutive
 from one_call import OneCall, worst
@@ -35,19 +36,19 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64) * 3 + 50
 
 
-def group_norm(draw: Draw) -> OneCall:
+def group_norm(draw: Draw, row: Row | None = None, groups: int = 0) -> OneCall:
     memory_format = torch.channels_last if draw.random() < 0.4 else torch.contiguous_format
     x, parameters = numbers(4, 6, 5, 4).to(memory_format=memory_format), {"weight": (6,), "bias": (6,)}
-    options = {"num_groups": draw.choice([1, 2, 3, 6]), "eps": 1e-5}
-    return call("group_norm", draw.row(x.shape), x, parameters if draw.random() < 0.7 else {}, **options)
+    options = {"num_groups": groups or draw.choice([1, 2, 3, 6]), "eps": 1e-5}
+    return call("group_norm", row or draw.row(x.shape), x, parameters if draw.random() < 0.7 else {}, **options)
 
 
-def of_last(op: str, draw: Draw) -> OneCall:
-    shape, dims = (4, 5, 5, 6), draw.randint(1, 4)
+def of_last(op: str, draw: Draw, row: Row | None = None, dims: int = 0) -> OneCall:
+    shape, dims = (4, 5, 5, 6), dims or draw.randint(1, 4)
     parameters = dict.fromkeys(("weight", "bias")[: 1 if op == "rms_norm" else 2], shape[-dims:])
     eps = draw.choice([1e-2, None]) if op == "rms_norm" else 1e-6
     parameters = parameters if draw.random() < 0.7 else {}
-    return call(op, draw.row(shape), numbers(*shape), parameters, normalized_shape=shape[-dims:], eps=eps)
+    return call(op, row or draw.row(shape), numbers(*shape), parameters, normalized_shape=shape[-dims:], eps=eps)
 
 
 DRAWN: dict[str, Callable[[Draw], OneCall]] = {
@@ -72,6 +73,18 @@ def test_ranks_together_do_what_the_whole_call_does(op: str) -> None:
     cases = [DRAWN[op](Draw(f"{op} {number}")) for number in range(24)]
     for number, (case, got) in enumerate(zip(cases, run_calls(cases), strict=True)):
         assert error(case, got) < 1e-11, f"{number}: {case.sizes} {case.given} {case.attributes}"
+
+
+def test_statistics_of_one_rank_are_noticed() -> None:
+    torch.manual_seed(1)
+    columns: list[Row] = [((2,), Layout.of({3: Split((0,), consecutive(sizes))})) for sizes in ((3, 1), (2, 4))]
+    cases = []
+    for module, collective in ((normalization, "all_gather"), (norms, "all_reduce")):
+        for case in (group_norm(Draw(0), columns[0], 1), of_last("rms_norm", Draw(0), columns[1], 1)):
+            case.sabotage = module.__name__, collective
+            cases.append(case)
+    for case, got in zip(cases, run_calls(cases), strict=True):
+        assert error(case, got) > 1e-3, f"{case.op} {case.sabotage}"
 
 
 def dropout(row: Row, channels: bool) -> OneCall:
