@@ -117,7 +117,7 @@ class _Pool:
             self._collect(workers, name, time.monotonic() + _START_S)
             for rank, worker in enumerate(workers):
                 variables = _variables(rank, world, store.port)
-                worker.pipe.send((_run, (module.__name__, name, payload, variables, timeout, run)))
+                worker.pipe.send((_run, (module.__name__, name, payload, os.getcwd(), variables, timeout, run)))
             return self._collect(workers, name, time.monotonic() + timeout)
         except BaseException:
             self.close()
@@ -203,13 +203,16 @@ def _serve(pipe: Connection, stacks: str) -> None:
             pipe.send_bytes(answer)
 
 
-def _run(module: str, name: str, payload: bytes, variables: dict[str, str], timeout: float, run: int | None) -> Any:
+def _run(
+    module: str, name: str, payload: bytes, folder: str, variables: dict[str, str], timeout: float, run: int | None
+) -> Any:
     function: Any = sys.modules[module]
     for part in name.split("."):
         function = getattr(function, part)
     args = pickle.loads(payload)
     before = dict(os.environ)
     os.environ.update(variables)
+    os.chdir(folder)  # processes are shared by tests, and the first may have begun in another folder
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
