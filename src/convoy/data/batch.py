@@ -102,9 +102,12 @@ class BatchMaker:
         return isinstance(self.source, PixelSource) and self.source.pixels.shape[1:] == (side, side, self.channels)
 
     def _flips(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.bool_]:
-        if not self.geometry.augment.flip:
+        flip = self.geometry.augment.flip
+        if not flip:
             return np.zeros(len(samples), np.bool_)
-        return uniforms(self.seed, Purpose.FLIP, epoch, samples, 1)[:, 0] < 0.5
+        alternates = flip == "alternate"
+        mirrored = uniforms(self.seed, Purpose.FLIP, 0 if alternates else epoch, samples, 1)[:, 0] < 0.5
+        return ~mirrored if alternates and epoch % 2 else mirrored
 
     def _cut(self, images: NDArray[np.uint8], samples: NDArray[np.int64], epoch: int | None) -> None:
         """Write the crops of some samples from pixels in memory, all at once: 0.8 ms for 128 pictures of CIFAR, half of
@@ -114,7 +117,7 @@ class BatchMaker:
         corners = np.full((len(samples), 2), geometry.margin // 2)
         if epoch is not None and geometry.augment.crop == "pad":
             pad, short_side = geometry.pad, geometry.resize
-            pixels = np.pad(pixels, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+            pixels = np.pad(pixels, ((0, 0), (pad, pad), (pad, pad), (0, 0)), geometry.pad_mode)
             corners = geometry.pad_offsets(short_side, short_side, geometry.draws(self.seed, epoch, samples))
         planes = pixels.transpose(0, 3, 1, 2)
         if planes.shape[2:] != (side, side):

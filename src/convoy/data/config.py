@@ -30,13 +30,20 @@ class AugmentConfig(_Section):
         ge=0,
         description="pixels added on each side before crop=pad (4 if not said; 0 = the crop of AlexNet 2012)",
     )
+    padding: Literal["black", "reflect"] | None = Field(
+        None, description="of crop=pad: black, or reflect, the picture mirrored at its border (black if not said)"
+    )
     scale: tuple[float, float] | None = Field(
         None, description="smallest and largest part of the area for crop=random-resized (0.08 to 1 if not said)"
     )
     ratio: tuple[float, float] | None = Field(
         None, description="smallest and largest width/height for crop=random-resized (3/4 to 4/3 if not said)"
     )
-    flip: bool = Field(False, description="mirror every second picture, left to right")
+    flip: bool | Literal["alternate"] = Field(
+        False,
+        description="mirror every second picture, left to right; alternate: a random half in the first epoch, and from "
+        "then on each picture in every second epoch (Jordan, 2024, section 3.6)",
+    )
     color_jitter: float = Field(
         0.0, ge=0, le=1, description="brightness, contrast and saturation are multiplied by 1 ± this, in random order"
     )
@@ -76,7 +83,7 @@ class AugmentConfig(_Section):
 
     @model_validator(mode="after")
     def _refuse_ignored(self) -> Self:
-        for name, crop in (("pad", "pad"), ("scale", "random-resized"), ("ratio", "random-resized")):
+        for name, crop in (("pad", "pad"), ("padding", "pad"), ("scale", "random-resized"), ("ratio", "random-resized")):
             if getattr(self, name) is not None and self.crop != crop:
                 raise ValueError(f"{name} would be ignored with crop={self.crop}: set crop={crop} or leave {name} out")
         return self

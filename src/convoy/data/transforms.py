@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -54,6 +54,11 @@ class Geometry:
     def pad(self) -> int:
         return DEFAULT_PAD if self.augment.pad is None else self.augment.pad
 
+    @property
+    def pad_mode(self) -> Literal["constant", "reflect"]:
+        """Of crop=pad, as numpy calls it."""
+        return "reflect" if self.augment.padding == "reflect" else "constant"
+
     def center_box(self, width: int, height: int) -> CropBox:
         side = min(width, height) * self.image_size / self.resize
         left, top = (width - side) / 2, (height - side) / 2
@@ -96,6 +101,10 @@ class Geometry:
                 (max(round(width * factor), self.resize), max(round(height * factor), self.resize)), self._resample
             )
         left, top = (self.pad_offsets(*image.size, draws[None])[0] - self.pad).tolist()
+        if self.pad_mode != "constant":
+            pixels, sides = np.asarray(image), ((self.pad, self.pad), (self.pad, self.pad), (0, 0))
+            image = Image.fromarray(np.pad(pixels, sides[: pixels.ndim], self.pad_mode))
+            left, top = left + self.pad, top + self.pad
         return image.crop((left, top, left + self.image_size, top + self.image_size))
 
     def _random_box(self, width: int, height: int, draws: NDArray[np.float64]) -> CropBox:

@@ -189,11 +189,25 @@ def evaluate(
                 if missing:
                     images = torch.cat([images, images.new_zeros(missing, *images.shape[1:])])
                 with autocast_of(recipe, pipeline.device):
-                    outputs = model(images)
-                logits = heads(outputs)[0].float()[: len(batch.labels)].cpu()
+                    logits = mean_over_views(model, images, recipe.evaluation_views)
+                logits = logits.float()[: len(batch.labels)].cpu()
             evaluation.add(batch, logits)
     evaluation.seconds = time.perf_counter() - start
     return Evaluation.total(ranks.gather_samples(evaluation))
+
+
+def mean_over_views(model: nn.Module, images: Tensor, views: int) -> Tensor:
+    """The main head's logits, over one, two or six views of every picture (Jordan, 2024, section 3.5)."""
+
+    def mirrored(pictures: Tensor) -> Tensor:
+        return (heads(model(pictures))[0] + heads(model(pictures.flip(3)))[0]) / 2
+
+    if views < 6:
+        return heads(model(images))[0] if views == 1 else mirrored(images)
+    height, width = images.shape[2:]
+    padded = F.pad(images, (1, 1, 1, 1), "reflect")
+    moved = mirrored(padded[:, :, :height, :width]) + mirrored(padded[:, :, 2:, 2:])
+    return mirrored(images) / 2 + moved / 4
 
 
 def to_image(pixels: Tensor) -> Image.Image:

@@ -46,7 +46,7 @@ from convoy.training.optimizers import create_optimizer, learning_rate
 from convoy.training.precision import Scaler, lowered
 from convoy.training.recipe import Recipe
 from convoy.training.records import Derived, StageRecord
-from convoy.training.state import AveragedWeights, RunState
+from convoy.training.state import AveragedWeights, MovingAverage, RunState, SlowWeights
 from convoy.training.step import TrainingStep
 from convoy.units import plural, rough_percent, size
 
@@ -275,8 +275,10 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
     numbers = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes)
     in_one_pass = Derived("microbatches in one pass", merge, why_merged, "tried before training: docs/numerics.md")
     scaler = Scaler(ready.device, recipe.precision, ranks.any if exchange.divides_gradients else None)
-    averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
-    optimizer = create_optimizer(model, recipe.optimizer, ready.quantities.lr)
+    averaged: AveragedWeights | None = MovingAverage(model, recipe.ema.decay) if recipe.ema else None
+    if recipe.lookahead is not None:
+        averaged = SlowWeights(model, recipe.lookahead, ready.quantities.total_updates)
+    optimizer = create_optimizer(model, recipe.optimizer, ready.quantities.lr, ready.quantities.group_ends)
     facts = vars(ready) | {"quantities": replace(ready.quantities, sizes=sizes)}
     session = Session(
         **facts | {"derived": [*numbers, *ready.derived, in_one_pass]},

@@ -27,6 +27,7 @@ from convoy.plans.schedule import Schedule as StageOrder
 from convoy.training.classification import ClassificationLoss, InputPipeline, heads, num_correct
 from convoy.training.division import Pass
 from convoy.training.finite import FiniteGuard
+from convoy.training.optimizers import set_rates
 from convoy.training.precision import autocast_of
 from convoy.training.recipe import Recipe
 from convoy.training.schedules import Schedule
@@ -113,9 +114,7 @@ class TrainingStep:
             self._undo(self.guard)
             self.exchange.updated(update)
             return Update(self.num_samples, bad=bad)
-        rate = self.schedule.lr(update)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_rates(self.optimizer, self.schedule.lr(update), update)
         if self.recipe.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             self.exchange.clip(self.recipe.clip_norm)

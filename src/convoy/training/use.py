@@ -28,7 +28,7 @@ from convoy.errors import ConvoyError
 from convoy.files import write_atomically
 from convoy.models.libraries import reason
 from convoy.resources import own_cores
-from convoy.training.classification import heads
+from convoy.training.evaluate import mean_over_views
 from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.restore import TrainedRun
 
@@ -93,7 +93,8 @@ class Classifier:
         network = self._networks.get()
         try:
             with torch.inference_mode(), autocast_of(self._run.recipe, self._device):
-                logits = heads(network(self._normalize(images.to(self._device))))[0].float().cpu()
+                pictures = self._normalize(images.to(self._device))
+                logits = mean_over_views(network, pictures, self._run.recipe.evaluation_views).float().cpu()
         finally:
             self._networks.put(network)
         # As in an evaluation: of equally likely classes the first one.
