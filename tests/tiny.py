@@ -40,6 +40,14 @@ class TinyDouble(TinyNet):
         return super().forward(x.double())
 
 
+class TinyWhite(TinyDouble):
+    """Its first layer can whiten patches of 2x2 pixels."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__(num_classes, in_channels)
+        self.conv = nn.Conv2d(in_channels, 8, 2, stride=2).double()
+
+
 class TinyCounting(TinyNet):
     """Lets a count of its passes into what it computes."""
 

@@ -189,6 +189,22 @@ def distance(one: Path, other: Path) -> float:
     return max(float((have[n] - want[n]).abs().max() / want[n].abs().max().clamp(min=1e-9)) for n in want)
 
 
+WHITE = {"model.name": "tiny:TinyWhite", "model.whiten": "50", "lookahead.every": "2", "evaluation_views": "6"}
+WHITE |= {"optimizer.groups": "[{parameters: 'conv.bias', lr: 4, until: 3ba}, {parameters: 'aux.*', lr: 0}]"}
+
+
+@pytest.mark.parametrize("plan", ["filter=2", "height=2", "sample=2", "stage=2"])
+def test_whitening_lookahead_groups_and_views_are_those_of_one_device(data: Path, tmp_path: Path, plan: str) -> None:
+    settings = DOUBLE | WHITE | ({"parallel.shares": "[3,1]"} if plan == "sample=2" else {})
+    (want,) = on_plan(data, tmp_path / "serial", "serial", settings)
+    for ended in on_plan(data, tmp_path / "run", plan, settings):
+        assert ended.curve == pytest.approx(want.curve, rel=1e-6)  # recorded in float32
+    assert distance(tmp_path / "run", tmp_path / "serial") < 1e-9
+    if plan == "sample=2":
+        on_plan(data, tmp_path / "other", plan, settings | {"lookahead.step": "0.51"})
+        assert distance(tmp_path / "other", tmp_path / "serial") > 1e-6
+
+
 def in_small_passes(forgets: bool, *arguments: Any) -> int:
     """How often a rank leaves out a pass in which it has no samples; running statistics need to know of it."""
     record, left_out = RunningStatistics.record_left_out, list[Any]()

@@ -29,7 +29,8 @@ def test_a_built_in_recipe_is_whole_and_comes_back_as_it_was_written(name: str, 
     with pytest.raises(ValidationError, match="frozen"):
         recipe.batch = 3  # type: ignore[misc]
     path = tmp_path / "config.yaml"
-    for changes in ([], CHANGES + ["schedule.warmup_from=0"] * (name == "imagenet-90")):
+    instead = {"imagenet-90": ["schedule.warmup_from=0"], "cifar10-94": ["lookahead=null"]}.get(name, [])
+    for changes in ([], CHANGES + instead):
         changed = load_recipe(name, [*NEEDS.get(name, ["data.path=1e3"]), *changes])
         path.write_text(to_yaml(changed))
         assert load_recipe(str(path)) == changed != load_recipe(str(path), ["seed=1"])
@@ -40,6 +41,8 @@ WRONG = [
     ("optimizer.name=adam", "must be sgd, adamw, lars or lamb|did you mean adamw?"),
     ("optimizer.lr=.nan", "optimizer.lr is nan|a finite number"),
     ("ema={}", "ema.decay is missing|--set ema.decay="),
+    ("ema.decay=0.9 lookahead.every=5", "ema and lookahead would both say which weights are delivered"),
+    ("data.augment.padding=reflect", "padding would be ignored with crop=none"),
     ("epochs=0", "epochs: 0ep|more than 0"),
     ("optimizer.name=adamw optimizer.lr=1e-3 optimizer.nesterov=true", "optimizer.nesterov would be ignored|adamw"),
     ("optimizer.name=lamb", "optimizer.lr and optimizer.base_lr are both missing|square root"),

@@ -43,6 +43,8 @@ def test_a_run_learns_and_leaves_its_folder_complete(data: Path, tmp_path: Path)
     "settings",
     [
         {"reproducible": "true", "optimizer.name": "adamw", "ema.decay": "0.9", "clip_norm": "1"},
+        {"optimizer.name": "sgd", "reproducible": "true", "model.name": "tiny:TinyWhite"}
+        | {"model.whiten": "9", "lookahead.every": "3", "optimizer.groups": "[{parameters: '*.bias', until: 6ba}]"},
         {"optimizer.name": "lars", "optimizer.lr": "1", "data.mix.mixup": "0.4", "channels_last": "true"},
     ],
     ids=lambda settings: settings["optimizer.name"],

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -100,7 +101,8 @@ class SlowWeights(AveragedWeights):
 
 def _floating(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and those of the persistent buffers that are no counters."""
-    return {name: tensor for name, tensor in Parts(model).tensors().items() if tensor.is_floating_point()}
+    saved, named = Parts(model).tensors(), chain(model.named_parameters(), model.named_buffers())
+    return {name: tensor for name, tensor in named if name in saved and tensor.is_floating_point()}
 
 
 def effective_decay(decay: float, num_updates: int) -> float:
