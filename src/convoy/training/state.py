@@ -15,7 +15,7 @@ from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError, Kinds, i
 from convoy.comm.ranks import received
 from convoy.script.state import NamedOptimizer, Parts
 from convoy.script.values import Whole
-from convoy.training.exchange import Exchange
+from convoy.training.gradients import Exchange
 
 
 class AveragedWeights:

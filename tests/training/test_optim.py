@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from convoy.training.optimizers import (
+from convoy.training.optim import (
     AdamWConfig,
     LambConfig,
     LarsConfig,
