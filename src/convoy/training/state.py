@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError, Kinds, in_file
 from convoy.comm.ranks import received
-from convoy.script.state import NamedOptimizer, Parts
-from convoy.script.values import Whole
+from convoy.script.state import NamedOptimizer, Parts, Whole
 from convoy.training.gradients import Exchange
 
 
