@@ -38,7 +38,7 @@ from convoy.plans.plan import Plan
 from convoy.training import load_recipe
 from convoy.training.build import TriedNetwork
 from convoy.training.division import Division
-from convoy.training.exchange import Exchange, divided_network
+from convoy.training.gradients import Exchange, divided_network
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet50": partial(models.create, "resnet50", num_classes=1000),

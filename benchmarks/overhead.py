@@ -42,7 +42,7 @@ from convoy.engine.parallelize import local_samples, parallelize
 from convoy.progress import ConsoleReporter
 from convoy.terminal import Console
 from convoy.training import Recipe, Trainer, load_recipe
-from convoy.training.optimizers import create_optimizer, learning_rate
+from convoy.training.optim import create_optimizer, learning_rate
 
 
 def bare_loop(recipe: Recipe, data: DataSet, updates: int) -> float:

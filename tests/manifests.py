@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from convoy.launch.kubernetes import complete, manifest
+from convoy.launch.clusters import complete, manifest
 
 
 def training(arguments: tuple[str, ...] = ("resnet50", "--data", "/data"), **changes: Any) -> dict[str, Any]:

@@ -25,10 +25,9 @@ from convoy.plans.plan import Plan
 from convoy.training import load_recipe
 from convoy.training.classification import InputPipeline
 from convoy.training.division import divide
-from convoy.training.exchange import Exchange, divided_network
-from convoy.training.optimizers import create_optimizer
+from convoy.training.gradients import Exchange, divided_network
+from convoy.training.optim import Schedule, create_optimizer
 from convoy.training.precision import Scaler
-from convoy.training.schedules import Schedule
 from convoy.training.state import RunState
 from convoy.training.step import TrainingStep
 

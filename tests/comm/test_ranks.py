@@ -22,7 +22,7 @@ from convoy.errors import ConvoyError, RankFailedError, TooLargeError
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import Span, Task
-from convoy.training.evaluate import Evaluation
+from convoy.training.classification import Evaluation
 from convoy.training.recipe import load_recipe
 from ranks import run_ranks
 

@@ -13,7 +13,7 @@ from kubeflow_trainer_api import models
 import manifests
 from convoy.cli import main
 from convoy.errors import ConvoyError
-from convoy.launch.kubernetes import KINDS, manifest
+from convoy.launch.clusters import KINDS, manifest
 
 MODELS: dict[str, Any] = {
     "TrainJob": models.TrainerV1alpha1TrainJob,

@@ -10,13 +10,13 @@ import pytest
 
 from convoy.cli import main
 from convoy.errors import ConvoyError
-from convoy.launch import slurm
+from convoy.launch.clusters import job_script
 
 
 def script(train: list[str], name: str = "n", **changes: Any) -> str:
     values: dict[str, Any] = {"python": "python", "gpus": True, "options": {}, "nodes": 1, "devices_per_node": 1}
     values |= {"cores_per_device": None, "time": "1h", "save_before": 120, "max_restarts": 3}
-    return slurm.script(train, None, name, **values | changes)
+    return job_script(train, None, name, **values | changes)
 
 
 def test_the_script_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -20,7 +20,7 @@ from convoy.data.dataset import open_files
 from convoy.data.packed import PackOptions
 from convoy.errors import ConvoyError
 from convoy.ops import capture
-from convoy.training.code import code_of, difference
+from convoy.training.resume import code_difference, code_of
 from ranks import run_ranks
 from tiny import write_mnist, write_pictures
 from training.scenarios import drop_checkpoints, files, refusals, summary
@@ -137,10 +137,12 @@ def test_the_first_layer_that_differs_is_named_and_what_computes_the_same_is_the
         ({"scale": 2.0}, "the network itself, mul, takes other tensors than it took"),
         ({"skip": True}, "conv2d((2, 2), (1, 1), (1, 1), 1) of layer conv comes where mean((2, 3)) of the network"),
     ):
-        assert difference(written(), written(**changes)).startswith(words)
+        assert code_difference(written(), written(**changes)).startswith(words)
     one = written(more=[F.relu, lambda x: x + x, torch.square])
-    assert difference(one, written(more=[lambda x: x.relu_(), lambda x: torch.add(x, x), lambda x: x.square()])) == ""
-    assert difference(one, one[:-1]) == "linear of layer head is gone"
+    assert (
+        code_difference(one, written(more=[lambda x: x.relu_(), lambda x: torch.add(x, x), lambda x: x.square()])) == ""
+    )
+    assert code_difference(one, one[:-1]) == "linear of layer head is gone"
 
 
 def test_other_code_is_refused_and_an_option_goes_on(data: Path, tmp_path: Path) -> None:

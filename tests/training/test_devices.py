@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from convoy.ops.statistics import RunningStatistics
 from convoy.plans.plan import Plan
-from convoy.training import division
+from convoy.training import watchdog
 from convoy.training.build import TriedNetwork
 from convoy.training.classification import InputPipeline
 from convoy.training.division import Division
@@ -151,7 +151,7 @@ def test_local_sgd_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(data: Path
 def _with_a_slow_rank(data: Path, out: Path, settings: Settings, seconds: float) -> Ended:
     """Rank 1 has a slow way to its pictures."""
     with as_before() as patch:
-        patch.setattr(division, "STRETCH_S", 0.0)
+        patch.setattr(watchdog, "STRETCH_S", 0.0)
         prepare, rank = InputPipeline.__call__, join_ranks()[0].rank
 
         def late(self: InputPipeline, *args: Any) -> object:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.errors import ConvoyError, MachineError, TooLargeError
-from convoy.training import finite
+from convoy.training import gradients
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
 from training.scenarios import lines, refusals, store_of, summary
@@ -64,7 +64,7 @@ SKIP = {"model.name": "unfinite:Unfinite", "reproducible": "true", "epochs": "16
 def without_putting_back(data: Path, out: Path) -> Ended:
     """The running statistics keep what a bad update has put in."""
     with as_before() as patch:
-        patch.setattr(finite.FiniteGuard, "restore", lambda self: None)
+        patch.setattr(gradients.FiniteGuard, "restore", lambda self: None)
         return train_here(data, out, SKIP)
 
 

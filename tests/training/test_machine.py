@@ -21,12 +21,11 @@ from convoy.comm import backend
 from convoy.comm.ranks import Ranks
 from convoy.engine.parallelize import take_part
 from convoy.errors import ConvoyError
-from convoy.training import Recipe, choose_device, defaults, environment, load_recipe
-from convoy.training.defaults import Settled, settle
+from convoy.training import Recipe, choose_device, environment, load_recipe, precision
 from convoy.training.environment import join_ranks
-from convoy.training.interrupt import Interrupt
 from convoy.training.log import MetricsWriter
-from convoy.training.precision import Scaler
+from convoy.training.loop import Interrupt
+from convoy.training.precision import Scaler, Settled, settle
 from ranks import run_ranks
 from training.scenarios import config, summary, weights
 from whole_runs import train_here
@@ -62,11 +61,11 @@ def chosen(recipe: Recipe) -> tuple[object, ...]:
 
 
 def test_what_is_open_follows_the_device_that_can_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(defaults, "has_bf16", lambda device: True)
+    monkeypatch.setattr(precision, "has_bf16", lambda device: True)
     for devices, settings, want, said in SETTLED:
-        able = [defaults._Ability(*device) for device in devices]
+        able = [precision._Ability(*device) for device in devices]
         ranks = Ranks(num=len(able))
-        monkeypatch.setattr(defaults, "_ability", lambda device, able=able: able[0])
+        monkeypatch.setattr(precision, "_ability", lambda device, able=able: able[0])
         monkeypatch.setattr(Ranks, "gather", lambda self, value, able=able: able if self.num == len(able) else [value])
         found: Settled = settle(recipe_of(*settings.split()), CPU, ranks)
         assert chosen(found.recipe) == want and len(found.notes) == len(said)
@@ -77,7 +76,7 @@ def test_what_is_open_follows_the_device_that_can_least(monkeypatch: pytest.Monk
 def test_a_run_keeps_what_was_chosen_and_goes_on_with_it_elsewhere(data: Path, tmp_path: Path) -> None:
     gpu, cpu, four = tmp_path / "gpu", tmp_path / "cpu", {"epochs": "4ba"}
     with pytest.MonkeyPatch.context() as patch:  # a GPU, as far as choices go
-        patch.setattr(defaults, "_ability", lambda device: defaults._Ability(*H100))
+        patch.setattr(precision, "_ability", lambda device: precision._Ability(*H100))
         train_here(data, tmp_path / "whole", four)
         train_here(data, gpu, four, stop_at=2)
     found, kept = summary(tmp_path / "whole"), config(gpu)

@@ -9,7 +9,8 @@ from convoy.comm.ranks import Ranks
 from convoy.engine import microbatch_sizes
 from convoy.errors import ConvoyError
 from convoy.plans.layout import proportional
-from convoy.training.division import Division, SlowRanks, divide, soonest
+from convoy.training.division import Division, divide, soonest
+from convoy.training.watchdog import SlowRanks
 
 
 def test_microbatches_of_each_rank_and_the_parts_that_end_soonest() -> None:

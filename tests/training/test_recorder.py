@@ -23,9 +23,9 @@ from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.store import ProfileStore
 from convoy.planner.profiling import local_op_of
-from convoy.training import Session, evaluate, loop, recorder, step
+from convoy.training import Session, classification, loop, recorder, step
 from convoy.training.build import TriedNetwork, build_model
-from convoy.training.evaluate import Evaluation
+from convoy.training.classification import Evaluation
 from convoy.training.recorder import WARM_UP, Numbers, Recorder, compare
 from convoy.training.step import TrainingStep
 from convoy.training.workloads import measuring, workload_in_passes
@@ -155,7 +155,7 @@ LONG = {"epochs": "110ba", "log_every": "50ba", "evaluate_every": "2ba", "checkp
 
 def diagnosed(data: Path, out: Path, settings: dict[str, str]) -> Ended:
     """A run in which an update takes a tenth of a second, and so does each batch of an evaluation."""
-    with made_time(recorder, evaluate, step, updates) as clock, ExitStack() as stack:
+    with made_time(recorder, classification, step, updates) as clock, ExitStack() as stack:
         update, batch = (clock.before(work, lambda: 0.1) for work in (TrainingStep.__call__, Evaluation.add))
         for owner, name, value in (
             (updates, "REMEMBERED", FIRST),

@@ -41,8 +41,8 @@ from convoy.errors import ConvoyError
 from convoy.progress import Reporter
 from convoy.report.run_directory import column, read_metrics
 from convoy.training import Recipe, RunDirectory, Trainer
-from convoy.training.config import Duration
 from convoy.training.derived import resolve
+from convoy.training.schema import Duration
 from convoy.training.watchdog import Watchdog, collective_limit_s
 from convoy.units import plural
 

@@ -35,7 +35,7 @@ from convoy.training.build import build_model
 from convoy.training.classification import ClassificationLoss, InputPipeline
 from convoy.training.derived import resolve
 from convoy.training.environment import join_ranks
-from convoy.training.optimizers import create_optimizer
+from convoy.training.optim import create_optimizer
 from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.set_up import set_up
 

@@ -20,10 +20,10 @@ from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
 from convoy.resources import own_cores, share
 from convoy.training import choose_device
-from convoy.training.defaults import settle
 from convoy.training.derived import num_microbatches
 from convoy.training.division import soonest
 from convoy.training.environment import describe
+from convoy.training.precision import settle
 from convoy.training.recipe import Recipe
 
 NAME = "made-up pictures in memory"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from convoy.comm.ranks import Ranks
     from convoy.data import DataSet
-    from convoy.training.evaluate import Evaluation
+    from convoy.training.classification import Evaluation
 
 FORMATS = {**dict.fromkeys(("top1", "top5", "precision", "recall"), "{:.2%}".format), "loss": "{:.4f}".format}
 

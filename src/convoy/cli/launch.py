@@ -21,8 +21,7 @@ from convoy.cli.options import LazyGroup, written
 from convoy.cli.requests import TrainRequest
 from convoy.cli.train import command as train
 from convoy.errors import ConvoyError
-from convoy.launch import slurm
-from convoy.launch.kubernetes import KINDS, RUNTIME, complete, manifest, name_for
+from convoy.launch.clusters import KINDS, RUNTIME, complete, job_script, manifest, name_for, submit, word
 from convoy.launch.torchrun import Host, commands
 from convoy.models.registry import check_name
 from convoy.units import plural
@@ -200,10 +199,10 @@ def on_slurm(
     """
     request = requested(arguments, values["nodes"] * values["devices_per_node"])
     check_recipe(request)
-    name = name or slurm.word(request.model or Path(request.recipe or request.out or "").stem)
+    name = name or word(request.model or Path(request.recipe or request.out or "").stem)
     added = [] if request.resume else ["--resume"]
     added += [] if interface is None else ["--interface", interface]
-    text = slurm.script(
+    text = job_script(
         (*arguments, *added),
         None if request.out is None else str(request.out),
         name,
@@ -211,9 +210,9 @@ def on_slurm(
         options=dict(_option(option) for option in others),
         **values,
     )
-    script = script or Path(f"{slurm.word(name)}.sbatch")
+    script = script or Path(f"{word(name)}.sbatch")
     written("--script", script, text)
-    number = slurm.submit(script) if to_submit else None
+    number = submit(script) if to_submit else None
     if as_json:
         click.echo(json.dumps({"script": str(script), "job": number}))
     elif number is None:

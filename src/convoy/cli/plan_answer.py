@@ -30,9 +30,8 @@ from convoy.report.plan_page import plan_page
 from convoy.terminal import Console
 from convoy.training import choose_device
 from convoy.training.build import divisible_sizes
-from convoy.training.defaults import settle
 from convoy.training.division import divide
-from convoy.training.precision import check_precision, set_numerics
+from convoy.training.precision import check_precision, set_numerics, settle
 from convoy.training.recipe import Recipe
 from convoy.training.workloads import workload_of_recipe
 

@@ -21,11 +21,11 @@ from convoy.progress import ConsoleReporter
 from convoy.terminal import Console
 from convoy.training import Outcome, Recipe, RunDirectory, Session, Trainer, choose_device
 from convoy.training.build import check_layers
-from convoy.training.config import seconds_of
 from convoy.training.environment import join_ranks
-from convoy.training.interrupt import SIGNALS, Interrupt
+from convoy.training.loop import SIGNALS, Interrupt
 from convoy.training.parallel_config import num_devices, plan_of
 from convoy.training.resume import check_run
+from convoy.training.schema import seconds_of
 from convoy.training.set_up import check_devices
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 from convoy.units import plural, shorten

@@ -4,7 +4,8 @@ What one plan gives, every other takes, on any number of devices, and so does th
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,6 @@ from convoy.engine.network import Network, network_of
 from convoy.engine.optimizers import ELEMENTWISE, PART
 from convoy.errors import ConvoyError
 from convoy.script.ranks import alike, together
-from convoy.script.values import Whole
 
 _NOT_SAVED = ("params", PART)
 # What an optimizer keeps for every parameter: {name: {key: tensor or number}}.
@@ -115,6 +115,14 @@ def load_optimizer_state_dict(net: nn.Module, optimizer: Optimizer, state: Mappi
         adapter = NamedOptimizer(network.model, optimizer)
         adapter.check(state)
     adapter.load(state["state"], state["param_groups"])
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor of which ranks hold parts."""
+
+    make: Callable[[], Tensor]  # gives the whole; all ranks call it
+    shape: tuple[int, ...]  # of the whole
 
 
 class Parts:

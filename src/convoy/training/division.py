@@ -1,16 +1,10 @@
-"""Which microbatches of a global batch each sample rank computes, in which passes; and which rank keeps the others
-waiting.
-"""
+"""Which microbatches of a global batch each sample rank computes, in which passes."""
 
-import socket
-import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from convoy.comm.ranks import Ranks
 from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
 from convoy.plans.layout import proportional
@@ -121,67 +115,3 @@ def soonest(total: int, times: Sequence[float]) -> tuple[int, ...]:
 def text(counts: Sequence[int]) -> str:
     """Shares as `--shares` writes them."""
     return ",".join(map(str, counts))
-
-
-STRETCH_S, STRETCH_UPDATES = 2.0, 10  # the work that is compared takes at least so long, and so many updates
-RATIO = 1.3  # a slow rank works so many times as long as the median of the others
-LOSS_SHARE = 0.1  # the share of an update that all other ranks must lose by it
-# Stretches in which the same rank must be slow before it is named; then again after twice as many, and so on.
-IN_A_ROW = 3
-
-
-class SlowRanks:
-    """Compares what the ranks need for the same number of samples, without their waits for each other. All ranks make
-    it."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        everyone = ranks.gather((ranks.sample_rank, socket.gethostname()))
-        self._parts, self._hosts = [part for part, _ in everyone], [host for _, host in everyone]
-        # Ranks that do the same work: those in the same place of their model groups.
-        self._places: dict[int, list[int]] = defaultdict(list)
-        for rank, part in enumerate(self._parts):
-            self._places[self._parts[:rank].count(part)].append(rank)
-        self._begin()
-        # Who was slow in the last stretch, in how many in a row, and after how many it is said.
-        self._slow: tuple[int | None, int, int] = (None, 0, IN_A_ROW)
-
-    def _begin(self) -> None:
-        self._seconds = [0.0] * len(self._parts)
-        self._updates, self._took_s = 0, 0.0
-
-    def look(self, own_s: Sequence[float], updates: int, took_s: float, division: Division) -> str | None:
-        """Take up some updates, which took all ranks together `took_s`, and give a sentence if there is anything to
-        say. `own_s` are seconds of every rank's own work in them.
-        """
-        if len(self._parts) == 1:
-            return None
-        self._seconds = [a + b for a, b in zip(self._seconds, own_s, strict=True)]
-        self._updates += updates
-        self._took_s += took_s
-        if self._updates < STRETCH_UPDATES or self._took_s < STRETCH_S:
-            return None
-        update_s, update_of_all_s = [s / self._updates for s in self._seconds], self._took_s / self._updates
-        self._begin()
-        samples = [len(division.positions(part)) for part in self._parts]
-        per_sample = [s / n if n else 0.0 for s, n in zip(update_s, samples, strict=True)]
-        losses = []
-        for place in self._places.values():
-            busy = [rank for rank in place if samples[rank]]
-            if len(busy) > 1:
-                worst = max(busy, key=per_sample.__getitem__)
-                middle = statistics.median_low(per_sample[rank] for rank in busy if rank != worst)
-                losses.append(((per_sample[worst] - middle) * samples[worst], worst, middle))
-        lost_s, slowest, median_s = max(losses, default=(0.0, 0, 0.0))
-        if median_s == 0 or per_sample[slowest] < RATIO * median_s or lost_s < LOSS_SHARE * update_of_all_s:
-            self._slow = (None, 0, IN_A_ROW)
-            return None
-        before, times, due = self._slow
-        times, due = (times + 1, due) if before == slowest else (1, IN_A_ROW)
-        self._slow = (slowest, times, 2 * due if times == due else due)
-        if times < due:
-            return None
-        return (
-            f"rank {slowest} on host {self._hosts[slowest]} is slow: its part of an update takes it "
-            f"{1e3 * update_s[slowest]:.3g} ms, {per_sample[slowest] / median_s:.2g} times as long as the others need "
-            "for as much, and they wait for it; if it stays so, give it less (--shares auto) or leave it out"
-        )

@@ -28,12 +28,12 @@ from convoy.errors import ConvoyError
 from convoy.files import to_json, write_json
 from convoy.progress import Reporter
 from convoy.terminal import losses
-from convoy.training.division import SlowRanks
-from convoy.training.evaluate import Evaluation
+from convoy.training.classification import Evaluation
 from convoy.training.records import RunProgress, RunSummary, SkippedImage, Status
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 from convoy.training.step import Update
+from convoy.training.watchdog import SlowRanks
 
 _VERSION = "brain.Event:2"
 

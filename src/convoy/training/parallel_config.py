@@ -9,7 +9,7 @@ from convoy.errors import ConvoyError
 from convoy.plans.fit import check_devices, fit
 from convoy.plans.plan import Plan, plan_text
 from convoy.plans.schedule import Schedule
-from convoy.training.config import Section
+from convoy.training.schema import Section
 from convoy.units import bytes_of, plural
 
 

@@ -13,11 +13,19 @@ from convoy.errors import ConvoyError
 from convoy.files import existing, expanded
 from convoy.models.registry import check_name
 from convoy.terminal import brief, did_you_mean
-from convoy.training.config import AbsoluteDuration, Duration, PositiveDuration, Section, TimeSpan, seconds_of
-from convoy.training.optimizers import OptimizerConfig, SgdConfig
+from convoy.training.optim import CosineConfig, OptimizerConfig, ScheduleConfig, SgdConfig, StepConfig
 from convoy.training.parallel_config import ParallelConfig
-from convoy.training.schedules import CosineConfig, ScheduleConfig, StepConfig
-from convoy.training.schema import fields_of, is_text, sentence
+from convoy.training.schema import (
+    AbsoluteDuration,
+    Duration,
+    PositiveDuration,
+    Section,
+    TimeSpan,
+    fields_of,
+    is_text,
+    seconds_of,
+    sentence,
+)
 
 DEFAULT_MICROBATCH = 32
 _BUILT_IN = resources.files("convoy.training") / "recipes"

@@ -30,12 +30,10 @@ from convoy.errors import ConvoyError
 from convoy.models.factory import check_own
 from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
-from convoy.training.classification import InputPipeline
-from convoy.training.code import code_of, difference
-from convoy.training.defaults import settle
-from convoy.training.evaluate import Evaluation, evaluate
-from convoy.training.precision import set_numerics
+from convoy.training.classification import Evaluation, InputPipeline, evaluate
+from convoy.training.precision import set_numerics, settle
 from convoy.training.recipe import Recipe, load_recipe
+from convoy.training.resume import code_difference, code_of
 from convoy.training.run_directory import RunDirectory
 from convoy.training.state import delivered_weights
 
@@ -232,7 +230,7 @@ def _changed_code(
         return ""
     # a run looked at two microbatches of two samples, or of one, where they have no more
     graphs = (graph_of(network, shape, samples, training=True) for samples in (4, 2))
-    changes = [difference(was, code_of(network, graph)) for graph in graphs]
+    changes = [code_difference(was, code_of(network, graph)) for graph in graphs]
     return changes[0] if all(changes) else ""
 
 

@@ -23,15 +23,22 @@ from convoy.planner.comparison import Comparison
 from convoy.progress import Reporter
 from convoy.training import environment
 from convoy.training.build import NetworkInput
-from convoy.training.code import OtherCodeError
-from convoy.training.defaults import as_begun
-from convoy.training.finite import ADVICE, SKIP, NotFiniteError
+from convoy.training.gradients import ADVICE, SKIP, NotFiniteError
 from convoy.training.log import write_summary
 from convoy.training.loop import Loop
+from convoy.training.precision import as_begun
 from convoy.training.recipe import Recipe, load_recipe, to_yaml
 from convoy.training.recorder import Subscriber
 from convoy.training.records import Status
-from convoy.training.resume import check_data, check_extension, check_run, extended, load_latest, since_begun
+from convoy.training.resume import (
+    OtherCodeError,
+    check_data,
+    check_extension,
+    check_run,
+    extended,
+    load_latest,
+    since_begun,
+)
 from convoy.training.run_directory import RunDirectory, briefly, disk_explained
 from convoy.training.session import Session
 from convoy.training.set_up import set_up

@@ -35,17 +35,15 @@ from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, bubble
 from convoy.training.build import TriedNetwork, has_batch_norm
-from convoy.training.classification import InputPipeline
-from convoy.training.code import Code
+from convoy.training.classification import Evaluation, InputPipeline, evaluate
 from convoy.training.derived import Quantities, derive
 from convoy.training.division import Division, Pass, divide, soonest, text
-from convoy.training.evaluate import Evaluation, evaluate
-from convoy.training.exchange import Exchange, divided_network
-from convoy.training.finite import FiniteGuard
-from convoy.training.optimizers import create_optimizer, learning_rate
+from convoy.training.gradients import Exchange, FiniteGuard, divided_network
+from convoy.training.optim import create_optimizer, learning_rate
 from convoy.training.precision import Scaler, lowered
 from convoy.training.recipe import Recipe
 from convoy.training.records import Derived, StageRecord
+from convoy.training.resume import Code
 from convoy.training.state import AveragedWeights, MovingAverage, RunState, SlowWeights
 from convoy.training.step import TrainingStep
 from convoy.units import plural, rough_percent, size

@@ -16,14 +16,12 @@ from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE
 from convoy.training.build import TriedNetwork, build_for, divisible_sizes, has_batch_norm, on_meta
-from convoy.training.code import code_of
-from convoy.training.defaults import settle
 from convoy.training.derived import left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import divide
 from convoy.training.parallel_config import check_shares, plan_of
-from convoy.training.precision import check_precision, set_numerics
+from convoy.training.precision import check_precision, set_numerics, settle
 from convoy.training.recipe import LossConfig, Recipe
-from convoy.training.resume import check_ranks
+from convoy.training.resume import check_ranks, code_of
 from convoy.training.session import ChosenPlan, Prepared, Session, assemble
 from convoy.training.workloads import choose_plan
 

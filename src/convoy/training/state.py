@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 
 from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError, Kinds, in_file
 from convoy.comm.ranks import received
-from convoy.script.state import NamedOptimizer, Parts
-from convoy.script.values import Whole
-from convoy.training.exchange import Exchange
-from convoy.training.optimizers import END, LR_FACTOR
+from convoy.script.state import NamedOptimizer, Parts, Whole
+from convoy.training.gradients import Exchange
+from convoy.training.optim import END, LR_FACTOR
 from convoy.training.recipe import LookaheadConfig
 
 

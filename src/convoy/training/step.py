@@ -26,11 +26,10 @@ from convoy.plans.schedule import Action
 from convoy.plans.schedule import Schedule as StageOrder
 from convoy.training.classification import ClassificationLoss, InputPipeline, heads, num_correct
 from convoy.training.division import Pass
-from convoy.training.finite import FiniteGuard
-from convoy.training.optimizers import set_rates
+from convoy.training.gradients import FiniteGuard
+from convoy.training.optim import Schedule, set_rates
 from convoy.training.precision import autocast_of
 from convoy.training.recipe import Recipe
-from convoy.training.schedules import Schedule
 from convoy.training.state import RunState
 
 

@@ -28,7 +28,7 @@ from convoy.errors import ConvoyError
 from convoy.files import write_atomically
 from convoy.models.libraries import reason
 from convoy.resources import own_cores
-from convoy.training.evaluate import mean_over_views
+from convoy.training.classification import mean_over_views
 from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.restore import TrainedRun
 
