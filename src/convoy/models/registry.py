@@ -111,7 +111,7 @@ def _table() -> Iterator[Registered]:
         ModelInfo("cifar-quick", "cuda-convnet's quick net (Krizhevsky, 2012)", SMALL, 10), "cifar_quick.CifarQuick", {}
     )
     two_columns = "AlexNet, two columns (Krizhevsky et al., 2012)"
-    yield Registered(ModelInfo("alexnet-2012", two_columns, PHOTOGRAPHS, 1000), "alexnet_2012.AlexNet2012", {})
+    yield Registered(ModelInfo("alexnet-2012", two_columns, PHOTOGRAPHS, 1000), "alexnet.AlexNet2012", {})
     yield from _both_sizes("alexnet", "AlexNet, one tower (Krizhevsky, 2014)", "alexnet.AlexNet")
     for depth in (11, 13, 16, 19):
         title = f"VGG-{depth} (Simonyan and Zisserman, 2014)"

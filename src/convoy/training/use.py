@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from convoy.comm.ranks import Ranks
 from convoy.data import BadImage, Normalize
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, reason
 from convoy.files import write_atomically
-from convoy.models.libraries import reason
 from convoy.resources import own_cores
 from convoy.training.classification import heads
 from convoy.training.precision import autocast_of, set_numerics
