@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.collectives import all_reduce
 from convoy.data import Order
-from convoy.data.workers import samples_ahead
+from convoy.data.loader import samples_ahead
 from convoy.doctor.facts import Facts
 from convoy.doctor.pictures import measure_pictures
 from convoy.doctor.trials import Budget, try_changes

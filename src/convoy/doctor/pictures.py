@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 from convoy.data.batch import BatchMaker
 from convoy.data.config import DataConfig
 from convoy.data.dataset import DataSet
-from convoy.data.decode import BadImage
+from convoy.data.decode import BadImage, turbo_lacks
 from convoy.data.loader import batch_maker
 from convoy.data.pack import packed_picture
 from convoy.data.packed import PackOptions
 from convoy.data.parquet import MemorySource
 from convoy.data.sources import EncodedSource
-from convoy.data.turbo import missing
 from convoy.doctor.facts import Pictures
 from convoy.errors import ConvoyError
 
@@ -56,7 +55,7 @@ def measure_pictures(
             if not len(read):
                 return None
         turbo_s = None
-        if maker.decoder != "turbo" and not missing():
+        if maker.decoder != "turbo" and not turbo_lacks():
             turbo = batch_maker(data, config.model_copy(update={"decoder": "turbo"}), source, seed)
             turbo_s = _cpu(turbo, read, each_s)
         packed_s, raw_s = (_packed(maker, source, read, PackOptions(side, raw), each_s) for raw in (False, True))
