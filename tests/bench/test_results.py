@@ -12,7 +12,8 @@ from convoy.bench.ask import configurations
 from convoy.bench.records import Store
 from convoy.bench.remarks import convergence_remarks
 from convoy.bench.results import Convergence, Results, convergence
-from convoy.bench.table import csv_of, escaped, of_trainings
+from convoy.bench.table import escaped, of_trainings
+from convoy.files import csv_of
 from convoy.units import SPACE
 
 

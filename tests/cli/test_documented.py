@@ -10,7 +10,8 @@ import pytest
 
 from convoy.cli.app import convoy_command
 from convoy.cli.options import HELP
-from convoy.cli.requests import PlanRequest, TrainRequest
+from convoy.cli.plan import PlanRequest
+from convoy.cli.train import TrainRequest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "docs/first-run.md")

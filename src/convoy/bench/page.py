@@ -14,10 +14,10 @@ from convoy.bench.plots import convergence_panels, panels
 from convoy.bench.records import CONVOY, NAME, Store
 from convoy.bench.remarks import convergence_remarks, doubts, missing, remarks
 from convoy.bench.results import Convergence, Results, StudyRow, convergence
-from convoy.bench.table import TEXTS, Table, csv_of, of_trainings, of_updates, points
+from convoy.bench.table import TEXTS, Table, of_trainings, of_updates, points
 from convoy.documents import dump
 from convoy.errors import ConvoyError
-from convoy.files import write_atomically
+from convoy.files import csv_of, write_atomically
 from convoy.report import axes, pages
 from convoy.report.pages import KINDS, Download, Panel, Tile, data_uri
 

@@ -1,14 +1,13 @@
 """The tables of a study, of its updates and of its trainings: for a terminal, as CSV, and as LaTeX for a paper."""
 
-import csv
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from convoy import units
 from convoy.bench.records import COMMUNICATION, INPUT, OPTIMIZER, Store
 from convoy.bench.results import Convergence, ErrorCurve, Results, StudyRow
+from convoy.files import csv_of
 from convoy.terminal import printable
 from convoy.units import seconds as time_of
 from convoy.units import size, table
@@ -66,22 +65,6 @@ class Table:
                 "",
             ]
         )
-
-
-def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
-    """Records with equal keys as CSV; a text that a spreadsheet would take for a formula has a `'` before it."""
-    written = io.StringIO()
-    writer = csv.DictWriter(written, list(records[0]) if records else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({key: _no_formula(value) for key, value in record.items()} for record in records)
-    return written.getvalue()
-
-
-def _no_formula(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    text = printable(value, keep="\n")
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 
 def escaped(text: str) -> str:
