@@ -15,8 +15,8 @@ from convoy.data.dataset import DataSet
 from convoy.data.decode import turbo_lacks
 from convoy.data.sources import EncodedSource
 from convoy.doctor import pictures
+from convoy.doctor.examination import measure_pictures
 from convoy.doctor.facts import Pictures
-from convoy.doctor.pictures import measure_pictures
 from data.made import encoded, picture
 from made_time import MadeTime, made_time
 
