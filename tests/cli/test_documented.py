@@ -10,8 +10,7 @@ import pytest
 
 from convoy.cli.app import convoy_command
 from convoy.cli.options import HELP
-from convoy.cli.plan import PlanRequest
-from convoy.cli.train import TrainRequest
+from convoy.cli.requests import PlanRequest, TrainRequest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "docs/first-run.md")

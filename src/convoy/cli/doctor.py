@@ -18,7 +18,7 @@ import click
 
 from convoy import interfaces, launch, resources
 from convoy.cli import options
-from convoy.cli.train import TrainRequest
+from convoy.cli.requests import TrainRequest
 from convoy.cli.train import command as train
 from convoy.doctor.diagnosis import Diagnosis
 from convoy.errors import ConvoyError, MachineError

@@ -18,7 +18,7 @@ import click
 from convoy import interfaces
 from convoy.cli import options
 from convoy.cli.options import LazyGroup, written
-from convoy.cli.train import TrainRequest
+from convoy.cli.requests import TrainRequest
 from convoy.cli.train import command as train
 from convoy.errors import ConvoyError
 from convoy.launch import slurm

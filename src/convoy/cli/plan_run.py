@@ -13,7 +13,7 @@ from torch import nn
 from convoy import launch, models, resources
 from convoy.cli.on_devices import run_alone, run_as_rank
 from convoy.cli.options import command_of, is_verbose, written
-from convoy.cli.plan import PlanRequest
+from convoy.cli.requests import PlanRequest
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.errors import ConvoyError

@@ -8,7 +8,7 @@ import click
 from convoy import interfaces, launch, resources
 from convoy.cli.on_devices import device_of
 from convoy.cli.options import command_of, is_verbose
-from convoy.cli.train import TrainRequest
+from convoy.cli.requests import TrainRequest
 from convoy.comm.joining import leave, meeting_store
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
