@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from convoy.data import AugmentConfig, DataConfig, open_data
 from convoy.data.batch import Batch, BatchMaker
-from convoy.data.sources import PixelSource, Source
+from convoy.data.pixels import PixelSource
+from convoy.data.sources import Source
 from convoy.data.transforms import Geometry
 from convoy.errors import ConvoyError
 from data.made import (
@@ -44,7 +45,9 @@ def config(path: Path, **options: Any) -> DataConfig:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("augment", [{"crop": "none"}, {"crop": "pad", "pad": 0}, {"crop": "pad", "padding": "reflect"}])
+@pytest.mark.parametrize(
+    "augment", [{"crop": "none"}, {"crop": "pad", "pad": 0}, {"crop": "pad", "padding": "reflect"}]
+)
 def test_all_at_once_and_one_by_one_make_the_same_batch(channels: int, augment: dict[str, Any]) -> None:
     options = augment | {"channels": channels, "resize": 24, "flip": True}
     data = source(side=24, channels=channels)

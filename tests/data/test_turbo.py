@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from convoy.data import AugmentConfig, turbo
+from convoy.data import AugmentConfig
 from convoy.data.batch import BatchMaker
-from convoy.data.decode import oriented
+from convoy.data.decode import Turbo, oriented, turbo_lacks
 from convoy.data.transforms import Geometry
 from data.made import Listed, encoded, picture, turned
 
-installed = pytest.mark.skipif(bool(turbo.missing()), reason="needs simplejpeg and OpenCV (extra `fast`)")
+installed = pytest.mark.skipif(bool(turbo_lacks()), reason="needs simplejpeg and OpenCV (extra `fast`)")
 CROP = {"crop": "random-resized", "flip": True}
 
 
@@ -54,7 +54,7 @@ def test_pixels_are_those_of_pillow_but_for_the_last_bits(channels: int, monkeyp
         assert oriented(rotated[0]) == (orientation != 1) and difference(rotated, crop="none") < 1.5
     raw = maker(files("PPM", 64, 64), side=64, margin=0).make(np.array([0]), None)  # not changed at all
     assert np.array_equal(raw.images[0].permute(1, 2, 0), np.asarray(picture(64, 64)))
-    near, write = difference(plain, **CROP), turbo.Turbo.write_part
+    near, write = difference(plain, **CROP), Turbo.write_part
     shifted = lambda self, pixels, box, *of: write(self, pixels, (box[0] + 2, box[1], box[2] + 2, box[3]), *of)  # noqa: E731
-    monkeypatch.setattr(turbo.Turbo, "write_part", shifted)  # the control: two pixels beside it
+    monkeypatch.setattr(Turbo, "write_part", shifted)  # the control: two pixels beside it
     assert difference(plain, **CROP) > 2 * near

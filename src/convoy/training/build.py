@@ -16,7 +16,7 @@ from convoy.comm.collectives import Group, by_way_of_host
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet, Normalize, evaluation_batches
 from convoy.data.config import DataConfig
-from convoy.data.sources import PixelSource
+from convoy.data.pixels import PixelSource
 from convoy.engine import Probe, probe
 from convoy.engine.coupling import coupled, coupled_in_training, coupling, microbatch_sizes
 from convoy.engine.deferred import deferred
@@ -26,7 +26,7 @@ from convoy.failure import place_of
 from convoy.graph import tree
 from convoy.graph.given import prepare_given
 from convoy.graph.graph import CaptureError, Graph, Ref
-from convoy.models.heads import first_convolution
+from convoy.models.weights import first_convolution
 from convoy.ops import capture
 from convoy.planner import workload_of
 from convoy.planner.cost.pipeline import Staging
@@ -37,7 +37,7 @@ from convoy.resources import host_memory
 from convoy.script.data import evaluating
 from convoy.training.classification import heads
 from convoy.training.derived import num_microbatches
-from convoy.training.optimizers import check_groups
+from convoy.training.optim import check_groups
 from convoy.training.precision import lowered
 from convoy.training.recipe import DEFAULT_MICROBATCH, Recipe
 from convoy.training.run_directory import RunDirectory

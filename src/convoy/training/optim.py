@@ -170,9 +170,7 @@ def learning_rate(config: OptimizerConfig, batch: int) -> float:
     return config.base_lr * (ratio if config.scaling == "linear" else math.sqrt(ratio))
 
 
-def create_optimizer(
-    model: "nn.Module", config: OptimizerConfig, lr: float, ends: Sequence[int] = ()
-) -> "Optimizer":
+def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float, ends: Sequence[int] = ()) -> "Optimizer":
     """The optimizer for a model's trainable parameters; LARS and LAMB overwrite the gradients during a step. `ends` are
     the weight updates from which on those of `config.groups` are left as they are."""
     import torch  # which a mistake in a recipe is not to wait for
@@ -216,7 +214,10 @@ def _groups(model: "nn.Module", config: OptimizerConfig, ends: Sequence[int]) ->
         members = [named.pop(name) for name in list(named) if fnmatchcase(name, group.parameters)]
         options = {LR_FACTOR: group.lr, END: ends[number] if ends else sys.maxsize}
         for parameters, decay in _by_decay(members, config):
-            yield {"params": parameters, "weight_decay": decay if group.weight_decay is None else group.weight_decay} | options
+            yield {
+                "params": parameters,
+                "weight_decay": decay if group.weight_decay is None else group.weight_decay,
+            } | options
     for parameters, decay in _by_decay(list(named.values()), config):
         yield {"params": parameters, "weight_decay": decay}
 

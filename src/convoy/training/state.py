@@ -165,7 +165,11 @@ class RunState:
             if (numbers := {k: v for k, v in entry.items() if not isinstance(v, Tensor | Whole) and v is not None})
         }
         groups = [
-            {key: value for key, value in group.items() if isinstance(value, int | float) and key not in ("fused", LR_FACTOR, END)}
+            {
+                key: value
+                for key, value in group.items()
+                if isinstance(value, int | float) and key not in ("fused", LR_FACTOR, END)
+            }
             for group in state["param_groups"]
         ]
 
