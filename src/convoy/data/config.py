@@ -83,12 +83,8 @@ class AugmentConfig(_Section):
 
     @model_validator(mode="after")
     def _refuse_ignored(self) -> Self:
-        for name, crop in (
-            ("pad", "pad"),
-            ("padding", "pad"),
-            ("scale", "random-resized"),
-            ("ratio", "random-resized"),
-        ):
+        needs = {"pad": "pad", "padding": "pad", "scale": "random-resized", "ratio": "random-resized"}
+        for name, crop in needs.items():
             if getattr(self, name) is not None and self.crop != crop:
                 raise ValueError(f"{name} would be ignored with crop={self.crop}: set crop={crop} or leave {name} out")
         return self

@@ -212,12 +212,11 @@ def _groups(model: "nn.Module", config: OptimizerConfig, ends: Sequence[int]) ->
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for number, group in enumerate(config.groups):
         members = [named.pop(name) for name in list(named) if fnmatchcase(name, group.parameters)]
-        options = {LR_FACTOR: group.lr, END: ends[number] if ends else sys.maxsize}
+        options: dict[str, Any] = {LR_FACTOR: group.lr, END: ends[number] if ends else sys.maxsize}
+        if group.weight_decay is not None:
+            options["weight_decay"] = group.weight_decay
         for parameters, decay in _by_decay(members, config):
-            yield {
-                "params": parameters,
-                "weight_decay": decay if group.weight_decay is None else group.weight_decay,
-            } | options
+            yield {"params": parameters, "weight_decay": decay} | options
     for parameters, decay in _by_decay(list(named.values()), config):
         yield {"params": parameters, "weight_decay": decay}
 

@@ -164,8 +164,8 @@ class Recipe(Section):
     evaluate_every: PositiveDuration = Duration(1, "ep")
     evaluation_views: Literal[1, 2, 6] = Field(
         1,
-        description="views of a picture whose logits are averaged: 2 with its mirror image, 6 with both moved by a pixel "
-        "to the upper left and to the lower right as well",
+        description="views of a picture whose logits are averaged: 2 with its mirror image, 6 with both moved by a "
+        "pixel to the upper left and to the lower right as well",
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log_every: PositiveDuration | Literal["auto"] = Field(
@@ -212,7 +212,7 @@ class Recipe(Section):
             yield "ema and lookahead would both say which weights are delivered: give one"
         for key in ("ema", "lookahead"):
             if getattr(self, key) is not None and parallel.local_sgd is not None:
-                yield f"{key} averages the weights of every update, but local_sgd lets each device have other ones: give one"
+                yield f"{key} needs the weights of all updates, but local_sgd lets each device have others: give one"
         if schedule.warmup_from == "base_lr" and self.optimizer.base_lr is None:
             yield (
                 "schedule.warmup_from=base_lr needs optimizer.base_lr: give that instead of optimizer.lr, or a number "
