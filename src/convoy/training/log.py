@@ -300,7 +300,7 @@ def write_summary(
     run.check_there(steps)
     recipe, data, counts, quantities = session.recipe, session.data, session.counts, session.quantities
     of_evaluation: dict[str, Any] = {name: getattr(evaluation, name, None) for name in ("top1", "top5", "loss")}
-    of_progress = ("best_top1", "best_step", "time_s", "checkpoints", "left_out")
+    of_progress = ("best_top1", "best_step", "time_s", "train_s", "checkpoints", "left_out")
     waiting_s = progress.train_s - progress.start_s  # in which batches may have been waited for
     summary = RunSummary.model_construct(  # nothing in it may end a run
         status=status,
@@ -316,6 +316,8 @@ def write_summary(
         num_test=len(data.test),
         steps=steps,
         total_steps=quantities.total_updates,
+        target=recipe.target,
+        reached=None if recipe.target is None else progress.reached,
         epochs=steps / quantities.updates_per_epoch,
         **of_evaluation,
         **{name: getattr(progress, name) for name in of_progress},

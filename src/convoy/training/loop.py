@@ -132,7 +132,7 @@ class Asking:
 
 GIVE_UP = 20  # updates left out in a row after which the run ends
 TOLD = 5  # updates left out of which something is said
-_DECIDED_ANEW = ("checkpoint every ", "shares ")
+_DECIDED_ANEW = ("checkpoint every ", "shares ", "target of ")
 
 
 class Loop:
@@ -178,6 +178,7 @@ class Loop:
         self.comparison: Comparison | None = None  # of prediction and measurement, once enough has been seen
         self.recorder = Recorder(session)
         self._subscriber = subscribe(self) if subscribe is not None else None
+        self._evaluated = -1  # updates before the latest evaluation
         self._left_out_in_a_row = 0
         self._extends = False
 
@@ -194,6 +195,7 @@ class Loop:
                 self._take(checkpoint)
                 self.saver.newest = checkpoint.step
                 self.saver.tally = CheckpointTally(**self.progress.checkpoints)
+            self.total = self.done if self.progress.reached else self.total
         elif self.session.recipe.extends is not None:
             self.extend()
             self.take_metrics()
@@ -210,7 +212,7 @@ class Loop:
         checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.ranks)
         with values_explained(f"the last checkpoint of {self.session.recipe.extends}"):
             self._take(checkpoint)
-        self.progress.checkpoints, self.progress.to_evaluate = {}, False
+        self.progress.checkpoints, self.progress.to_evaluate, self.progress.reached = {}, False, False
         self._extends = True
         for sentence in sentences:
             self.tell(sentence)
@@ -270,8 +272,10 @@ class Loop:
             finally:
                 self.reporter.end()
             self._conclude()
-            if interrupt.agreed is None:
+            if interrupt.agreed is None and self._evaluated < self.done:
                 self._evaluate()
+            if interrupt.agreed is None:
+                self._tell_of_target()
             self._save()
             self._finish_saving(or_raise=interrupt.agreed is not None)
             if self._subscriber is not None:
@@ -297,7 +301,7 @@ class Loop:
                 self.done += 1
                 self._log.updates.append(update)
                 self._after_update()
-                stops = asking()
+                stops = asking() or self.done == self.total
                 if self._subscriber and (recorder.num % REMEMBERED == 0 or stops or self.done == self.total):
                     self._subscriber.look()
                 if stops:
@@ -378,13 +382,31 @@ class Loop:
         except StoppedError:
             self.progress.to_evaluate = True
             return
-        self.progress.to_evaluate = False
+        self.progress.to_evaluate, self._evaluated = False, self.done
+        target = self.session.recipe.target
+        if target is not None and result.top1 >= target:  # the same on all ranks, as the counts of all are added up
+            self.progress.reached, self.total = True, self.done
+            self._log.collect()
+            if self._log.sums.num_updates:
+                self._end_window()
         for sample, reason in result.bad:
             self.progress.add_bad(self.session.data.test.name(sample), reason, "test")
         self._log.test(self.done, result)
         if self.progress.best_top1 is None or result.top1 > self.progress.best_top1:
             self.progress.best_top1, self.progress.best_step = result.top1, self.done
             self._save()
+
+    def _tell_of_target(self) -> None:
+        """Say after how much training the target was reached, or what was reached instead."""
+        target, progress, epoch = self.session.recipe.target, self.progress, self.session.quantities.updates_per_epoch
+        if target is None:
+            return
+        sentence = f"target of {target:.2%} not reached: the best test top-1 was {progress.best_top1:.2%} after "
+        sentence += f"{progress.best_step:,} of {self.done:,} updates"
+        if progress.reached:
+            sentence = f"target of {target:.2%} reached after {self.done:,} updates, {self.done / epoch:.3g} epochs and "
+            sentence += f"{progress.train_s:.3g} s of training: the run ends"
+        self.tell(sentence)
 
     def _save(self) -> None:
         """Save the state, if it is not saved yet, and if no checkpoint would hold what the next loss shows to be lost.

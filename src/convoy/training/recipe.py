@@ -113,6 +113,9 @@ class Recipe(Section):
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
     epochs: AbsoluteDuration = Field(Duration(90, "ep"), description="how long: 90, 90ep or 5000ba (updates)")
+    target: float | None = Field(
+        None, gt=0, le=1, description="end at the first evaluation with this share of right test answers, e.g. 0.97"
+    )
     extends: str | None = Field(
         None, min_length=1, description="finished run with whose state this one begins: convoy train RUN --extend"
     )

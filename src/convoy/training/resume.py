@@ -180,7 +180,7 @@ def differences(recipe: Recipe, begun: Recipe, free: Sequence[str] = ()) -> Iter
 def identity(recipe: Recipe, num_train: int, num_test: int) -> str:
     """A checksum of all that defines the result of a run: the recipe's keys, and how many samples the data has."""
     leaves = dict(_leaves(recipe))
-    new = {key for key in ("extends", "data.decoder") if leaves[key] is None}  # runs of before keep theirs
+    new = {key for key in ("extends", "target", "data.decoder") if leaves[key] is None}  # runs of before keep theirs
     fixed = {key: value for key, value in leaves.items() if not _is_below(key, FREE) and key not in new}
     text = json.dumps([fixed, num_train, num_test], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -202,6 +202,7 @@ def _leaves(document: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 MAY_CHANGE = (
     "epochs",
     "extends",
+    "target",
     "schedule",
     "optimizer.lr",
     "optimizer.base_lr",
