@@ -37,6 +37,10 @@ from convoy.report import axes, pages
 from convoy.report.pages import KINDS, Download, Panel, Tile, data_uri
 
 DPI = 300
+_TRAINED_LEAD = (
+    "Test error over time shows what devices are for; over updates, whether they change anything: the pale line is the "
+    "run on the fewest devices, and the strip below shows how far the others are from it."
+)
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,31 @@ def write_files(folder: Path) -> Written:
         texts |= {"convergence.csv": table.csv(), "convergence.tex": table.latex()}
         texts["curves.csv"] = csv_of([test for curve in trained.curves for test in curve.records])
         of_trained, untrained = list(convergence_remarks(trained)), missing(trained)
-    files = {name: text.encode() for name, text in texts.items()}
-    downloads = [Download.of(name, content) for name, content in {NAME: store.path.read_bytes(), **files}.items()]
+    content = {
+        **_content(store, results, trained),
+        "timed": is_timed,
+        "table": _shown(tables["configurations"], _row_names(results.rows)),
+        "remarks": of_times,
+        "trained_lead": _TRAINED_LEAD,
+        "trained_title": "Training curves",
+        "trained_remarks": of_trained,
+        "missing": [*warnings, *gaps, *untrained],
+    }
+    report = render(folder, NAME, content, drawn, texts, tables.get("convergence"))
+    return Written(tables, [*warnings, *of_times, *gaps, *of_trained, *untrained], report)
+
+
+def render(
+    folder: Path,
+    name: str,
+    content: dict[str, Any],
+    drawn: Sequence[Panel],
+    texts: dict[str, str],
+    trained: Table | None = None,
+) -> Path:
+    """Write the page of a study, whose file has a name, its pictures and its tables into its folder."""
+    files = {key: text.encode() for key, text in texts.items()}
+    downloads = [Download.of(key, raw) for key, raw in {name: (folder / name).read_bytes(), **files}.items()]
     figures = []
     for panel in drawn:
         pictures = _files(panel)
@@ -78,13 +105,8 @@ def write_files(folder: Path) -> Written:
         "bench.html.jinja",
         ("report.css", "bench.css"),
         ("copy.js",),
-        **_content(store, results, trained),
-        timed=is_timed,
-        table=_shown(tables["configurations"], _row_names(results.rows)),
-        remarks=of_times,
-        trained=_shown(tables["convergence"]) if trained is not None else None,
-        trained_remarks=of_trained,
-        missing=[*warnings, *gaps, *untrained],
+        **content,
+        trained=_shown(trained) if trained is not None else None,
         panels=figures,
         downloads=downloads,
     )
@@ -94,7 +116,7 @@ def write_files(folder: Path) -> Written:
             write_atomically(folder / name, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
     except OSError as error:
         raise ConvoyError(f"{folder} cannot be written ({error.strerror}): free space there, or copy it") from error
-    return Written(tables, [*warnings, *of_times, *gaps, *of_trained, *untrained], folder / "report.html")
+    return folder / "report.html"
 
 
 def _files(panel: Panel) -> dict[str, bytes]:

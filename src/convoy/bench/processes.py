@@ -84,25 +84,19 @@ def run_ranks(
     drops what they print, which else goes to the standard error. The server that forks the processes imports the
     modules of `preload` of the first call.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []
     with private_folder() as folder:
         try:
             for rank, place in enumerate(places):
-                pipe, end = context.Pipe()
-                job = end, place, rank, _variables(rank, len(places), folder / "store"), quiet, function, args
-                # a daemon may not start processes that load pictures
-                process: BaseProcess = context.Process(target=_serve, args=job, daemon=False)
-                process.start()  # may be interrupted: what has not begun cannot be killed
+                variables = _variables(rank, len(places), folder / "store")
+                process, pipe = start(place, rank, variables, quiet, function, args, preload)
                 processes.append(process)
-                end.close()
                 pipes.append(pipe)
             return _collect(pipes, processes, seconds, say or (lambda *_: None))
         except KeyboardInterrupt:
             if seconds is None:
-                _end_softly(processes)
+                end_softly(processes)
             raise
         finally:
             for process in processes:
@@ -113,7 +107,28 @@ def run_ranks(
                 pipe.close()
 
 
-def _end_softly(processes: Sequence[BaseProcess]) -> None:
+def start(
+    place: Place,
+    rank: int,
+    variables: Mapping[str, str],
+    quiet: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    preload: Sequence[str] = PRELOAD,
+) -> tuple[BaseProcess, Connection]:
+    """A process that runs `function(*args, say)` in a place, and the pipe by which it answers."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    pipe, end = context.Pipe()
+    # a daemon may not start processes that load pictures
+    job = end, place, rank, variables, quiet, function, args
+    process = context.Process(target=_serve, args=job, daemon=False)
+    process.start()  # may be interrupted: what has not begun cannot be killed
+    end.close()
+    return process, pipe
+
+
+def end_softly(processes: Sequence[BaseProcess]) -> None:
     """Ask the ranks to end until they have: one that has not begun to train ignores it, and so it does the second."""
     until = time.monotonic() + _PATIENCE_S
     while time.monotonic() < until and any(process.is_alive() for process in processes):
@@ -137,11 +152,7 @@ def _collect(
         for pipe in ready:
             assert isinstance(pipe, Connection)
             rank = rank_of[pipe]
-            try:
-                kind, value = pipe.recv()
-            except (EOFError, ConnectionError) as error:
-                processes[rank].join(5)
-                raise RankFailed(f"rank {rank} {end_of(processes[rank].exitcode)}") from error
+            kind, value = answer(pipe, processes[rank], f"rank {rank}")
             if kind == "says":
                 say(*value)
             elif kind == "failed":
@@ -149,6 +160,16 @@ def _collect(
             else:
                 results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
+
+
+def answer(pipe: Connection, process: BaseProcess, name: str) -> tuple[str, Any]:
+    """What a process answers, and whether it says how far it is, has failed, or is done."""
+    try:
+        kind, value = pipe.recv()
+    except (EOFError, ConnectionError) as error:
+        process.join(5)
+        raise RankFailed(f"{name} {end_of(process.exitcode)}") from error
+    return kind, value
 
 
 _pipe: Connection | None = None  # of a rank to whoever started it
