@@ -25,7 +25,6 @@ from convoy.resources import own_cores
 from convoy.training import Recipe, RunDirectory, choose_device
 from convoy.training.optim import ConstantConfig
 from convoy.training.precision import set_numerics, settle
-from convoy.training.recipe import load_recipe
 from convoy.training.schema import Duration
 from convoy.training.workloads import workload_of_recipe
 from convoy.units import plural

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from convoy.bench.jobs import Job
 from convoy.bench.records import Record, difference
 from convoy.bench.search import Score, next_rates, rate_at
@@ -21,7 +23,7 @@ from convoy.errors import ConvoyError
 from convoy.files import write_text
 from convoy.training.derived import resolve
 from convoy.training.gradients import ADVICE
-from convoy.training.optim import learning_rate
+from convoy.training.optim import learning_rate, rate_factor
 from convoy.training.recipe import Recipe
 from convoy.training.run_directory import RunDirectory
 from convoy.training.schema import Duration
@@ -85,12 +87,12 @@ class BatchStudy(Record):
     """The file of a study."""
 
     facts: BatchFacts
-    machine: dict[str, Any] = {}
-    commands: list[str] = []
-    batches: list[int] = []  # in rising order
+    machine: dict[str, Any] = Field({})
+    commands: list[str] = Field([])
+    batches: list[int] = Field([])  # in rising order
     seeds: int = 1
-    trials: list[Trial] = []
-    step_times: list[StepTime] = []
+    trials: list[Trial] = Field([])
+    step_times: list[StepTime] = Field([])
 
     @staticmethod
     def read(path: Path) -> "BatchStudy":
@@ -226,8 +228,7 @@ class BatchCourse:
             guess = learning_rate(recipe.optimizer, batch)
             every = max(1, round(expected / _OFTEN if expected else study.facts.num_train / batch / _FIRST))
             if neighbor is not None and study.facts.tune:
-                ratio = batch / neighbor.batch
-                guess = neighbor.lr * (ratio if recipe.optimizer.scaling == "linear" else math.sqrt(ratio))
+                guess = neighbor.lr * rate_factor(recipe.optimizer, batch / neighbor.batch)
             guess = rate_at(guess, 0)
         fewest = best.updates if best is not None and best.reached else expected
         limit = resolve(recipe.model_copy(update={"batch": batch}), study.facts.num_train).total_updates

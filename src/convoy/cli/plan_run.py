@@ -191,8 +191,8 @@ def _show(
 
 def run_on(request: PlanRequest, recipe: Recipe) -> int:
     """Predict for the machines of `--on`, print and write the result; the exit status."""
-    workload = cache(partial(_workload, request, recipe))
-    predictions = [_predicted(request, recipe, machine, workload) for machine in request.machines]
+    workload = cache(partial(workload_at, request, recipe))
+    predictions = [predicted(request, recipe, machine, workload) for machine in request.machines]
     images, what = _training(request, recipe)
     name = recipe.model.name
     head = f"{name}, batch {recipe.batch}: predicted, not measured, as eager PyTorch runs it\n\n"
@@ -210,8 +210,12 @@ def run_on(request: PlanRequest, recipe: Recipe) -> int:
     return 0
 
 
-def _predicted(
-    request: PlanRequest, recipe: Recipe, machine: Machine, workload: Callable[[str, int], Workload]
+def predicted(
+    request: PlanRequest,
+    recipe: Recipe,
+    machine: Machine,
+    workload: Callable[[str, int], Workload],
+    plans: Sequence[Plan] = (),
 ) -> Prediction:
     """The prediction for one machine, with microbatches so small that each device has one; in the recipe's precision,
     else in bf16 on devices that have it, as in training."""
@@ -226,7 +230,7 @@ def _predicted(
         machine,
         precision,
         fixes=request.fix,
-        plans=request.plans,
+        plans=plans or request.plans,
         memory_limit=recipe.parallel.memory_bytes,
         images_per_second=request.images_per_second,
         software=replace(OURS, channels_last=channels_last, compiled=recipe.compile),
@@ -238,7 +242,7 @@ def _predicted(
     return replace(prediction, notes=(*prediction.notes, note))
 
 
-def _workload(request: PlanRequest, recipe: Recipe, precision: str, microbatch: int) -> Workload:
+def workload_at(request: PlanRequest, recipe: Recipe, precision: str, microbatch: int) -> Workload:
     """The network at the batch of an update; its weights are not made where it allows that."""
     try:
         with torch.device("meta"):

@@ -29,6 +29,7 @@ from convoy.files import to_json, write_json
 from convoy.progress import Reporter
 from convoy.terminal import losses
 from convoy.training.classification import Evaluation
+from convoy.training.noise import noise_scale
 from convoy.training.records import RunProgress, RunSummary, SkippedImage, Status
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
@@ -237,7 +238,8 @@ class Log:
         loss, top1 = sums.mean_loss, sums.num_correct / sums.num_images if sums.num_images else math.nan
         speed, rate = sums.num_images / max(seconds, 1e-9), session.quantities.schedule.lr(done - 1)
         numbers = {"loss": loss, "top1": top1, "images_per_s": speed, "data_wait_s": sums.data_wait_s}
-        self._write("train", done, **numbers, **left_out, lr=rate)
+        noise = {"noise_scale": noise_scale(progress.noise)} if progress.noise else {}
+        self._write("train", done, **numbers, **left_out, lr=rate, **noise)
         if session.device.type == "cpu":
             slow = self._slow.look(ranks_s, sums.num_updates, seconds, session.division)
             if slow is not None:

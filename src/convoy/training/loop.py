@@ -28,6 +28,7 @@ from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver, Timet
 from convoy.training.classification import Evaluation, StoppedError
 from convoy.training.gradients import ADVICE, NotFiniteError
 from convoy.training.log import SHOW_EVERY_S, Log, MetricsWriter, Sums
+from convoy.training.noise import GradientNoise
 from convoy.training.recorder import REMEMBERED, Recorder, Subscriber, compare
 from convoy.training.records import RunProgress
 from convoy.training.resume import (
@@ -213,6 +214,8 @@ class Loop:
         with values_explained(f"the last checkpoint of {self.session.recipe.extends}"):
             self._take(checkpoint)
         self.progress.checkpoints, self.progress.to_evaluate, self.progress.reached = {}, False, False
+        if self.session.recipe.extends_at is not None:
+            self.progress, self._sums = RunProgress(), Sums()
         self._extends = True
         for sentence in sentences:
             self.tell(sentence)
@@ -233,6 +236,8 @@ class Loop:
 
     def take_metrics(self) -> None:
         """Let the curves begin with those of the run that is extended."""
+        if self.session.recipe.extends_at is not None:
+            return  # its updates are others
         before = extended(self.session.recipe).metrics
         if self.session.ranks.rank == 0 and before.exists():
             write_text(self.run.metrics, before.read_text(encoding="utf-8", errors="replace"))
@@ -292,8 +297,9 @@ class Loop:
         step = session.step()
         if step.recorded is not None:
             step.recorded.tell = self.tell
+        step.noise = GradientNoise(session, self.progress.noise)
         with closing(session.batches(self.done, self.total - self.done)) as batches:
-            recorder.ask(self.done)
+            recorder.ask(self.done, step.noise.due(self.done))
             for batch in batches:
                 step.records = recorder.has_watched
                 update = recorder.update(step, batch, self.done)
@@ -306,7 +312,7 @@ class Loop:
                     self._subscriber.look()
                 if stops:
                     return
-                recorder.ask(self.done)
+                recorder.ask(self.done, step.noise.due(self.done))
 
     def _stopping(self, name: str) -> None:
         self.reporter.say(f"{name}: finishing this update, then saving; again to stop now, without saving")
@@ -398,13 +404,14 @@ class Loop:
 
     def _tell_of_target(self) -> None:
         """Say after how much training the target was reached, or what was reached instead."""
-        target, progress, epoch = self.session.recipe.target, self.progress, self.session.quantities.updates_per_epoch
+        target, progress = self.session.recipe.target, self.progress
         if target is None:
             return
         sentence = f"target of {target:.2%} not reached: the best test top-1 was {progress.best_top1:.2%} after "
         sentence += f"{progress.best_step:,} of {self.done:,} updates"
         if progress.reached:
-            sentence = f"target of {target:.2%} reached after {self.done:,} updates, {self.done / epoch:.3g} epochs and "
+            epochs = self.done / self.session.quantities.updates_per_epoch
+            sentence = f"target of {target:.2%} reached after {self.done:,} updates, {epochs:.3g} epochs and "
             sentence += f"{progress.train_s:.3g} s of training: the run ends"
         self.tell(sentence)
 

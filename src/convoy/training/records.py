@@ -33,6 +33,7 @@ class RunProgress:
     to_evaluate: bool = False  # an evaluation was stopped, and is to be done again
     left_out: int = 0  # updates not made, because loss or gradient were not finite
     bad_images: list[dict[str, str]] = field(default_factory=list)  # that could not be read: name, reason, split
+    noise: dict[str, float] = field(default_factory=dict)  # the averages of `GradientNoise`
     checkpoints: dict[str, Any] = field(default_factory=dict)  # their `CheckpointTally`
 
     def add_bad(self, name: str, reason: str, split: str) -> None:
@@ -58,6 +59,7 @@ class MetricsLine(Record):
     top1: Share = None
     top5: Share = None
     lr: Number = None
+    noise_scale: Number = None
     images: int | None = Field(default=None, ge=0)
     images_per_s: Number = None
     data_wait_s: Number = None

@@ -39,6 +39,7 @@ from convoy.training.classification import Evaluation, InputPipeline, evaluate
 from convoy.training.derived import Quantities, derive
 from convoy.training.division import Division, Pass, divide, soonest, text
 from convoy.training.gradients import Exchange, FiniteGuard, divided_network
+from convoy.training.noise import interval, why_not
 from convoy.training.optim import create_optimizer, learning_rate
 from convoy.training.precision import Scaler, lowered
 from convoy.training.recipe import Recipe
@@ -376,6 +377,9 @@ def _cuts(session: Session, passes: int) -> str:
 
 def _rows(session: Session) -> Iterator[Derived]:
     """Rows for the log and the report about devices and plan."""
+    reason = why_not(session)
+    every = "not measured" if reason else f"every {plural(interval(session), 'update')}"
+    yield Derived("gradient noise scale", every, reason or "1 % of the time at most", "McCandlish et al., 2018")
     section, plan, division, num_devices = session.recipe.parallel, session.plan, session.division, session.ranks.num
     if session.stages:
         through = f"through {plan.num_stages} stages"

@@ -27,6 +27,7 @@ from convoy.plans.schedule import Schedule as StageOrder
 from convoy.training.classification import ClassificationLoss, InputPipeline, heads, num_correct
 from convoy.training.division import Pass
 from convoy.training.gradients import FiniteGuard
+from convoy.training.noise import GradientNoise
 from convoy.training.optim import Schedule, set_rates
 from convoy.training.precision import autocast_of
 from convoy.training.recipe import Recipe
@@ -90,6 +91,7 @@ class TrainingStep:
     mark: Callable[[StepPart], None] = current.to  # told of the parts of an update as they begin
     recorded: Recorded | None = None  # replays the passes; None where they run as ever
     records: bool = False  # the passes are to be recorded
+    noise: GradientNoise | None = None  # samples some updates
 
     def __post_init__(self) -> None:
         self.exchange, self.optimizer, self.scaler = self.state.exchange, self.state.optimizer, self.state.scaler
@@ -106,13 +108,18 @@ class TrainingStep:
         self.mark("rest")
         if self.guard is not None:
             self.guard.begin()
-        result = self._whole_gradient(batch, update)
+        noise = self.noise if self.noise is not None and self.noise.due(update) else None
+        if noise is not None:
+            noise.before(self, batch, update)
+        result = self.whole_gradient(batch, update)
         if self.guard is not None and not self.guard.passes(result.losses):
             self.guard.restore()
-            bad = self.guard.explain(update, result.losses, lambda: self._whole_gradient(batch, update, replays=False))
+            bad = self.guard.explain(update, result.losses, lambda: self.whole_gradient(batch, update, replays=False))
             self._undo(self.guard)
             self.exchange.updated(update)
             return Update(self.num_samples, bad=bad)
+        if noise is not None:
+            noise.after(self)
         set_rates(self.optimizer, self.schedule.lr(update), update)
         if self.recipe.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
@@ -154,7 +161,7 @@ class TrainingStep:
         self.separate, self.mark = True, mark
         for number in range(_WARM_UP + _MEASURED):
             began = time.perf_counter()
-            self._whole_gradient(batch, number)
+            self.whole_gradient(batch, number)
             seconds.append(ends[-1] - began)
         self.separate, self.mark = False, current.to
         self._undo(guard)
@@ -162,7 +169,7 @@ class TrainingStep:
         medians = ranks.gather((ranks.sample_rank, statistics.median(seconds[_WARM_UP:]) / max(1, microbatches)))
         return [max(s for part, s in medians if part == number) for number in range(ranks.num_sample_ranks)]
 
-    def _whole_gradient(self, batch: Batch, update: int, replays: bool = True) -> Update:
+    def whole_gradient(self, batch: Batch, update: int, replays: bool = True) -> Update:
         """Leave the gradient of the global batch in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
         labels = self.pipeline.labels(batch)
