@@ -238,7 +238,7 @@ class Log:
         loss, top1 = sums.mean_loss, sums.num_correct / sums.num_images if sums.num_images else math.nan
         speed, rate = sums.num_images / max(seconds, 1e-9), session.quantities.schedule.lr(done - 1)
         numbers = {"loss": loss, "top1": top1, "images_per_s": speed, "data_wait_s": sums.data_wait_s}
-        noise = {"noise_scale": noise_scale(progress.noise)} if progress.noise else {}
+        noise = {"noise_scale": noise_scale(progress.noise), **progress.noise} if progress.noise else {}
         self._write("train", done, **numbers, **left_out, lr=rate, **noise)
         if session.device.type == "cpu":
             slow = self._slow.look(ranks_s, sums.num_updates, seconds, session.division)

@@ -30,8 +30,8 @@ def estimate(small: float, big: float, samples: int, batch: int) -> tuple[float,
 
 def noise_scale(averages: Mapping[str, float]) -> float | None:
     """The scale in samples; None where nothing was sampled yet, or noise hides the gradient."""
-    squared = averages.get("squared_gradient", 0.0)
-    return averages["variance"] / squared if squared > 0 and averages["variance"] > 0 else None
+    squared, variance = averages.get("gradient_squared", 0.0), averages.get("gradient_variance", 0.0)
+    return variance / squared if squared > 0 and variance > 0 else None
 
 
 def why_not(session: "Session") -> str:
@@ -93,7 +93,7 @@ class GradientNoise:
         big, samples = self._squared_norm(step), self._session.division.sizes[0]
         if math.isfinite(big) and math.isfinite(self._small):
             numbers = estimate(self._small, big, samples, step.num_samples)
-            for name, number in zip(("squared_gradient", "variance"), numbers, strict=True):
+            for name, number in zip(("gradient_squared", "gradient_variance"), numbers, strict=True):
                 self.averages[name] = _KEPT * self.averages.get(name, number) + (1 - _KEPT) * number
 
     def _squared_norm(self, step: "TrainingStep") -> float:
