@@ -17,7 +17,7 @@ from convoy.plans.strategies import WORDS
 from convoy.terminal import pip_install
 from convoy.training.recipe import Recipe, check_names, load_recipe
 
-DEFAULT_BATCH = 256
+DEFAULT_BATCH, DEFAULT_PLANS = 256, "sample;auto"
 # The least that options may be which are whole numbers; others are any number above 0.
 _LEAST = dict.fromkeys(("batch", "batch_per_device", "image_size", "classes", "rounds", "updates"), 1)
 _LEAST |= {"warm_up": 0, "dataset_size": 1, "cores_per_device": 1, "seeds": 1}
@@ -106,6 +106,8 @@ class Ask:
         for name in ("batch", "batch_per_device", "peers", "shares", "image_size", "train_epochs", "emulate", "epochs"):
             if getattr(self, name) not in (None, ""):
                 yield f"--{name.replace('_', '-')} contradicts --batches, which trains on one device at each: drop one"
+        if self.plans != DEFAULT_PLANS:
+            yield "--plans contradicts --batches, which trains on one device at each: drop one"
         if self.data is None:
             yield "--batches trains on real pictures: name them with --data, e.g. --data mnist-mini"
         if self.target is None or not 0 < self.target <= 1:

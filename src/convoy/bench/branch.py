@@ -37,7 +37,6 @@ def branches_of(run: Path, batches: list[int], epochs: float, at: int | None) ->
     """The update of a run after which the branches begin, its newest checkpoint with a rate above 0 unless somebody
     says another, and the recipe of each batch: the rate of that update, scaled as the optimizer does, all the time."""
     folder = RunDirectory(run)
-    folder.check_run()
     begun, num_train = load_recipe(str(folder.config)), folder.summary().get("num_train")
     steps = CheckpointStore(folder.checkpoints).steps()
     if not steps or not isinstance(num_train, int):

@@ -112,8 +112,8 @@ def render(
     )
     files["report.html"] = html.encode("utf-8", errors="replace")
     try:
-        for name, content in files.items():
-            write_atomically(folder / name, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
+        for key, raw in files.items():
+            write_atomically(folder / key, lambda path, raw=raw: path.write_bytes(raw))  # type: ignore[misc]
     except OSError as error:
         raise ConvoyError(f"{folder} cannot be written ({error.strerror}): free space there, or copy it") from error
     return folder / "report.html"

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import click
 
-from convoy.cli import options
+from convoy.cli import keys, options
 from convoy.cli.options import command_of
 from convoy.errors import ConvoyError
 from convoy.late import waiting_for
 from convoy.terminal import Console
+from convoy.training.recipe import load_recipe
+from convoy.training.run_directory import RunDirectory
 
 
 @click.command(
@@ -28,6 +30,7 @@ Examples:
 @click.option("--out", type=options.OutputPath(), help="Folder of the branches. [default: RUN-branches]")
 @options.device
 @options.as_json
+@options.trust_code
 @options.verbose
 @click.pass_obj
 def command(
@@ -41,6 +44,7 @@ def command(
     out: Path | None,
     device: str | None,
     as_json: bool,
+    trust_code: bool,
 ) -> int:
     """Train the next stretch of RUN with several batches, each with the rate scaled as the optimizer does.
 
@@ -53,6 +57,10 @@ def command(
     for name, number in (("epochs", epochs), ("tolerance", tolerance)):
         if not 0 < number < 1e9:
             raise ConvoyError(f"--{name} is {number:g}: give a number above 0")
+    config = RunDirectory(run).config
+    RunDirectory(run).check_run()
+    if not trust_code:
+        keys.check_own(load_recipe(str(config)), str(config), ())
     with waiting_for("loading PyTorch"):
         from convoy.bench.branch import branches_of, largest_useful, train_branches
         from convoy.progress import ConsoleReporter
