@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from convoy.bench.jobs import Job, Jobs
-from convoy.bench.processes import Places
 from whole_runs import recipe_of
 
 
@@ -23,7 +22,7 @@ def test_two_at_a_time_one_fails_and_what_is_finished_stays(data: Path, tmp_path
 
     def run(names: str, stops: bool = False) -> None:
         chosen = [job for job in jobs if job.name in names.split()]
-        runner = Jobs(tmp_path, "cpu", Places(1), 2, progress=interrupt if stops else lambda text: None)
+        runner = Jobs(tmp_path, "cpu", progress=interrupt if stops else lambda text: None)
         runner.run(lambda: [job for job in chosen if job.name not in ended], lambda j, f: ended.update({j.name: f}))
 
     def interrupt(text: str) -> None:

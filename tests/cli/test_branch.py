@@ -11,4 +11,4 @@ def test_the_next_stretch_in_two_batches(run: Path, tmp_path: Path, call: Call) 
     assert [row["batch"] for row in rows] == [12, 24] and rows[0]["rate"] * 2 == rows[1]["rate"]
     assert min(row["over_the_lowest"] for row in rows) == 0 < rows[0]["test_loss"]
     said = call(line).out  # all was trained
-    assert "largest useful batch: " in said and "(within 5% of the lowest test loss)" in said
+    assert "largest useful batch: " in said and "(within 5% of the lowest loss)" in said

@@ -78,10 +78,10 @@ def norm_of(tensors: list[Any]) -> Tensor:
     return torch.nn.utils.get_total_norm([tensor for tensor in tensors if tensor is not None])
 
 
-FILTER, STAGE = ("parallel.plan=filter=2",), ("parallel.plan=stage=2",)
+FILTER, STAGE = ("parallel.plan=filter=2",), ("parallel.plan=stage=2", "parallel.schedule=zero-bubble")
 
 
-@pytest.mark.parametrize("settings", [(), FILTER, STAGE, ("reproducible=true",)])
+@pytest.mark.parametrize("settings", [("parallel.shares=[3, 1]",), FILTER, STAGE, ("reproducible=true",)])
 def test_it_is_the_same_on_one_device_and_two(data: Path, settings: tuple[str, ...]) -> None:
     alone = sample(data)
     for averages in run_ranks(sample, 2, data, settings):

@@ -120,7 +120,7 @@ class Ask:
 
     def batch_numbers(self) -> list[int]:
         """The batches of a study, in rising order."""
-        return sorted(set(_numbers("--batches", self.batches or "")))
+        return sorted(set(numbers_of("--batches", self.batches or "")))
 
     def _mistakes(self) -> Iterator[str]:
         yield from self._mistakes_of_batches()
@@ -173,7 +173,7 @@ class Ask:
         """The numbers of devices; by default one and all that are available."""
         if self.devices is None:
             return list(dict.fromkeys((1, available)))
-        return _numbers("--devices", self.devices)
+        return numbers_of("--devices", self.devices)
 
     def shares_of(self) -> list[str]:
         """Shares that plans have, in the form of `Configuration.shares`."""
@@ -190,7 +190,8 @@ class Ask:
         return Cluster.read(self.emulate), expanded(self.emulate).read_text(encoding="utf-8")
 
 
-def _numbers(option: str, text: str) -> list[int]:
+def numbers_of(option: str, text: str) -> list[int]:
+    """The whole numbers above 0 of an option; a ConvoyError where it is no list of them."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
         raise ConvoyError(f"{option} {text} is no list of numbers: write e.g. 1,2,4")

@@ -1,4 +1,4 @@
-"""The files of a study of the batch: a page, its pictures and its table; and what the numbers say, in sentences."""
+"""The page of a study of the batch, its pictures and its table; and what the numbers say, in sentences."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,8 @@ from convoy.documents import dump
 from convoy.report import axes as ax
 from convoy.report.pages import Drawing, Tile, drawn
 
-Rows = Mapping[str, list[BatchRow]]  # by optimizer, those that reached the target
+Rows = Mapping[str, list[tuple[BatchRow, str]]]  # by optimizer, those that reached the target, with their regimes
+Points = Mapping[str, list[tuple[int, float]]]  # lines over the batch, by their names
 _PLOT, _NOTHING = 170, "No training has reached the target yet."
 _LEAD = (
     "Updates to the target fall as 1/batch where scaling is perfect (the gray line), then more slowly, then not at all "
@@ -30,14 +31,18 @@ _LEAD = (
 def write_batches(folder: Path) -> Written:
     """Write all files of the study in a folder, as far as it has come."""
     study = BatchStudy.read(folder)
-    rows = {name: [row for row in study.rows(name) if row.reached] for name in study.facts.recipes}
-    records = [_record(study, name, row, regime) for name in rows for row, regime in _with_regime(rows[name])]
+    rows: dict[str, list[tuple[BatchRow, str]]] = {}
+    for name in study.facts.recipes:
+        of_name = [row for row in study.rows(name) if row.reached]
+        names = regimes([row.best.batch for row in of_name], [row.updates for row in of_name])
+        rows[name] = list(zip(of_name, names, strict=True))
+    records = [_record(study, row, regime) for of_name in rows.values() for row, regime in of_name]
     table = Table(list(map(_cells, records)), records, study.facts.model)
-    missing, remarks = list(_missing(study)), [*_remarks(rows), *_how(study)]
+    missing, remarks = list(_missing(study)), [*_regimes(rows), *_how(study)]
     panels = [
         drawn("updates", f"Updates to {study.facts.target:.1%} test accuracy", partial(_updates, rows), _NOTHING),
         drawn("rates", "Best learning rate", partial(_rates, rows), _NOTHING),
-        drawn("times", "Time to the target", partial(_times, study, rows), _NOTHING),
+        drawn("times", "Time to the target, s", partial(_times, study), _NOTHING),
     ]
     content = {
         "name": "study of the batch",
@@ -46,7 +51,7 @@ def write_batches(folder: Path) -> Written:
         "status": "incomplete" if missing else "complete",
         "status_kind": "warn" if missing else "good",
         "facts": [f"target {study.facts.target:.1%}", str(study.machine.get("machine", ""))],
-        "tiles": [Tile("Perfect scaling up to", str(_last_perfect(rows[name])), name) for name in rows if rows[name]],
+        "tiles": [Tile("Perfect scaling up to", _last_perfect(rows[name]), name) for name in rows if rows[name]],
         "timed": False,
         "trained_lead": _LEAD,
         "trained_title": "Table",
@@ -61,30 +66,19 @@ def write_batches(folder: Path) -> Written:
     return Written({"batches": table}, [*missing, *remarks], report)
 
 
-def _with_regime(rows: list[BatchRow]) -> list[tuple[BatchRow, str]]:
-    names = regimes([row.best.batch for row in rows], [row.updates for row in rows])
-    return list(zip(rows, names or [""] * len(rows), strict=True))
-
-
-def _last_perfect(rows: list[BatchRow]) -> int:
+def _last_perfect(rows: list[tuple[BatchRow, str]]) -> str:
     """The largest batch up to which twice the batch needs about half the updates."""
-    return max((row.best.batch for row, regime in _with_regime(rows) if regime == PERFECT), default=rows[0].best.batch)
+    largest = max((row.best.batch for row, regime in rows if regime == PERFECT), default=None)
+    return f"less than {rows[0][0].best.batch}" if largest is None else str(largest)
 
 
-def _record(study: BatchStudy, name: str, row: BatchRow, regime: str) -> dict[str, Any]:
-    batch, (low, high), alone = row.best.batch, row.band, study.step_s(row.best.batch, 1)
-    return {
-        "optimizer": name,
-        "batch": batch,
-        "lr": row.best.lr,
-        "updates": row.updates,
-        "fewest": low,
-        "most": high,
-        "seeds": len(row.trials),
-        "epochs": round(row.updates * batch / study.facts.num_train, 3),
-        "one_device_s": None if alone is None else round(row.updates * alone.seconds, 3),
-        "regime": regime,
-    }
+def _record(study: BatchStudy, row: BatchRow, regime: str) -> dict[str, Any]:
+    best, (low, high) = row.best, row.band
+    alone = [step.seconds for step in study.step_times if (step.batch, step.devices) == (best.batch, 1)]
+    record = {"optimizer": best.optimizer, "batch": best.batch, "lr": best.lr, "updates": row.updates}
+    record |= {"fewest": low, "most": high, "seeds": len(row.trials)}
+    record |= {"epochs": round(row.updates * best.batch / study.facts.num_train, 3)}
+    return record | {"one_device_s": round(row.updates * alone[0], 3) if alone else None, "regime": regime}
 
 
 def _cells(record: Mapping[str, Any]) -> dict[str, str]:
@@ -110,9 +104,9 @@ def _missing(study: BatchStudy) -> Iterator[str]:
                 yield f"{name} did not reach the target at a batch of {batch}: the best was {row.best.top1:.2%}."
 
 
-def _remarks(rows: Rows) -> Iterator[str]:
+def _regimes(rows: Rows) -> Iterator[str]:
     for name, of_name in rows.items():
-        largest = {regime: row.best.batch for row, regime in _with_regime(of_name)}
+        largest = {regime: row.best.batch for row, regime in of_name}
         if len(of_name) > 1:
             yield f"{name}: {', '.join(f'{regime} up to {batch}' for regime, batch in largest.items())}."
 
@@ -130,79 +124,70 @@ def _how(study: BatchStudy) -> Iterator[str]:
     )
 
 
-def _panel(title: str, rows: Rows, words: list[str]) -> Axes:
-    axes = ax.panel(title, "batch", _PLOT, words, 2)
+def _panel(title: str, lines: Points, rules: Mapping[str, float], hollow: str = ", predicted") -> tuple[str, Axes]:
+    """Lines over the batch, both axes logarithmic, and powers of the batch through the first point, by their names;
+    hollow are those of whose names this is a part."""
+    axes = ax.panel(title, "batch", _PLOT, [*rules, *lines], 2)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    batches = sorted({row.best.batch for of_name in rows.values() for row in of_name})
+    first = next(points for points in lines.values() if points)
+    for (label, power), dashes in zip(rules.items(), DASHES[1:], strict=False):
+        y = [first[0][1] * (batch / first[0][0]) ** power for batch, _ in first]
+        axes.plot([batch for batch, _ in first], y, color=ax.MUTED, linestyle=dashes, linewidth=1, label=label)
+    for place, (name, points) in enumerate(lines.items()):
+        look: dict[str, Any] = {"color": COLORS[place % len(COLORS)], "marker": MARKERS[place % len(MARKERS)]}
+        look |= {"markerfacecolor": "none", "linestyle": DASHES[1]} if hollow in name else {}
+        x, y = [batch for batch, _ in points], [value for _, value in points]
+        axes.plot(x, y, label=name, markersize=4.5, clip_on=False, **look)
+    batches = sorted({batch for points in lines.values() for batch, _ in points})
     axes.xaxis.set_major_locator(FixedLocator(batches[:: -(-len(batches) // 7)]))
+    axes.yaxis.set_major_locator(FixedLocator(_ticks(*axes.get_ylim())))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
-    return axes
-
-
-def _over_batch(
-    title: str, rows: Rows, value: Callable[[BatchRow], float], rules: Mapping[str, float]
-) -> tuple[str, Axes] | None:
-    """A value of each row, and powers of the batch through the first point, by their names."""
-    if not any(rows.values()):
-        return None
-    axes = _panel(title, rows, [*rules, *rows])
-    first = next(of_name for of_name in rows.values() if of_name)
-    batches = [row.best.batch for row in first]
-    for (label, power), dashes in zip(rules.items(), DASHES[1:], strict=False):
-        y = [value(first[0]) * (batch / batches[0]) ** power for batch in batches]
-        axes.plot(batches, y, color=ax.MUTED, linestyle=dashes, linewidth=1, label=label)
-    for place, (name, of_name) in enumerate(rows.items()):
-        look: dict[str, Any] = {"color": COLORS[place], "marker": MARKERS[place], "markersize": 4.5, "clip_on": False}
-        axes.plot([row.best.batch for row in of_name], list(map(value, of_name)), label=name, **look)
-    words = (f"{name} at {row.best.batch}: {units.significant(value(row))}." for name in rows for row in rows[name])
-    axes.yaxis.set_major_locator(_ticks(*axes.get_ylim()))
+    words = (f"{name} at {batch}: {units.significant(y)}." for name, points in lines.items() for batch, y in points)
     return " ".join(words), axes
 
 
-def _ticks(low: float, high: float) -> FixedLocator:
-    """At most about six round numbers on a logarithmic axis."""
+def _ticks(low: float, high: float) -> list[float]:
+    """Some round numbers of a logarithmic axis."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if high < 100 * low else (1, 3) if high < 1000 * low else (1,)
-    return FixedLocator([step * 10.0**decade for decade in decades for step in steps])
+    steps = (
+        (1, 2, 3, 5, 7) if high < 10 * low else (1, 2, 5) if high < 100 * low else (1, 3) if high < 1e3 * low else (1,)
+    )
+    return [step * 10.0**decade for decade in decades for step in steps]
+
+
+def _over_batch(rows: Rows, value: Callable[[BatchRow], float]) -> Points:
+    return {name: [(row.best.batch, value(row)) for row, _ in of_name] for name, of_name in rows.items()}
 
 
 def _updates(rows: Rows, title: str) -> Drawing:
-    panel = _over_batch(title, rows, lambda row: row.updates, {"perfect scaling": -1})
-    if panel is None:
+    if not any(rows.values()):
         return None
+    words, axes = _panel(title, _over_batch(rows, lambda row: row.updates), {"perfect scaling": -1})
     for color, of_name in zip(COLORS, rows.values(), strict=False):
-        low, high = [row.band[0] for row in of_name], [row.band[1] for row in of_name]
-        panel[1].fill_between([row.best.batch for row in of_name], low, high, color=color, alpha=0.2, linewidth=0)
-    return panel[0], ax.with_legend(panel[1], 2)
+        low, high = zip(*(row.band for row, _ in of_name), strict=True) if of_name else ((), ())
+        axes.fill_between([row.best.batch for row, _ in of_name], low, high, color=color, alpha=0.2, linewidth=0)
+    return words, ax.with_legend(axes, 2)
 
 
 def _rates(rows: Rows, title: str) -> Drawing:
-    panel = _over_batch(title, rows, lambda row: row.best.lr, {"linear rule": 1, "square-root rule": 0.5})
-    return None if panel is None else (panel[0], ax.with_legend(panel[1], 2))
+    if not any(rows.values()):
+        return None
+    rules = {"linear rule": 1, "square-root rule": 0.5}
+    words, axes = _panel(title, _over_batch(rows, lambda row: row.best.lr), rules)
+    return words, ax.with_legend(axes, 2)
 
 
-def _times(study: BatchStudy, rows: Rows, title: str) -> Drawing:
-    """Of the optimizer with the fewest updates at each batch, on each number of devices; predicted points are
-    hollow."""
-    fewest = study.fewest()
-    times: dict[int, list[tuple[int, float, bool]]] = {}
+def _times(study: BatchStudy, title: str) -> Drawing:
+    """Of the optimizer with the fewest updates at each batch, on each number of devices."""
+    fewest, lines = study.fewest(), dict[str, list[tuple[int, float]]]()
     for step in sorted(study.step_times, key=lambda step: (step.devices, step.batch)):
         if step.batch in fewest:
-            point = step.batch, fewest[step.batch] * step.seconds, step.measured
-            times.setdefault(step.devices, []).append(point)
-    if not times:
+            name = f"{units.plural(step.devices, 'device')}{'' if step.measured else ', predicted'}"
+            lines.setdefault(name, []).append((step.batch, fewest[step.batch] * step.seconds))
+    if not lines:
         return None
-    predicted = {number for number, points in times.items() if not all(measured for _, _, measured in points)}
-    labels = {n: f"{units.plural(n, 'device')}{', predicted' if n in predicted else ''}" for n in times}
-    axes, words = _panel(f"{title}, s", rows, list(labels.values())), []
-    for place, (number, points) in enumerate(times.items()):
-        look: dict[str, Any] = {"color": COLORS[place % len(COLORS)], "marker": MARKERS[place % len(MARKERS)]}
-        look |= {"markerfacecolor": "none", "linestyle": DASHES[1]} if number in predicted else {}
-        axes.plot(*zip(*(point[:2] for point in points), strict=True), label=labels[number], markersize=4.5, **look)
-        batch, seconds, _ = min(points, key=lambda point: point[1])
-        words.append(f"{labels[number]}: fastest at {batch}, {units.seconds(seconds)}.")
-    axes.yaxis.set_major_locator(_ticks(*axes.get_ylim()))
-    return " ".join(words), ax.with_legend(axes, 2)
+    words, axes = _panel(title, lines, {})
+    return words, ax.with_legend(axes, 2)

@@ -1,20 +1,18 @@
 """A study of the batch: how many updates a target takes by batch and optimizer, with the learning rate tuned at each.
 
 The trainings are jobs, one a device. Tuning begins at the middle batch and goes outward: a batch begins with the rate
-that its neighbor found best, scaled as the optimizer does. The rate is constant after the warm-up: one that falls would
-tie the updates that are needed to the length of a training, which is looked for.
+that its neighbor found best, scaled as the optimizer does.
 """
 
-import json
 import math
 import shutil
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from convoy.bench.jobs import Job
 from convoy.bench.records import Record, difference
@@ -28,7 +26,7 @@ from convoy.training.recipe import Recipe
 from convoy.training.run_directory import RunDirectory
 from convoy.training.schema import Duration
 
-FORMAT, SCHEMA, NAME = "convoy-batches", 1, "batches.json"
+NAME = "batches.json"
 LONGEST = 2.0  # times the updates of the best rate so far, after which a training of another one ends
 _OFTEN, _FIRST = 20, 4  # evaluations until the target is expected; and in an epoch, where nothing is known yet
 
@@ -46,7 +44,6 @@ class Trial(Record):
     done: bool = False
     reached: bool = False
     updates: int = 0  # at its end
-    epochs: float = 0.0
     train_s: float = 0.0  # seconds of training, without evaluations and checkpoints
     top1: float = 0.0  # the best
     failed: str | None = None
@@ -63,7 +60,7 @@ class Trial(Record):
 
 
 class StepTime(Record):
-    """Seconds of an update of a batch on some devices, and whether they were measured or predicted."""
+    """Seconds of an update of a batch on some devices, measured or predicted."""
 
     batch: int
     devices: int
@@ -86,6 +83,7 @@ class BatchFacts(Record):
 class BatchStudy(Record):
     """The file of a study."""
 
+    format: Literal["convoy-batches-1"] = "convoy-batches-1"
     facts: BatchFacts
     machine: dict[str, Any] = Field({})
     commands: list[str] = Field([])
@@ -99,14 +97,9 @@ class BatchStudy(Record):
         """The study in a file, or in the file that a folder has."""
         path = path / NAME if path.is_dir() else path
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-            if (document.get("format"), document.get("schema")) == (FORMAT, SCHEMA):
-                return BatchStudy.model_validate(document)
-        except OSError as error:
-            raise ConvoyError(f"{path} cannot be read ({error.strerror}): name the {NAME} of a study") from error
-        except (ValueError, AttributeError) as error:
-            raise ConvoyError(f"{path} is corrupt: remove it and begin the study again") from error
-        raise ConvoyError(f"{path} is no study of convoy bench --batches: name its {NAME}")
+            return BatchStudy.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise ConvoyError(f"{path} is no study of convoy bench --batches, or damaged: name another") from error
 
     @staticmethod
     def open(folder: Path, facts: BatchFacts) -> "BatchStudy":
@@ -123,8 +116,7 @@ class BatchStudy(Record):
         return study
 
     def save(self, folder: Path) -> None:
-        document = {"format": FORMAT, "schema": SCHEMA, **self.model_dump(mode="json")}
-        write_text(folder / NAME, json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
+        write_text(folder / NAME, self.model_dump_json() + "\n")
 
     def of(self, optimizer: str, batch: int) -> list[Trial]:
         """All trainings of a pair."""
@@ -137,8 +129,8 @@ class BatchStudy(Record):
 
     def next_places(self, optimizer: str, batch: int) -> list[int]:
         """The places of rates that are still to be trained at a batch; none where the search has ended."""
-        trials = [trial for trial in self.of(optimizer, batch) if trial.done and trial.seed == 0]
-        scores = {trial.place: trial.score for trial in trials}
+        ended = [trial for trial in self.of(optimizer, batch) if trial.done and trial.seed == 0]
+        scores = {trial.place: trial.score for trial in ended}
         return next_rates(scores) if self.facts.tune else [0] if 0 not in scores else []
 
     def rows(self, optimizer: str) -> "list[BatchRow]":
@@ -147,20 +139,14 @@ class BatchStudy(Record):
         for batch in self.batches:
             best = self.best(optimizer, batch)
             if best is not None and not self.next_places(optimizer, batch):
-                ended = [
-                    t for t in self.of(optimizer, batch) if t.done and t.place == best.place and t.seed < self.seeds
-                ]
-                rows += [BatchRow(best, ended)] if len(ended) == self.seeds else []
+                trials = [trial for trial in self.of(optimizer, batch) if trial.done and trial.place == best.place]
+                rows += [BatchRow(best, trials)] if len(trials) == self.seeds else []
         return rows
 
     def fewest(self) -> dict[int, float]:
         """The updates to the target by batch, with the optimizer that needs fewest."""
         rows = [row for name in self.facts.recipes for row in self.rows(name) if row.reached]
-        return {batch: min(r.updates for r in rows if r.best.batch == batch) for batch in {r.best.batch for r in rows}}
-
-    def step_s(self, batch: int, devices: int) -> StepTime | None:
-        """What an update takes."""
-        return next((step for step in self.step_times if (step.batch, step.devices) == (batch, devices)), None)
+        return {row.best.batch: row.updates for row in sorted(rows, key=lambda row: -row.updates)}
 
 
 @dataclass(frozen=True)
@@ -203,53 +189,46 @@ class BatchCourse:
         for number in sorted(range(len(study.batches)), key=lambda number: abs(number - middle)):
             batch, before = study.batches[number], study.batches[number + (number < middle) - (number > middle)]
             for optimizer in self.recipes:
-                if batch != before and (study.next_places(optimizer, before) or study.best(optimizer, before) is None):
+                neighbor = study.best(optimizer, before) if batch != before else None
+                if batch != before and (neighbor is None or study.next_places(optimizer, before)):
                     continue  # it begins with what its neighbor finds
-                for trial in self._trials(optimizer, batch, study.best(optimizer, before) if batch != before else None):
-                    trial = names.setdefault(trial.name, trial)
-                    jobs += [Job(trial.name, self._recipe(trial))] if not trial.done else []
+                trials = [names.setdefault(trial.name, trial) for trial in self._trials(optimizer, batch, neighbor)]
+                jobs += [Job(trial.name, self._recipe(trial)) for trial in trials if not trial.done]
         study.trials = list(names.values())
         return jobs
 
     def _trials(self, optimizer: str, batch: int, neighbor: Trial | None) -> Iterator[Trial]:
         """The trainings that a pair needs now: of the rates to be tried, or of the other seeds with the best one."""
-        study, recipe = self.study, self.recipes[optimizer]
-        trials, best, places = (
-            study.of(optimizer, batch),
-            study.best(optimizer, batch),
-            study.next_places(optimizer, batch),
-        )
+        study, recipe, num_train = self.study, self.recipes[optimizer], self.study.facts.num_train
+        trials, best = study.of(optimizer, batch), study.best(optimizer, batch)
         expected = None
         if neighbor is not None and neighbor.reached:
             expected = neighbor.updates * max(1.0, neighbor.batch / batch)
         if trials:
-            guess, every = trials[0].lr / 2 ** (trials[0].place / 2), trials[0].every
+            guess, every = trials[0].lr, trials[0].every  # which has place 0
         else:
+            every = max(1, round(expected / _OFTEN if expected else num_train / batch / _FIRST))
             guess = learning_rate(recipe.optimizer, batch)
-            every = max(1, round(expected / _OFTEN if expected else study.facts.num_train / batch / _FIRST))
             if neighbor is not None and study.facts.tune:
                 guess = neighbor.lr * rate_factor(recipe.optimizer, batch / neighbor.batch)
-            guess = rate_at(guess, 0)
         fewest = best.updates if best is not None and best.reached else expected
-        limit = resolve(recipe.model_copy(update={"batch": batch}), study.facts.num_train).total_updates
+        limit = resolve(recipe.model_copy(update={"batch": batch}), num_train).total_updates
         limit = limit if fewest is None else max(2 * every, math.ceil(LONGEST * fewest))
         pair: dict[str, Any] = {"optimizer": optimizer, "batch": batch, "limit": limit, "every": every}
+        places = study.next_places(optimizer, batch)
         for place in places:
-            yield Trial(**pair, place=place, lr=rate_at(guess, place), seed=0)
-        if not places and best is not None:
-            for seed in range(1, study.seeds):
-                yield Trial(**pair, place=best.place, lr=best.lr, seed=seed)
+            yield Trial(**pair, place=place, lr=rate_at(rate_at(guess, 0), place), seed=0)
+        if best is not None and not places:
+            yield from (Trial(**pair, place=best.place, lr=best.lr, seed=seed) for seed in range(1, study.seeds))
 
     def _recipe(self, trial: Trial) -> Recipe:
         recipe = self.recipes[trial.optimizer]
-        warmup = recipe.schedule.warmup
-        if warmup.updates(self.study.facts.num_train // trial.batch, trial.limit) >= trial.limit:
-            warmup = Duration(trial.limit // 2, "ba")
+        warmup = recipe.schedule.warmup.updates(self.study.facts.num_train // trial.batch, trial.limit)
         changes: dict[str, Any] = {
             "batch": trial.batch,
             "seed": recipe.seed + trial.seed,
             "optimizer": recipe.optimizer.model_copy(update={"lr": trial.lr, "base_lr": None}),
-            "schedule": recipe.schedule.model_copy(update={"warmup": warmup}),
+            "schedule": recipe.schedule.model_copy(update={"warmup": Duration(min(warmup, trial.limit // 2), "ba")}),
             "epochs": Duration(trial.limit, "ba"),
             "evaluate_every": Duration(trial.every, "ba"),
             "target": self.study.facts.target,
@@ -263,7 +242,7 @@ class BatchCourse:
         summary = run.summary()
         trial.failed, trial.done = failure, True
         trial.reached = failure is None and bool(summary.get("reached"))
-        for key, name in (("updates", "steps"), ("epochs", "epochs"), ("train_s", "train_s"), ("top1", "best_top1")):
+        for key, name in (("updates", "steps"), ("train_s", "train_s"), ("top1", "best_top1")):
             setattr(trial, key, summary.get(name) or 0)
         if failure is None:
             shutil.rmtree(run.checkpoints, ignore_errors=True)
@@ -275,7 +254,5 @@ class BatchCourse:
         if trials and not any(trial.reached for trial in trials):
             best = max(trials, key=lambda trial: trial.top1)
             why = f"the best was {best.top1:.2%} ({best.name})" if best.top1 else str(best.failed)
-            raise ConvoyError(
-                f"no training reached --target {self.study.facts.target:g}: {why}; lower it, or train longer (--set "
-                "epochs=…)"
-            )
+            more = "lower it, or train longer (--set epochs=…)"
+            raise ConvoyError(f"no training reached --target {self.study.facts.target:g}: {why}; {more}")

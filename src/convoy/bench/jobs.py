@@ -4,22 +4,26 @@ Which trainings there are may depend on those that have ended, as in a search: w
 whenever a device is free.
 """
 
+import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+import torch
 
 from convoy.bench.course import train_rank
 from convoy.bench.measure import MeasurementTask
 from convoy.bench.processes import PRELOAD, Places, RankFailed, answer, end_softly, reason_of, start
 from convoy.bench.records import CONVOY
+from convoy.resources import own_cores
 from convoy.training import Recipe, RunDirectory
 
-_SAY_EVERY_S, _END_S = 1.0, 10.0
+_SAY_EVERY_S, _END_S, _TIMEOUT_S = 1.0, 10.0, 600.0
 
 
 @dataclass(frozen=True)
@@ -31,96 +35,86 @@ class Job:
 
 
 @dataclass
-class _Running:
-    job: Job
-    device: int
-    process: BaseProcess
-    text: str = "starting"
-
-
-@dataclass
 class Jobs:
-    """Runs trainings, each in a process of its own, pinned to the cores of a device or on a GPU."""
+    """Runs trainings, each in a process of its own, pinned to the cores of a device or on a GPU: on all that there
+    are."""
 
     folder: Path  # in which the run directories are
     device_type: str
-    places: Places
-    number: int  # of devices, and so of trainings at a time
+    cores_per_device: int = 1
     command: str = ""  # repeats them, for their reports
-    timeout_s: float = 600.0  # in which a training has to move
     progress: Callable[[str], None] = lambda text: None  # told in one line how the running ones stand
+    _running: dict[Connection, tuple[Job, int, BaseProcess]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        on_gpus = self.device_type == "cuda"
+        self.places = Places(0 if on_gpus else self.cores_per_device)
+        self.number = torch.cuda.device_count() if on_gpus else len(own_cores()) // self.cores_per_device
 
     def run(
-        self, wanted: Callable[[], Sequence[Job]], ended: Callable[[Job, str | None], None], until: float | None = None
+        self, wanted: Callable[[], Sequence[Job]], ended: Callable[[Job, str | None], None], until: float = math.inf
     ) -> bool:
         """Train until nothing is wanted any more; False where the time, `until` by the monotonic clock, was up before:
         what ran then has saved, and goes on with the next call. `ended` is told of each training that has ended, and
         why it failed, if so.
         """
-        running: dict[Connection, _Running] = {}
         had: set[str] = set()
         try:
             while True:
-                free = [n for n in range(self.number) if all(n != other.device for other in running.values())]
-                for job in [job for job in wanted() if job.name not in had] if free else ():
+                is_free = len(self._running) < self.number
+                job = next((job for job in wanted() if job.name not in had), None) if is_free else None
+                if job is not None:
                     had.add(job.name)
                     if RunDirectory(self.folder / job.name).summary().get("status") == "finished":
                         ended(job, None)
-                        break  # which may change what is wanted
-                    pipe, run = self._start(job, free.pop(0))
-                    running[pipe] = run
-                    if not free:
-                        break
+                    else:
+                        self._start(job)
+                elif not self._running:
+                    return True
+                elif time.monotonic() > until:
+                    return False
                 else:
-                    if not running:
-                        return True
-                    if not self._listen(running, ended, until):
-                        return False
+                    self._listen(ended)
         finally:
+            processes = [process for _, _, process in self._running.values()]
             with suppress(KeyboardInterrupt):
-                end_softly([run.process for run in running.values()])
-            for pipe, run in running.items():
-                run.process.kill()
-                run.process.join()
+                end_softly(processes)
+            for process in processes:
+                process.kill()
+                process.join()
+            for pipe in self._running:
                 pipe.close()
+            self._running.clear()
 
-    def _start(self, job: Job, device: int) -> tuple[Connection, _Running]:
+    def _start(self, job: Job) -> None:
+        taken = {device for _, device, _ in self._running.values()}
+        device = next(number for number in range(self.number) if number not in taken)
         out = self.folder / job.name
         if out.is_dir() and not RunDirectory(out).is_run():
             shutil.rmtree(out)  # ended before it had begun
-        recipe = job.recipe.model_copy(
-            update={"parallel": job.recipe.parallel.model_copy(update={"devices": 1, "plan": None, "shares": None})}
-        )
-        name = f"{self.device_type}:{device}" if self.device_type == "cuda" else self.device_type
-        arguments = MeasurementTask(CONVOY, recipe, None, name), out, self.command, False, self.timeout_s
-        place = self.places.of(1, first=device)[0]
+        alone = job.recipe.parallel.model_copy(update={"devices": 1, "plan": None, "shares": None})
+        name = f"cuda:{device}" if self.device_type == "cuda" else self.device_type
+        task = MeasurementTask(CONVOY, job.recipe.model_copy(update={"parallel": alone}), None, name)
+        arguments = task, out, self.command, False, _TIMEOUT_S
+        (place,) = self.places.of(1, first=device)
         process, pipe = start(place, 0, {}, True, train_rank, arguments, [*PRELOAD, "convoy.bench.course"])
-        return pipe, _Running(job, device, process)
+        self._running[pipe] = job, device, process
 
-    def _listen(
-        self, running: dict[Connection, _Running], ended: Callable[[Job, str | None], None], until: float | None
-    ) -> bool:
-        """Hear what the trainings say, and take out those that have ended; False where the time is up."""
-        patience = _SAY_EVERY_S if until is None else min(_SAY_EVERY_S, until - time.monotonic())
-        if patience < 0:
-            return False
-        for pipe in wait(list(running), timeout=patience):
+    def _listen(self, ended: Callable[[Job, str | None], None]) -> None:
+        """Hear what the trainings say, and take out those that have ended."""
+        for pipe in wait(list(self._running), timeout=_SAY_EVERY_S):
             assert isinstance(pipe, Connection)
-            run = running[pipe]
+            job, _, process = self._running[pipe]
             try:
-                kind, value = answer(pipe, run.process, run.job.name)
+                kind, value = answer(pipe, process, job.name)
             except RankFailed as error:
                 kind, value = "failed", error
             if kind == "says":
-                run.text = value[0]
+                self.progress(f"{len(self._running)} at a time; {job.name}: {value[0]}")
                 continue
-            running.pop(pipe)
+            del self._running[pipe]
             pipe.close()
-            run.process.join(_END_S)
-            run.process.kill()
-            failure = f"it was stopped by {value}" if value else None  # the signal
-            ended(run.job, reason_of(value) if kind == "failed" else failure)
-        latest = next(iter(running.values()), None)
-        if latest is not None:
-            self.progress(f"{len(running)} at a time; {latest.job.name}: {latest.text}")
-        return True
+            process.join(_END_S)
+            process.kill()
+            stopped = f"it was stopped by {value}" if value else None  # the signal
+            ended(job, reason_of(value) if kind == "failed" else stopped)

@@ -1,10 +1,13 @@
 """`convoy branch`: train the next stretch of a run with several batches, and say up to which larger ones help."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
+from convoy.bench.ask import numbers_of
 from convoy.cli import keys, options
 from convoy.cli.options import command_of
 from convoy.errors import ConvoyError
@@ -51,40 +54,36 @@ def command(
     All see the same number of samples, one training a device, as many at a time as there are. RUN stays as it is, and
     need not be finished. Stopped, the same command goes on.
     """
-    parts = [part.strip() for part in batches.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise ConvoyError(f"--batches {batches} is no list of numbers: write e.g. 64,128,256")
+    numbers = sorted(set(numbers_of("--batches", batches)))
     for name, number in (("epochs", epochs), ("tolerance", tolerance)):
-        if not 0 < number < 1e9:
+        if not 0 < number < math.inf:
             raise ConvoyError(f"--{name} is {number:g}: give a number above 0")
-    config = RunDirectory(run).config
     RunDirectory(run).check_run()
+    config = str(RunDirectory(run).config)
     if not trust_code:
-        keys.check_own(load_recipe(str(config)), str(config), ())
+        keys.check_own(load_recipe(config), config, ())
     with waiting_for("loading PyTorch"):
         from convoy.bench.branch import branches_of, largest_useful, train_branches
+        from convoy.bench.jobs import Jobs
         from convoy.progress import ConsoleReporter
+        from convoy.training import choose_device
 
-    step, recipes = branches_of(run, sorted(set(map(int, parts))), epochs, at)
+    step, recipes = branches_of(run, numbers, epochs, at)
     folder = out or run.with_name(f"{run.resolve().name}-branches")
     with options.sigterm_as_interrupt(), ConsoleReporter(Console(stderr=True, highlight=False)) as reporter:
-        done = train_branches(folder, recipes, device, command_of(arguments), lambda text: reporter.advance(0, text))
-    lowest = min(branch.losses[-1] for branch in done)
-    rows = [
-        {
-            "batch": branch.batch,
-            "rate": branch.lr,
-            "test_loss_on_the_way": ", ".join(f"{loss:.4f}" for loss in branch.losses[:-1]),
-            "test_loss": round(branch.losses[-1], 6),
-            "over_the_lowest": round(branch.losses[-1] / lowest - 1, 6),
-            "top1": branch.top1,
-        }
-        for branch in done
-    ]
-    words = {"over_the_lowest": "{:+.1%}".format, "top1": "{:.2%}".format, "test_loss": "{:.4f}".format}
-    options.show(rows, as_json, ["batch", "rate", *words], words)
+        jobs = Jobs(folder, choose_device(device).type, command=command_of(arguments))
+        jobs.progress = lambda text: reporter.advance(0, text)
+        rows = train_branches(folder, recipes, jobs)
+    words: dict[str, Callable[[Any], str]] = {
+        "test_loss": "{:.4f}".format,
+        "top1": "{:.2%}".format,
+        "over_the_lowest": "{:+.1%}".format,
+    }
+    words["losses"] = lambda losses: ", ".join(f"{loss:.4f}" for loss in losses)
+    options.show(rows, as_json, [*rows[0]], words)
     if not as_json:
-        useful = largest_useful(done, tolerance)
-        click.echo(f"after update {step:,} of {run}, {epochs:g} epochs more, the rate scaled and constant")
-        click.echo(f"largest useful batch: {useful} (within {tolerance:.0%} of the lowest test loss)")
+        click.echo(f"test loss on the way and at the end of {epochs:g} epochs after update {step:,} of {run}")
+        click.echo(
+            f"largest useful batch: {largest_useful(rows, tolerance)} (within {tolerance:.0%} of the lowest loss)"
+        )
     return 0
