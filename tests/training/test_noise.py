@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convoy.training import noise
+from convoy.training import Session
 from convoy.training.gradients import Exchange
 from convoy.training.noise import GradientNoise, estimate
 from ranks import run_ranks
@@ -42,7 +42,7 @@ class Plain(nn.Module):
 
 def test_a_sampled_update_has_the_norms_of_the_gradients_of_its_samples(data: Path) -> None:
     with cores_as_before(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(noise, "interval", lambda session: 1)
+        patch.setattr(Session, "noise_every", 1)
         run = session(data, "model.name=training.test_noise:Plain", "microbatch=4", "clip_norm=0.01")
         (batch,) = run.batches(0, 1)
         plain, gradients = Plain(), []
@@ -52,7 +52,7 @@ def test_a_sampled_update_has_the_norms_of_the_gradients_of_its_samples(data: Pa
             gradients.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(plain.parameters()))]))
         small, big = (float(torch.stack(some).mean(0).square().sum()) for some in (gradients[:4], gradients))
         step = run.step()
-        step.noise = GradientNoise(run, {})
+        step.noise = GradientNoise(1, run.division, run.ranks, {})
         step(batch, 0)
     expected = dict(zip(("gradient_squared", "gradient_variance"), estimate(small, big, 4, 16), strict=True))
     assert step.noise.averages == pytest.approx(expected, rel=1e-9)
@@ -62,13 +62,13 @@ def test_a_sampled_update_has_the_norms_of_the_gradients_of_its_samples(data: Pa
 def sample(data: Path, settings: tuple[str, ...] = (), local: bool = False) -> dict[str, float]:
     """What a trainer measures in its first two updates; `local` takes norms of this rank's parts alone."""
     with cores_as_before(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(noise, "interval", lambda session: 1)
+        patch.setattr(Session, "noise_every", 1)
         if local:
             patch.setattr(Exchange, "norm", lambda exchange: norm_of([p.grad for p, _ in exchange._split]))
         run = session(data, "model.name=tiny:TinyDouble", "microbatch=4", "optimizer.lr=0.01", *settings)
         run.model.train()
         step, averages = run.step(), dict[str, float]()
-        step.noise = GradientNoise(run, averages)
+        step.noise = GradientNoise(1, run.division, run.ranks, averages)
         for update, batch in enumerate(run.batches(0, 2)):
             step(batch, update)
         return averages
@@ -94,7 +94,7 @@ def test_norms_of_parts_would_be_noticed(data: Path) -> None:
 
 def _often(data: Path, out: Path, settings: dict[str, str], *options: Any) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(noise, "interval", lambda session: 3)
+        patch.setattr(Session, "noise_every", 3)
         return train_here(data, out, settings, *options).digest
 
 

@@ -297,7 +297,7 @@ class Loop:
         step = session.step()
         if step.recorded is not None:
             step.recorded.tell = self.tell
-        step.noise = GradientNoise(session, self.progress.noise)
+        step.noise = GradientNoise(session.noise_every, session.division, session.ranks, self.progress.noise)
         with closing(session.batches(self.done, self.total - self.done)) as batches:
             recorder.ask(self.done, step.noise.due(self.done))
             for batch in batches:

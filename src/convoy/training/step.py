@@ -109,17 +109,16 @@ class TrainingStep:
         if self.guard is not None:
             self.guard.begin()
         noise = self.noise if self.noise is not None and self.noise.due(update) else None
-        if noise is not None:
-            noise.before(self, batch, update)
-        result = self.whole_gradient(batch, update)
+        small = self._microbatch_norm(noise, batch, update) if noise is not None else 0.0
+        result = self._whole_gradient(batch, update)
         if self.guard is not None and not self.guard.passes(result.losses):
             self.guard.restore()
-            bad = self.guard.explain(update, result.losses, lambda: self.whole_gradient(batch, update, replays=False))
+            bad = self.guard.explain(update, result.losses, lambda: self._whole_gradient(batch, update, replays=False))
             self._undo(self.guard)
             self.exchange.updated(update)
             return Update(self.num_samples, bad=bad)
         if noise is not None:
-            noise.after(self)
+            noise.add(small, self._squared_norm())
         set_rates(self.optimizer, self.schedule.lr(update), update)
         if self.recipe.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
@@ -133,6 +132,22 @@ class TrainingStep:
         if self.state.averaged is not None:
             self.state.averaged.update(self.network.model)
         return result
+
+    def _microbatch_norm(self, noise: GradientNoise, batch: Batch, update: int) -> float:
+        """The squared norm of the mean gradient of the first microbatch, by a pass that changes nothing."""
+        guard, passes = FiniteGuard(self.network, noise.ranks, gradients=False), self.passes
+        guard.begin()
+        self.passes = noise.one.passes(1)
+        self.exchange.divide(noise.one, 1)
+        self._whole_gradient(batch, update, replays=False)
+        norm = self._squared_norm() * (self.num_samples / noise.one.sizes[0]) ** 2
+        self._undo(guard)
+        self.passes = passes
+        self.exchange.divide(noise.division, len(passes))
+        return norm
+
+    def _squared_norm(self) -> float:
+        return (float(self.exchange.norm()) / (self.scaler.get_scale() if self.scaler.is_enabled() else 1.0)) ** 2
 
     def _undo(self, guard: FiniteGuard) -> None:
         guard.restore()
@@ -161,7 +176,7 @@ class TrainingStep:
         self.separate, self.mark = True, mark
         for number in range(_WARM_UP + _MEASURED):
             began = time.perf_counter()
-            self.whole_gradient(batch, number)
+            self._whole_gradient(batch, number)
             seconds.append(ends[-1] - began)
         self.separate, self.mark = False, current.to
         self._undo(guard)
@@ -169,7 +184,7 @@ class TrainingStep:
         medians = ranks.gather((ranks.sample_rank, statistics.median(seconds[_WARM_UP:]) / max(1, microbatches)))
         return [max(s for part, s in medians if part == number) for number in range(ranks.num_sample_ranks)]
 
-    def whole_gradient(self, batch: Batch, update: int, replays: bool = True) -> Update:
+    def _whole_gradient(self, batch: Batch, update: int, replays: bool = True) -> Update:
         """Leave the gradient of the global batch in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
         labels = self.pipeline.labels(batch)
