@@ -45,6 +45,9 @@ WRONG = [
     ("optimizer.name=lamb", "optimizer.lr and optimizer.base_lr are both missing|square root"),
     ("microbatch=4 microbatches=3", "microbatch and microbatches are both given"),
     ("batch=1 batch=2", "batch is set twice"),
+    ("mix.mixup=0.2", "mix.mixup is unknown: did you mean data.mix.mixup?"),
+    ("dta.mix.mixupp=0.2", "dta.mix.mixupp is unknown: did you mean data.mix.mixup?"),
+    ("loss.foo=1", "loss.foo is unknown: loss has label_smoothing, aux_weight"),
     ("batch=0 precision=fp8 optimizer.momntum=1", "optimizer.momntum is unknown|(also wrong: batch, precision)"),
 ]
 FILES = [

@@ -228,7 +228,7 @@ def _explain(details: Sequence[ErrorDetails], place: _Place, model: type[BaseMod
     """What is wrong with a value; the members of a union have a detail each."""
     key, problem, context, value = place.key, details[0]["type"], details[0].get("ctx", {}), show(details[0]["input"])
     if problem == "extra_forbidden":
-        return _unknown(place, model)
+        return _unknown(place, details[0]["input"], model)
     if problem == "value_error":
         return _in_its_words(str(context["error"]), place)
     if problem == "missing" and key in ("model", "model.name"):
@@ -256,16 +256,23 @@ def _in_its_words(message: str, place: _Place) -> str:
     return f"{key}{message[len(name) :]}" if message.startswith((f"{name} ", f"{name}=")) else f"{key}: {message}"
 
 
-def _unknown(place: _Place, model: type[BaseModel]) -> str:
-    key, name, parents = place.key, str(place.path[-1]), place.path[:-1]
+def _unknown(place: _Place, value: Any, model: type[BaseModel]) -> str:
+    """Names like the whole path that was set are proposed, or else all keys of its level."""
+    key, name, parents, below = place.key, str(place.path[-1]), place.path[:-1], ""
+    while isinstance(value, dict) and len(value) == 1:  # `mix: {mixup: 0.2}` is the path mix.mixup
+        ((part, value),) = value.items()
+        below += f".{part}"
     keys, siblings = list(dict.fromkeys(name for name, _, _ in fields_of(model))), list(place.section.model_fields)
     owner = f"{dotted(parents)} with name {place.kind}" if place.kind else dotted(parents) or "a recipe"
     near = [dotted([*parents, match]) for match in difflib.get_close_matches(name, siblings, 1, cutoff=0.7)]
-    near = near or [other for other in keys if other.rpartition(".")[2] == name and other != key][:3]
+    near = [f"{other}{below}" if f"{other}{below}" in keys else other for other in near]
+    near = near or [other for other in keys if f".{other}".endswith(f".{name}{below}") and other != key][:3]
     if not near and key in keys:
         return f"{key} would be ignored: {owner} has only {', '.join(siblings)}"
-    near = near or difflib.get_close_matches(key, keys, 1, cutoff=0.75)
-    return f"{key} is unknown: " + (f"did you mean {_either(near)}?" if near else f"{owner} has {', '.join(siblings)}")
+    if not near and not parents:  # two keys of one section are alike by its name alone
+        near = difflib.get_close_matches(f"{key}{below}", keys, 1, cutoff=0.7)
+    advice = f"did you mean {_either(near)}?" if near else f"{owner} has {', '.join(siblings)}"
+    return f"{key}{below} is unknown: {advice}"
 
 
 def _either(words: Sequence[str]) -> str:
