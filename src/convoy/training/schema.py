@@ -265,12 +265,13 @@ def _unknown(place: _Place, value: Any, model: type[BaseModel]) -> str:
     keys, siblings = list(dict.fromkeys(name for name, _, _ in fields_of(model))), list(place.section.model_fields)
     owner = f"{dotted(parents)} with name {place.kind}" if place.kind else dotted(parents) or "a recipe"
     near = [dotted([*parents, match]) for match in difflib.get_close_matches(name, siblings, 1, cutoff=0.7)]
-    near = [f"{other}{below}" if f"{other}{below}" in keys else other for other in near]
-    near = near or [other for other in keys if f".{other}".endswith(f".{name}{below}") and other != key][:3]
-    if not near and key in keys:
+    whole = [f"{other}{below}" for other in near if f"{other}{below}" in keys]
+    whole = whole or [other for other in keys if f".{other}".endswith(f".{name}{below}") and other != key][:3]
+    if not whole and not near and key in keys:
         return f"{key} would be ignored: {owner} has only {', '.join(siblings)}"
-    if not near and not parents:  # two keys of one section are alike by its name alone
-        near = difflib.get_close_matches(f"{key}{below}", keys, 1, cutoff=0.7)
+    if not whole and not parents and (below or not near):  # in a section, keys are alike by its name alone
+        whole = difflib.get_close_matches(f"{key}{below}", keys, 1, cutoff=0.7)
+    near = whole or near
     advice = f"did you mean {_either(near)}?" if near else f"{owner} has {', '.join(siblings)}"
     return f"{key}{below} is unknown: {advice}"
 
