@@ -52,7 +52,6 @@ class NetworkInput:
 
     @staticmethod
     def of(data: DataSet) -> "NetworkInput":
-        """That of the networks which are trained on some data."""
         in_memory = isinstance(data.train, PixelSource)
         return NetworkInput(data.classes, data.channels, data.image_size, data.resize, data.mean, data.std, in_memory)
 
@@ -214,7 +213,6 @@ class TriedNetwork:
         return TriedNetwork(recipe, model, image_shape, device, result)
 
     def divisible_sizes(self, parts: int, useful: int | None = None) -> tuple[tuple[int, ...], str | None]:
-        """As `divisible_sizes`."""
         return divisible_sizes(self.recipe, self.model, parts, self.probe, useful)
 
     def microbatches_in_pass(self, sizes: tuple[int, ...], sharing: int = 1, passes: int = 1) -> tuple[int, str]:

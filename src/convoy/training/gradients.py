@@ -111,7 +111,7 @@ class Exchange:
             self.network.finish_update()
 
     def abandon(self) -> None:
-        """Forget the passes of an update that broke off before `finish`."""
+        """Forget the passes of an update that broke off."""
         self.is_due = False
         self.network.abandon()
         if self._tree is not None:
@@ -128,7 +128,6 @@ class Exchange:
         return WholeNorms(self._split, self.network.groups)
 
     def updated(self, update: int) -> None:
-        """The optimizer has changed the weights in an update."""
         if self._local is not None:
             self._local.step(update)
 

@@ -249,7 +249,6 @@ class Log:
         self.show(done, None if done == 1 else f"{self._place(done, '.2f')}  {line}")
 
     def test(self, done: int, result: Evaluation) -> None:
-        """A line on an evaluation."""
         speed = result.num_images / max(result.seconds, 1e-9)
         scores = {"loss": result.loss, "top1": result.top1, "top5": result.top5}
         self._write("test", done, **scores, images=result.num_images, images_per_s=speed)
