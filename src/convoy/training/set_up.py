@@ -16,7 +16,7 @@ from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE
 from convoy.training.build import TriedNetwork, build_for, divisible_sizes, has_batch_norm, on_meta
-from convoy.training.derived import left_out_of_epochs, num_microbatches, resolve
+from convoy.training.derived import check_batch, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import divide
 from convoy.training.parallel_config import check_shares, plan_of
 from convoy.training.precision import check_precision, set_numerics, settle
@@ -54,7 +54,8 @@ def set_up(
     check_precision(recipe.precision, device)
     if data is None:
         say("opening the data", 0, 1)
-        data = open_data(recipe.data, say)
+        batch = recipe.batch
+        data = open_data(recipe.data, say, check=lambda most: check_batch(batch, most, "samples of the data"))
         check_ranks(data, ranks)
     gpu = own(device).gpu
     gpus = ranks.gather(gpu)
