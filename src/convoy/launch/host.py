@@ -101,7 +101,7 @@ class HostLoad:
         return self.is_shared and os.environ.get(SHARED) != "1"
 
     @property
-    def taken(self) -> str:
+    def occupation(self) -> str:
         """How many cores others kept busy, and who most, in words."""
         who = f", {self.others[0].name} (process {self.others[0].pid}) most" if self.others else ""
         return f"{self.others_cores or 0.0:.2g} of {self.cores:g} cores busy{who}"
@@ -284,8 +284,8 @@ def beside_others(loads: Sequence[HostLoad]) -> list[str]:
         return []
     peak = max(disturbed, key=lambda load: load.others_cores or 0.0)
     return [
-        f"other processes kept {peak.taken}: what was measured meanwhile is not kept for later plans, as it would be "
-        f"wrong for the machine by itself ({SHARED}=1 keeps it)"
+        f"other processes kept {peak.occupation}: what was measured meanwhile is not kept for later plans, as it would "
+        f"be wrong for the machine by itself ({SHARED}=1 keeps it)"
     ]
 
 

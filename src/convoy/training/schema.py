@@ -258,22 +258,24 @@ def _in_its_words(message: str, place: _Place) -> str:
 
 def _unknown(place: _Place, value: Any, model: type[BaseModel]) -> str:
     """Names like the whole path that was set are proposed, or else all keys of its level."""
-    key, name, parents, below = place.key, str(place.path[-1]), place.path[:-1], ""
+    name, parents, rest = str(place.path[-1]), place.path[:-1], ""
     while isinstance(value, dict) and len(value) == 1:  # `mix: {mixup: 0.2}` is the path mix.mixup
         ((part, value),) = value.items()
-        below += f".{part}"
+        rest += f".{part}"
+    key = dotted([*parents, f"{name}{rest}"])
     keys, siblings = list(dict.fromkeys(name for name, _, _ in fields_of(model))), list(place.section.model_fields)
     owner = f"{dotted(parents)} with name {place.kind}" if place.kind else dotted(parents) or "a recipe"
-    near = [dotted([*parents, match]) for match in difflib.get_close_matches(name, siblings, 1, cutoff=0.7)]
-    whole = [f"{other}{below}" for other in near if f"{other}{below}" in keys]
-    whole = whole or [other for other in keys if f".{other}".endswith(f".{name}{below}") and other != key][:3]
-    if not whole and not near and key in keys:
+    matches = [dotted([*parents, match]) for match in difflib.get_close_matches(name, siblings, 1, cutoff=0.7)]
+    paths = [f"{match}{rest}" for match in matches if f"{match}{rest}" in keys]
+    paths = paths or [other for other in keys if f".{other}".endswith(f".{name}{rest}") and other != key][:3]
+    if not paths and not matches and key in keys:
         return f"{key} would be ignored: {owner} has only {', '.join(siblings)}"
-    if not whole and not parents and (below or not near):  # in a section, keys are alike by its name alone
-        whole = difflib.get_close_matches(f"{key}{below}", keys, 1, cutoff=0.7)
-    near = whole or near
-    advice = f"did you mean {_either(near)}?" if near else f"{owner} has {', '.join(siblings)}"
-    return f"{key}{below} is unknown: {advice}"
+    if not paths and not parents and (rest or not matches):  # in a section, keys are alike by its name alone
+        paths = difflib.get_close_matches(key, keys, 1, cutoff=0.7)
+    matches = paths or matches
+    return f"{key} is unknown: " + (
+        f"did you mean {_either(matches)}?" if matches else f"{owner} has {', '.join(siblings)}"
+    )
 
 
 def _either(words: Sequence[str]) -> str:

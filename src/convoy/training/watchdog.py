@@ -366,7 +366,7 @@ class SlowRanks:
         load = self._loads.pop(slowest, None)
         advice = "if it stays so, give it less (--shares auto) or leave it out"
         if load is not None and load.is_shared:
-            advice = f"other processes there keep {load.taken}: end them, or give the rank less (--shares auto)"
+            advice = f"other processes there keep {load.occupation}: end them, or give the rank less (--shares auto)"
         return (
             f"rank {slowest} on host {self._hosts[slowest]} is slow: its part of an update takes it "
             f"{1e3 * update_s[slowest]:.3g} ms, {per_sample[slowest] / median_s:.2g} times as long as the others need "
