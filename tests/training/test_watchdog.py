@@ -162,15 +162,13 @@ def test_a_rank_that_stays_slow_is_named_now_and_then(monkeypatch: pytest.Monkey
 
 def test_who_keeps_a_slow_rank_from_its_cores_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks := Ranks(), "gather", lambda value: [(0, "a"), (1, "b")])
-    judge, said = SlowRanks(ranks), list[str | None]()
+    stress, halves = (OtherProcess("stress", 4711, 1.5),), divide((1, 1), 2)
+    load = HostLoad(1.0, 1.0, 2, None, None, stress, 1.5, 0.0, 0, None, None, None)
     monkeypatch.setattr(HostWatch, "read", lambda watch: load)
-    for others in [0.0] * 3 + [1.5] * 3:
-        stress = (OtherProcess("stress", 4711, others),) if others else ()
-        load = HostLoad(1.0, 1.0, 2, None, None, stress, others, 0.0, 0, None, None, None)
+    judge, said = SlowRanks(ranks), ""
+    for _ in range(3):
         judge.hear([judge.load(), None])
-        said.append(judge.look([2.0, 1.0], 20, 5.0, divide((1,) * 6, 2)))
-    assert judge.load() is load and str(said[2]).endswith("give it less (--shares auto) or leave it out")
-    busy = "other processes there keep 1.5 of 2 cores busy, stress (process 4711) most: end them"
-    assert f"and they wait for it; {busy}" in str(said[5])
-    judge.look([1.0, 1.0], 20, 5.0, divide((1,) * 6, 2))
-    assert judge.load() is None  # nobody is slow
+        said = judge.look([2.0, 1.0], 20, 5.0, halves) or ""
+    assert "wait for it; other processes there keep 1.5 of 2 cores busy, stress (process 4711) most: end them" in said
+    judge.look([1.0, 1.0], 20, 5.0, halves)
+    assert judge.load() is None  # nobody is slow any more
