@@ -46,7 +46,7 @@ def convoy_command() -> None:
     """Train convolutional networks, with the same result on every number of devices.
 
     \b
-    A first run, with data that is at hand (pip install 'convoy-nn[demo]'):
+    A first run, with data that is at hand (pip install -e '.[demo]'):
       convoy train lenet --data mnist-mini
     """
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from convoy.errors import ConvoyError
-from convoy.terminal import printable
+from convoy.terminal import pip_install, printable
 
 _ORIENTATION = 0x112
 _UPRIGHT = {
@@ -271,7 +271,7 @@ class Turbo:
         if lacking := turbo_lacks():
             raise ConvoyError(
                 f"data.decoder=turbo needs {' and '.join(lacking)}, which {'are' if lacking[1:] else 'is'} not "
-                "installed: pip install 'convoy-nn[fast]', or set data.decoder=pillow, whose pixels differ a little"
+                f"installed: {pip_install('fast')}, or set data.decoder=pillow, whose pixels differ a little"
             )
         import cv2
 

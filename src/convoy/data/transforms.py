@@ -18,6 +18,7 @@ from convoy.data.config import AugmentConfig, MixConfig
 from convoy.data.decode import CropBox, finish_picture, least_size, upright_size
 from convoy.data.order import Purpose, keys, normals, uniforms
 from convoy.errors import ConvoyError
+from convoy.terminal import pip_install
 
 DEFAULT_PAD = 4
 DEFAULT_SCALE = (0.08, 1.0)
@@ -121,7 +122,7 @@ class ColorAugment:
         if config.rand_augment and find_spec("kornia") is None:
             raise ConvoyError(
                 f"augment.rand_augment={config.rand_augment} needs kornia, which is not installed: "
-                "pip install 'convoy-nn[augment]'"
+                f"{pip_install('augment')}"
             )
 
     @property

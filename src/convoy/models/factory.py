@@ -28,7 +28,7 @@ from convoy.graph.given import unwrapped
 from convoy.models.registry import REGISTRY, ModelInfo, Registered, UnknownOptionError, check_name
 from convoy.models.weights import RUN as CONFIG
 from convoy.models.weights import classifier_names, first_convolution
-from convoy.terminal import did_you_mean
+from convoy.terminal import did_you_mean, pip_install
 
 _UNKNOWN = "leave it out, or see what its constructor accepts"
 
@@ -154,7 +154,7 @@ def _extra(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         need = "models of {} need its extra" if error.name == package else f"{{}} needs the package {error.name!r}"
-        raise ConvoyError(f"{need.format(package)}: pip install 'convoy-nn[{package}]'") from error
+        raise ConvoyError(f"{need.format(package)}: {pip_install(package)}") from error
     except Exception as error:
         raise ConvoyError(
             f"{package} is installed but does not import beside torch {torch.__version__} ({reason(error)}): "

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convoy.errors import ConvoyError
-from convoy.terminal import brief, did_you_mean
+from convoy.terminal import brief, did_you_mean, pip_install
 
 if TYPE_CHECKING:
     from torch import nn
@@ -153,7 +153,7 @@ def check_name(name: str, here: bool = True) -> None:
         raise ConvoyError(f"model {quoted} is incomplete: write timm:NAME, torchvision:NAME or package.module:factory")
     if origin in ("timm", "torchvision"):
         if here and not _is_installed(origin):
-            raise ConvoyError(f"models of {origin} need its extra: pip install 'convoy-nn[{origin}]'")
+            raise ConvoyError(f"models of {origin} need its extra: {pip_install(origin)}")
     elif origin.endswith(".py") or not all(part.isidentifier() for part in origin.split(".")):
         raise ConvoyError(f"model {quoted} names no module: write package.module:factory, with dots and without .py")
     elif here and not _is_installed(top := origin.partition(".")[0]):
