@@ -36,7 +36,7 @@ from measuring import harness, ranks
 from convoy import models
 from convoy.comm.joining import join
 from convoy.data import DataSet, open_data
-from convoy.data.sources import PixelSource
+from convoy.data.pixels import PixelSource
 from convoy.engine.network import network_of
 from convoy.engine.parallelize import local_samples, parallelize
 from convoy.progress import ConsoleReporter

@@ -13,7 +13,6 @@ Beside it stand `plan` (the fastest plan for some devices, and why), `plan_on` (
 
 from typing import TYPE_CHECKING
 
-from convoy.errors import ConvoyError as ConvoyError
 from convoy.late import lazily
 from convoy.version import __version__ as __version__
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from convoy.engine.parallelize import gradients as gradients
     from convoy.engine.parallelize import local_samples as local_samples
     from convoy.engine.parallelize import parallelize as parallelize
+    from convoy.errors import ConvoyError as ConvoyError
     from convoy.planner.interface import plan as plan
     from convoy.planner.machines import plan_on as plan_on
     from convoy.plans import Mesh as Mesh
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 # The public names by their modules: imported when they are first used, as `convoy --help` waits for neither them nor
 # torch.
 _NAMES = {
+    "errors": "ConvoyError",
     "engine.deferred": "deferred",
     "engine.explain": "explain",
     "engine.parallelize": "accumulate clip_grad_norm_ forward_backward gradients local_samples parallelize",
@@ -64,7 +65,8 @@ _NAMES = {
     "training.restore": "load_run",
 }
 
-__all__ = ["ConvoyError", *sorted({*" ".join(_NAMES.values()).split()} - {"print"})]  # `import *` leaves Python's print
+# `import *` leaves Python's print
+__all__ = ["ConvoyError", *sorted({*" ".join(_NAMES.values()).split()} - {"ConvoyError", "print"})]
 
 __getattr__ = lazily("convoy", _NAMES)
 

@@ -1,7 +1,17 @@
-"""`python -m convoy`: the command line."""
+"""`python -m convoy`, and the command `convoy`."""
 
 import sys
 
-from convoy.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command line; the exit status."""
+    try:
+        from convoy.cli import main as run  # a third of a second, in which Ctrl-C is to be no traceback either
+    except KeyboardInterrupt:
+        sys.stderr.write("convoy: interrupted\n")
+        return 130
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

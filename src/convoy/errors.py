@@ -53,3 +53,9 @@ class RankFailedError(MachineError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (str(self), self.out_of_memory)
+
+
+def reason(error: Exception) -> str:
+    """The kind of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

@@ -1,11 +1,13 @@
 """Files: paths as people type them, text that is read, and files that are written whole or not at all."""
 
+import csv
 import difflib
+import io
 import json
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,21 @@ def write_json(path: Path, value: Any) -> None:
 def to_json(value: Any, indent: int | None = None) -> str:
     """Strict JSON (RFC 8259): NaN and infinity become null."""
     return json.dumps(finite(value), allow_nan=False, ensure_ascii=False, indent=indent)
+
+
+def csv_line(row: Iterable[Any]) -> str:
+    """A line of CSV. A text that a spreadsheet would take for a formula has a `'` before it; None is left empty."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(
+        f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value for value in row
+    )
+    return line.getvalue()
+
+
+def csv_of(records: Sequence[Mapping[str, Any]]) -> str:
+    """Records with equal keys as CSV with a heading, control characters escaped."""
+    rows = [list(records[0]) if records else [], *(record.values() for record in records)]
+    return "".join(csv_line(printable(x, keep="\n") if isinstance(x, str) else x for x in row) for row in rows)
 
 
 def unwritable(folder: Path) -> str | None:

@@ -47,6 +47,11 @@ def did_you_mean(name: str, names: Iterable[str], *, otherwise: str = "check its
     return f": did you mean {' or '.join(filter(None, [', '.join(close[:-1]), close[-1]]))}?"
 
 
+def pip_install(extra: str) -> str:
+    """How to install an extra of Convoy's, which is on no package index."""
+    return f"pip install -e '.[{extra}]' where Convoy's pyproject.toml lies"
+
+
 def shortened(message: str) -> str:
     """A message to a person, in which nobody need scroll past what was typed: neither words nor lines without end.
 

@@ -9,10 +9,10 @@ import pytest
 
 from bench.made_study import measure, new_store, write_study, write_trainings
 from convoy.bench.ask import configurations
+from convoy.bench.page import convergence_remarks
 from convoy.bench.records import Store
-from convoy.bench.remarks import convergence_remarks
-from convoy.bench.results import Convergence, Results, convergence
-from convoy.bench.table import csv_of, escaped, of_trainings
+from convoy.bench.results import Convergence, Results, convergence, escaped, of_trainings
+from convoy.files import csv_of
 from convoy.units import SPACE
 
 

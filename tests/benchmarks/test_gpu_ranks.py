@@ -19,7 +19,7 @@ import convoy
 import small_nets
 from convoy import models
 from convoy.data import AugmentConfig, DataConfig, DataSet, Order, training_batches
-from convoy.data.sources import PixelSource
+from convoy.data.pixels import PixelSource
 from convoy.models import resnet
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe

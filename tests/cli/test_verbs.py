@@ -3,7 +3,10 @@
 import csv
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from safetensors.torch import load_file
 
 from cli.calls import Call
 from convoy.training.restore import evaluate_run, evaluation_data, load_run
-from tiny import TinyNet
+from tiny import TinyNet, write_pictures
 
 
 def test_the_default_folder_is_never_one_that_exists(
@@ -24,6 +27,22 @@ def test_the_default_folder_is_never_one_that_exists(
     assert "peak learning rate" in text and "optimizer.lr as said" in text
     assert "update 1 of 1: test top-1" in text and "epoch 0.25" not in text  # as the length was given
     assert f"report: {Path('runs') / 'tiny-TinyNet-data-2' / 'report.html'}" in text
+
+
+def test_ctrl_c_while_modules_load_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "rich.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    line = [sys.executable, "-m", "convoy", "models"]
+    done = subprocess.run(line, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "convoy: interrupted\n")
+
+
+def test_pictures_that_are_skipped_are_counted(tmp_path: Path, call: Call) -> None:
+    data, run = write_pictures(tmp_path / "data"), tmp_path / "run"
+    (data / "train" / "b" / "0.png").write_bytes(b"")
+    options = "--set data.image_size=28 --set threads=1 --workers 0 --bad-images skip"
+    text = call(f"train tiny:TinyNet --data {data} --batch 12 --epochs 1 {options} --out {run}").out
+    assert f"skipped 1 picture that cannot be read, named in {run / 'summary.json'}\n" in text
 
 
 def test_reports_and_a_resume_of_a_finished_run_change_nothing(run: Path, tmp_path: Path, call: Call) -> None:

@@ -65,7 +65,7 @@ def test_what_goes_in_comes_out() -> None:
 
 CALLED = ["os:system", "builtins:eval", "subprocess:Popen"]
 CALLED += ["convoy.launch.local:start", "convoy.launch.local:os"]  # a function, a module
-CALLED += ["convoy.data.turbo:Turbo", "convoy.training.watchdog:Watchdog"]  # no data
+CALLED += ["convoy.data.decode:Turbo", "convoy.training.watchdog:Watchdog"]  # no data
 
 
 def test_what_is_no_data_is_neither_made_nor_sent(tmp_path: Path) -> None:

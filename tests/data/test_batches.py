@@ -10,7 +10,8 @@ import torch
 
 from convoy.data import AugmentConfig, DataConfig, open_data
 from convoy.data.batch import Batch, BatchMaker
-from convoy.data.sources import PixelSource, Source
+from convoy.data.pixels import PixelSource
+from convoy.data.sources import Source
 from convoy.data.transforms import Geometry
 from convoy.errors import ConvoyError
 from data.made import (

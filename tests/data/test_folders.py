@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from convoy.data import DataSet
-from convoy.data.files import split_of
+from convoy.data.sources import split_of
 from convoy.errors import ConvoyError
 from data.made import encoded, names, opened, picture, write_folder
 

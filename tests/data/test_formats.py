@@ -14,7 +14,7 @@ from PIL import Image
 from convoy.data import BadImage
 from convoy.data.dataset import CIFAR10, CIFAR100, IMAGENET, MNIST
 from convoy.data.parquet import MemorySource
-from convoy.data.sources import PixelSource
+from convoy.data.pixels import PixelSource
 from data.made import (
     encoded,
     names,

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from convoy.data import BadImage, DataConfig
-from convoy.data.cifar import read_pickle
 from convoy.data.folder import open_folder
-from convoy.data.mnist import read_idx
+from convoy.data.pixels import read_idx, read_pickle
 from convoy.data.webdataset import open_tars
 from convoy.errors import ConvoyError
 from data.made import encoded, picture, write_tar
@@ -92,7 +91,7 @@ def test_a_gzip_bomb_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyP
             read_idx(path, 0x803)
     bomb(path, 2**24, 2**24)
     assert read_idx(path, 0x803).nbytes == 2**24
-    monkeypatch.setattr("convoy.data.mnist.host_memory", lambda: 2**24)
+    monkeypatch.setattr("convoy.data.pixels.host_memory", lambda: 2**24)
     with pytest.raises(ConvoyError, match="more than half of this machine's memory"):
         read_idx(path, 0x803)
 

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from convoy.data import AugmentConfig, DataConfig, turbo
+from convoy.data import AugmentConfig, DataConfig
 from convoy.data.batch import BatchMaker
 from convoy.data.dataset import DataSet
+from convoy.data.decode import turbo_lacks
 from convoy.data.sources import EncodedSource
-from convoy.doctor import pictures
+from convoy.doctor import examination
+from convoy.doctor.examination import measure_pictures
 from convoy.doctor.facts import Pictures
-from convoy.doctor.pictures import measure_pictures
 from data.made import encoded, picture
 from made_time import MadeTime, made_time
 
@@ -27,8 +28,8 @@ SAMPLES = np.arange(32)
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MadeTime]:
     """Nothing takes time but what a test says, and no other process has the core."""
-    monkeypatch.setattr(pictures, "_SCHEDSTAT", tmp_path / "none")
-    with made_time(pictures) as clock:
+    monkeypatch.setattr(examination, "_SCHEDSTAT", tmp_path / "none")
+    with made_time(examination) as clock:
         yield clock
 
 
@@ -80,7 +81,7 @@ def test_waiting_for_bytes_is_told_from_work(clock: MadeTime, monkeypatch: pytes
     work_on(clock, monkeypatch, "fill", lambda args: 1e-8 * len(args[0].source.read(int(args[2][0]))))
     facts = measured(Photos(side=480))
     assert facts.packed_s is not None and facts.packed_s < facts.cpu_s and facts.short_side == 56
-    assert facts.raw_s is not None and facts.turbo_s == (None if turbo.missing() else facts.cpu_s)
+    assert facts.raw_s is not None and facts.turbo_s == (None if turbo_lacks() else facts.cpu_s)
 
 
 def test_what_is_slow_to_answer_is_told_from_what_carries_little(clock: MadeTime) -> None:

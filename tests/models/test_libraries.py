@@ -33,7 +33,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
             monkeypatch.delitem(sys.modules, name)
         monkeypatch.setitem(sys.modules, extra, None)
         for verb in (create, describe, count):
-            assert f"pip install 'convoy-nn[{extra}]'" in mistake(lambda verb=verb, e=extra: verb(f"{e}:resnet18"))
+            assert f"pip install -e '.[{extra}]'" in mistake(lambda verb=verb, e=extra: verb(f"{e}:resnet18"))
 
 
 class StandIn(ModuleType):

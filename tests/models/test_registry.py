@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.models import Counts, GoogLeNetOutputs, accepts, classifier_names, count, create, describe, list_models
-from convoy.models.alexnet_2012 import response_norm
+from convoy.models.alexnet import response_norm
 from convoy.ops import capture
 
 # Parameters, the digest of (name, shape) of every entry of the state dict, taken from torchvision 0.28.0 by

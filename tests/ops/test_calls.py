@@ -18,8 +18,8 @@ from convoy.plans.layout import Layout, Split, balanced, consecutive
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, Placed, Situation
 from convoy.plans.windows import Need, Window
-from emulated import close, run
 from graph.replay import replay, same
+from one_call import close, run
 from ops.many_calls import GRID, THREE, TWO, Draw
 
 SHAPE, Function = (2, 4, 6, 6), Callable[[Any, Tensor], Any]

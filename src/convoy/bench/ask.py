@@ -14,6 +14,7 @@ from convoy.errors import ConvoyError
 from convoy.files import expanded, unwritable
 from convoy.plans.plan import Plan, plan_text
 from convoy.plans.strategies import WORDS
+from convoy.terminal import pip_install
 from convoy.training.recipe import Recipe, check_names, load_recipe
 
 DEFAULT_BATCH = 256
@@ -179,7 +180,7 @@ def check_peer(kind: str) -> None:
     if kind not in PEERS:
         raise ConvoyError(f"--peers {kind} is no peer: choose among {', '.join(PEERS)}")
     if (package := missing(kind)) is not None:
-        raise ConvoyError(f"--peers {kind} needs {package}, which is not installed: pip install 'convoy-nn[{package}]'")
+        raise ConvoyError(f"--peers {kind} needs {package}, which is not installed: {pip_install(package)}")
 
 
 def configurations(

@@ -17,8 +17,7 @@ import numpy as np
 
 from convoy.bench.ask import Ask
 from convoy.bench.emulated import Cluster, emulate
-from convoy.bench.forecast import forecast
-from convoy.bench.measure import MeasurementTask, measure_rank
+from convoy.bench.measure import MeasurementTask, forecast, measure_rank
 from convoy.bench.processes import Place, Places, RankFailed, Say, give_up, reason_of, run_ranks
 from convoy.bench.records import (
     AUTO,

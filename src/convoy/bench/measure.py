@@ -1,13 +1,14 @@
-"""A rank's part of a measurement: a network as Convoy or another tool trains it, built anew, its updates by a clock."""
+"""A rank's part of a measurement: a network as Convoy or another tool trains it, built anew, its updates by a clock;
+and of a forecast: what the planner predicts of the rows of a study before, and the plans that it chooses for them."""
 
 import contextlib
 import importlib
 import os
 import re
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,26 +19,45 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from convoy.bench.processes import Say
-from convoy.bench.records import COMMUNICATION, CONVOY, INPUT, OPTIMIZER, PEERS, Made, RankTimes
-from convoy.bench.study import data_of
+from convoy.bench.records import (
+    AUTO,
+    COMMUNICATION,
+    CONVOY,
+    INPUT,
+    OPTIMIZER,
+    PEERS,
+    Forecast,
+    Made,
+    PlanPrediction,
+    RankTimes,
+)
+from convoy.bench.study import data_of, in_recipe
 from convoy.comm.collectives import watching
 from convoy.comm.joining import join as join_group
 from convoy.comm.ranks import Ranks
 from convoy.compiler import compile_function
 from convoy.data import Batch, DataSet, Order, mix, open_data, training_batches
 from convoy.engine.allocation import keep_freed_memory
+from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.watched import DeviceClock
 from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
+from convoy.planner import Question, make_plan
+from convoy.planner.cost.prediction import Scored
+from convoy.planner.cost.store import ProfileStore
+from convoy.plans.plan import Plan, plan_text
 from convoy.resources import text_of
 from convoy.training import Recipe, choose_device
 from convoy.training.build import build_model
 from convoy.training.classification import ClassificationLoss, InputPipeline
 from convoy.training.derived import resolve
+from convoy.training.division import text as counts_text
 from convoy.training.environment import join_ranks
 from convoy.training.optim import create_optimizer
 from convoy.training.precision import autocast_of, set_numerics
+from convoy.training.session import Session
 from convoy.training.set_up import set_up
+from convoy.training.workloads import workload_of_recipe
 
 _PAIRS = 2000
 
@@ -308,3 +328,77 @@ def _of_peer(task: MeasurementTask) -> tuple[Row, MemoryPeak]:
     unfinished = wrapped.unfinished if num > 1 else contextlib.nullcontext
     row = Row(device, batches, update, torch.distributed.barrier if num > 1 else lambda: None, unfinished=unfinished)
     return row, memory
+
+
+def forecast(
+    task: MeasurementTask, plans: Sequence[str], bound: Sequence[str], predict: bool, keep: bool, say: Say
+) -> Forecast:
+    """Predict all plans on the devices of a task's recipe, with the batch in even parts. All ranks call it.
+
+    Devices that are not equally fast are predicted as such; shares are not, but those that the planner has for `auto`:
+    plans are scored with even parts, so that `make_plan` is asked without shares.
+    For `auto` among the plans, and for each of the shares in `bound`, the planner first finds a plan, also where
+    `predict` is false. `keep` uses times that were measured before, and stores new ones.
+    """
+    ranks, device = task.join()
+    recipe, result = task.recipe, Forecast()
+    data = data_of(task.made, recipe) or open_data(recipe.data)
+    texts = [text for text in plans if text != AUTO]
+    rivals = [plan for plan in map(Plan.parse, texts) if plan.mesh.num_devices == ranks.num]
+
+    def choose(shares: str = "") -> Session:
+        parallel = recipe.parallel.model_copy(update={"plan": AUTO, **in_recipe(shares)})
+        auto_recipe = recipe.model_copy(update={"parallel": parallel})
+        session = set_up(auto_recipe, device, say, ranks, data, keep, rivals=[] if shares else rivals)
+        result.notes.extend(f"shares {shares}: {note}" if shares else note for note in session.notes)
+        return session
+
+    if AUTO in plans:
+        session = choose()
+        result.auto, counts = plan_text(session.plan), session.division.counts
+        texts = list(dict.fromkeys(result.auto if text == AUTO else text for text in plans))
+        if recipe.parallel.shares is None and counts != microbatch_sizes(len(session.division.sizes), len(counts)):
+            result.auto_shares = list(counts)
+            result.notes.append(f"plan auto divides the batch by speed: {counts_text(counts)} microbatches")
+            if predict and session.scored is not None:
+                result.predictions[AUTO] = _prediction(session.scored)
+        del session
+    for shares in bound:
+        try:
+            result.bound[shares] = plan_text(choose(shares).plan)
+        except ConvoyError as error:
+            result.notes.append(f"auto, shares {shares}: {error}")
+    if not predict:
+        return result
+    try:
+        set_numerics(recipe)
+        model, _ = network_of(recipe, data, device)
+        shape = data.channels, data.image_size, data.image_size
+        workload = workload_of_recipe(recipe, model.train(), shape, ranks.num, device, ranks.group)
+        scheduled = replace(workload, by_speed=None, schedules=(recipe.parallel.schedule or "1f1b",))
+        placed: dict[str, Plan] = {}
+        for text in texts:
+            try:
+                plan = Plan.parse(text)
+                workload.place(plan)
+                placed[text] = plan
+            except ConvoyError as error:
+                result.notes.append(f"{text}: {error}")
+        store = ProfileStore() if keep else None
+        question = Question(scheduled, ranks.num, store=store, plans=list(placed.values()))
+        planned = make_plan(question, Ranks.here() if ranks.num > 1 else Ranks(), say)
+        scored = {candidate.plan: candidate for candidate in planned.candidates}
+        for text, plan in placed.items():
+            result.predictions[text] = _prediction(planned.serial if ranks.num == 1 else scored[plan])
+        result.notes.extend(planned.notes)
+    except ConvoyError as error:
+        result.notes.append(f"nothing is predicted: {error}")
+    chosen = result.predictions.get(result.auto or "") if AUTO in plans else None
+    for text, prediction in result.predictions.items():
+        if chosen is not None and prediction.seconds < chosen.seconds:
+            result.notes.append(f"{text} is predicted to be faster than {result.auto}, but did not win the race")
+    return result
+
+
+def _prediction(scored: Scored) -> PlanPrediction:
+    return PlanPrediction(seconds=scored.seconds, memory=scored.memory.total)

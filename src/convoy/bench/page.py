@@ -1,8 +1,11 @@
-"""The files of a study beside bench.json: the report as one HTML page, the tables, the pictures."""
+"""The files of a study beside bench.json: the report as one HTML page, the tables, the pictures; and the
+sentences beside the tables: devices and work, certainty, cost, distances between curves, and gaps."""
 
 import io
+import math
 import re
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +13,26 @@ from typing import Any
 from markupsafe import Markup
 
 from convoy import units
+from convoy.bench.ask import parts_of
 from convoy.bench.plots import convergence_panels, panels
-from convoy.bench.records import CONVOY, NAME, Store
-from convoy.bench.remarks import convergence_remarks, doubts, missing, remarks
-from convoy.bench.results import Convergence, Results, StudyRow, convergence
-from convoy.bench.table import TEXTS, Table, csv_of, of_trainings, of_updates, points
+from convoy.bench.records import CONVOY, NAME, Store, StudyFacts
+from convoy.bench.results import (
+    TEXTS,
+    Convergence,
+    ErrorCurve,
+    Named,
+    Results,
+    StudyRow,
+    Table,
+    convergence,
+    of_trainings,
+    of_updates,
+    points,
+)
+from convoy.bench.study import too_coarse
 from convoy.documents import dump
 from convoy.errors import ConvoyError
-from convoy.files import write_atomically
+from convoy.files import csv_of, write_atomically
 from convoy.report import axes, pages
 from convoy.report.pages import KINDS, Download, Panel, Tile, data_uri
 
@@ -65,7 +80,7 @@ def write_files(folder: Path) -> Written:
         ("copy.js",),
         **_content(store, results, trained),
         timed=is_timed,
-        table=_shown(tables["configurations"], _names(results.rows)),
+        table=_shown(tables["configurations"], _row_names(results.rows)),
         remarks=of_times,
         trained=_shown(tables["convergence"]) if trained is not None else None,
         trained_remarks=of_trained,
@@ -94,7 +109,7 @@ def _files(panel: Panel) -> dict[str, bytes]:
     return files
 
 
-def _names(rows: Sequence[StudyRow]) -> list[tuple[str, str, str]]:
+def _row_names(rows: Sequence[StudyRow]) -> list[tuple[str, str, str]]:
     """The name of each row on the page, the plan that stands below it, and its look."""
     best, previous_rows, names = max(rows, key=lambda row: row.speedup, default=None), rows[:1], []
     for row in rows:
@@ -137,7 +152,7 @@ def _content(store: Store, results: Results, trained: Convergence | None) -> dic
     return {
         "name": "scaling study",
         "title": units.shorten(study.model, 60),
-        "subject": _devices(sorted({row.devices for row in store.configurations})),
+        "subject": _device_facts(sorted({row.devices for row in store.configurations})),
         "status": "complete" if whole else "incomplete",
         "status_kind": "good" if whole else "warn",
         "facts": _facts(store),
@@ -154,7 +169,7 @@ def _content(store: Store, results: Results, trained: Convergence | None) -> dic
     }
 
 
-def _devices(numbers: list[int]) -> str:
+def _device_facts(numbers: list[int]) -> str:
     if len(numbers) < 2:
         return units.plural(numbers[0] if numbers else 1, "device")
     return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]} devices"
@@ -206,3 +221,231 @@ def _convergence_tiles(trained: Convergence) -> list[Tile]:
     if all(map(trained.same_weights, trained.compared)):
         of += ", and the same weights bit for bit"
     return [Tile("Largest distance", points(max(curve.distance_error or 0.0 for curve in trained.compared)), of)]
+
+
+# Part of its time by which a configuration, measured again, may differ before nothing follows from a study.
+_RESTLESS = 0.25
+
+
+def remarks(store: Store, results: Results) -> list[str]:
+    """Sentences on how the table came to be, the most important first."""
+    return [
+        _devices(store),
+        *_measuring(store.study, results),
+        *(_unequal(store.study, results) if results.alone else ()),
+        *_predictions(results),
+        *_beside_one(results, store.study.weak),
+    ]
+
+
+def doubts(results: Results) -> list[str]:
+    """A warning where the same configuration took very different times, because of a busy machine."""
+    spreads = [row.spread_s / row.step_s for row in results.rows if row.spread_s is not None]
+    typical = statistics.median(spreads) if spreads else 0.0
+    if typical < _RESTLESS:
+        return []
+    by = f"by {units.percent(typical, 0)}" if typical < 1 else "by more than its own time"
+    return [
+        "The machine was busy with other work, or too few rounds were measured: the same configuration, measured "
+        f"again, may differ {by}. Neither speed-ups nor predictions can be judged by this study: measure again when "
+        "nothing else runs, or with more --rounds."
+    ]
+
+
+def missing(outcome: Results | Convergence) -> list[str]:
+    """Sentences on rows that could not be measured or trained, or have not been."""
+    done, yet = ("measured", "measured") if isinstance(outcome, Results) else ("trained", "trained to the end")
+    sentences = [f"{label} was not {done}: {reason.rstrip('.')}." for label, reason in outcome.failed]
+    if outcome.waiting:
+        sentences.append(f"Not {yet} yet: {', '.join(outcome.waiting)}; the same command goes on.")
+    return sentences
+
+
+def _devices(store: Store) -> str:
+    study, machine = store.study, store.machine
+    if study.cluster:
+        speeds = ", ".join(units.significant(speed, 2) for speed in study.speeds)
+        return f"The devices are emulated, each with a share of a core of this machine: {speeds}."
+    if study.device_type != "cpu":
+        return f"A device is a {machine['machine']}."
+    cores = study.cores_per_device
+    largest = max((row.devices for row in store.configurations), default=1)
+    idle = machine["cores"] - cores * largest
+    rest = f"; {units.plural(idle, 'core')} stay idle" if idle else ""
+    return (
+        f"A device is {units.plural(cores, 'core')} of {machine['machine']}, also where it is alone: the machine has "
+        f"{machine['cores']}, and {units.plural(largest, 'device')} at most{rest}."
+    )
+
+
+def _to(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _names(rows: Sequence[Named]) -> str:
+    return ", ".join(row.where for row in rows)
+
+
+def _measuring(study: StudyFacts, results: Results) -> Iterator[str]:
+    batch = f"{units.count(study.batch)} images {'on each device' if study.weak else 'on all devices together'}"
+    recipe, source = study.recipe, study.recipe["data"].get("path")
+    if study.images is not None:
+        source = f"made-up ones of {'×'.join(map(str, study.images.shape))} in memory"
+    size = recipe["microbatch"] or -(-recipe["batch"] // recipe["microbatches"])
+    yield f"An update is {batch}, in microbatches of {size} at most; the images are {source}."
+    rounds = [row.rounds for row in results.rows]
+    if max(rounds, default=0) < 2:
+        yield "± needs two rounds at least."
+    else:
+        yield (
+            f"Times are medians over {_to(rounds)} rounds, each in fresh processes and of the slowest rank. ± is what "
+            "the same configuration, measured again, differs by at most in 95 of 100 cases (repeatability limit, ISO "
+            "5725-6)."
+        )
+    if results.wall > 0:
+        overhead = max((row.overhead_s / row.step_s for row in results.rows), default=0.0)
+        yield (
+            f"The measuring took {units.duration(results.wall)}: {units.percent(results.timed / results.wall, 0)} were "
+            f"updates that count, {units.percent(results.planning / results.wall, 0)} planning, the rest starting, "
+            f"building and warming up. Taking the time of parts makes an update at most {units.percent(overhead, 2)} "
+            "longer."
+        )
+    difference = results.loss_difference
+    if difference is not None:
+        by = f"differs by {units.significant(difference, 2)} of itself at most" if difference else "is the same number"
+        yield f"The first update's loss {by} in all rows of Convoy: they do the same work."
+
+
+def _unequal(study: StudyFacts, results: Results) -> Iterator[str]:
+    speeds = results.alone
+    rates = ", ".join(units.significant(speed) for speed in speeds)
+    rows = [row for row in results.rows if row.kind == CONVOY and row.devices == len(speeds)]
+    reached = ", ".join(f"{row.plan_label} {units.percent(row.images_per_s / sum(speeds), 0)}" for row in rows)
+    yield (
+        f"Alone the devices train {rates} images/s, {units.significant(sum(speeds))} together, which efficiency is "
+        f"measured by{f': of that {reached}' if reached else ''}."
+    )
+    even_rows = {row.plan: row for row in rows if not row.uneven}
+    for row in rows:
+        even_row = even_rows.get(row.plan, row)
+        if row is not even_row and even_row.series == row.series.partition(", shares")[0]:
+            parts = f", with {', '.join(map(str, row.microbatches))} microbatches" if any(row.microbatches) else ""
+            yield f"{row.plan_label} is {even_row.step_s / row.step_s:.2f} times as fast as even parts{parts}."
+    divided_rows = [row for row in rows if row.plan is not None and parts_of(row.plan, row.devices) == row.devices]
+    num = sum(next((row.microbatches for row in divided_rows), ()))
+    if num and any(row.uneven for row in divided_rows) and (coarse := too_coarse(study.batch, num, speeds)):
+        yield coarse
+
+
+def _predictions(results: Results) -> Iterator[str]:
+    """How good predictions were, and which rows of Convoy have none where others have."""
+    errors = [abs(row.prediction_error) for row in results.rows if row.prediction_error is not None]
+    if not errors:
+        return
+    doubt = ", as far as times so different can tell" if doubts(results) else ""
+    yield (
+        f"The planner's {units.plural(len(errors), 'prediction')} of an update were off by "
+        f"{units.percent(statistics.mean(errors))} in the mean, by {units.percent(max(errors), 0)} at most{doubt}; "
+        "they were made before anything was measured, as if nothing else ran here."
+    )
+    uneven_rows = [row for row in results.rows if row.kind == CONVOY and row.uneven]
+    if unpredicted_rows := [row for row in uneven_rows if row.predicted_s is None]:
+        but = ", that of auto of the planner's own" if len(unpredicted_rows) < len(uneven_rows) else ""
+        yield f"Predictions are of even parts of the batch{but}; not predicted: {_names(unpredicted_rows)}."
+
+
+def _beside_one(results: Results, weak: bool) -> Iterator[str]:
+    """What speed-up is over, who is slower than one device, and what efficiency above 100 % means."""
+    reference = results.reference
+    if reference is None:
+        return
+    if reference.devices > 1:
+        yield (
+            f"Nothing was measured on one device, so that speed-up is over {reference.plan_label} on "
+            f"{reference.devices} devices and efficiency not known: a 1 in --devices adds it."
+        )
+        return
+    if not results.has_one_reference:
+        yield f"Speed-up is over the fastest row on one device: {reference.plan_label}."
+    several = [row for row in results.rows if row.devices > 1]
+    if slower_rows := [row for row in several if row.speedup < 1 - (row.speedup_spread or 0)]:
+        yield f"Slower than one device: {_names(slower_rows)}."
+    if rows_alike := [row for row in several if abs(row.speedup - 1) <= (row.speedup_spread or 0)]:
+        yield (
+            f"Not told apart from one device, by their ±: {_names(rows_alike)}; more --rounds tell more, on a machine "
+            "that does nothing else."
+        )
+    if high_rows := [row for row in several if round(100 * (row.efficiency or 0)) > 100]:
+        caches = "" if weak else "a device's smaller part of the work may fit its caches better, or "
+        yield (
+            f"Efficiency above {units.percent(1, 0)} ({_names(high_rows)}): {caches}one device alone was slow when it "
+            "was measured; where the speed-up is above the ideal one by less than its ±, it may be chance."
+        )
+
+
+def convergence_remarks(convergence: Convergence) -> Iterator[str]:
+    """Sentences on how far the curves are from each other, the most important first."""
+    reference, compared = convergence.reference, convergence.compared
+    if reference is None:
+        return
+    everyone = len(compared) + 1 == len(convergence.curves) and not convergence.failed and not convergence.waiting
+    count = f"{'all ' if everyone else ''}{len(compared) + 1} configurations"
+    if compared:
+        yield _distance(convergence, reference, count)
+    finished = [curve for curve in convergence.curves if curve.finished and curve is not reference]
+    if reference.weights_sha256 and finished:
+        yield _bits(convergence, reference, finished, count)
+    if convergence.images and any(curve.distance_error for curve in compared):
+        share = reference.test_error
+        deviation = math.sqrt(share * (1 - share) / convergence.images)
+        yield (
+            f"To compare: {units.percent(share, units.percent_places(convergence.images))} of "
+            f"{units.count(convergence.images)} test images is known to ± {points(deviation)} (one standard "
+            f"deviation), and one image is {points(1 / convergence.images)}."
+        )
+    yield (
+        f"Each configuration was trained once, for {units.value(convergence.epochs)} epochs from the same seed, by the "
+        "trainer itself; its run is in the folder training. Time is that of the updates; evaluations and checkpoints "
+        "are left out."
+    )
+
+
+def _distance(convergence: Convergence, reference: ErrorCurve, count: str) -> str:
+    compared = convergence.compared
+    curve = max(compared, key=lambda curve: curve.distance_error or 0.0)
+    of_loss = max(compared, key=lambda curve: curve.distance_loss or 0.0)
+    number = _to([curve.compared for curve in compared])
+    curves_alone = [curve for curve in convergence.curves if not curve.compared and curve is not reference]
+    uncompared = (
+        f" Not compared, as no evaluation was after as many updates: {_names(curves_alone)}." if curves_alone else ""
+    )
+    base = "the serial run's" if reference.devices == 1 else f"those of {reference.where}"
+    if not curve.distance_error and not of_loss.distance_loss:
+        return (
+            f"Over updates the curves are one: in all {number} evaluations of {count} test error and test loss are "
+            f"{base} to the last bit, distance 0.{uncompared}"
+        )
+    return (
+        f"Over updates the test error is never farther from {base} than {points(curve.distance_error or 0.0)} "
+        f"({curve.where}, after {units.count(curve.distance_error_at or 0)} updates), the test loss never farther than "
+        f"{units.significant(of_loss.distance_loss, 2)} ({of_loss.where}, after "
+        f"{units.count(of_loss.distance_loss_at or 0)}), over {number} "
+        f"evaluations of {units.plural(len(compared), 'other configuration')}.{uncompared}"
+    )
+
+
+def _bits(convergence: Convergence, reference: ErrorCurve, finished: Sequence[ErrorCurve], count: str) -> str:
+    same = [curve for curve in finished if convergence.same_weights(curve)]
+    checksum = f"SHA-256 {reference.weights_sha256}"
+    if not same:
+        return (
+            "No final weights are the reference's bit for bit; reproducible=true makes them so under plans by sample."
+        )
+    if len(same) == len(finished):
+        return f"The final weights of {count} are the same bit for bit: {checksum}."
+    exact = ", the reproducible mode's promise being for plans by sample" if convergence.reproducible else ""
+    return (
+        f"The final weights of {_names(same)} are the reference's bit for bit, "
+        f"{checksum}; those of {_names([curve for curve in finished if curve not in same])} are not{exact}."
+    )

@@ -13,8 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from convoy import units
 from convoy.bench.records import COMMUNICATION, COMPUTE, CONVOY, INPUT, OPTIMIZER, TORCH, short
-from convoy.bench.results import Convergence, ErrorCurve, Named, Results, StudyRow
-from convoy.bench.table import signed
+from convoy.bench.results import Convergence, ErrorCurve, Named, Results, StudyRow, signed
 from convoy.report import axes as ax
 from convoy.report.pages import Drawing, Panel, drawn
 from convoy.units import seconds as time_of

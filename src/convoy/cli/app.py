@@ -26,10 +26,10 @@ VERBS = {
     "launch": ("convoy.cli.launch", "Train on several hosts: commands, or a job for Slurm or Kubernetes."),
     "doctor": ("convoy.cli.doctor", "Say what holds a training back, and which change would help most."),
     "profile": ("convoy.cli.profile", "Show or clear the times that were measured for the planner."),
-    "predict": ("convoy.cli.predict", "Classify pictures by a trained network."),
-    "eval": ("convoy.cli.evaluate", "Evaluate a finished run, on its own data or other."),
-    "export": ("convoy.cli.export", "Write a trained network as ONNX or torch.export program."),
-    "report": ("convoy.cli.report", "Write the report of a run again."),
+    "predict": ("convoy.cli.trained:predict", "Classify pictures by a trained network."),
+    "eval": ("convoy.cli.trained:evaluate", "Evaluate a finished run, on its own data or other."),
+    "export": ("convoy.cli.trained:export", "Write a trained network as ONNX or torch.export program."),
+    "report": ("convoy.cli.trained:report", "Write the report of a run again."),
     "models": ("convoy.cli.lists:models", "List the networks with parameters and FLOPs."),
     "recipes": ("convoy.cli.lists:recipes", "List the built-in recipes, print one, or list every key."),
     "data": ("convoy.cli.data", "Say what is in a data set, check its pictures, or pack it."),
@@ -46,7 +46,7 @@ def convoy_command() -> None:
     """Train convolutional networks, with the same result on every number of devices.
 
     \b
-    A first run, with data that is at hand (pip install 'convoy-nn[demo]'):
+    A first run, with data that is at hand (pip install -e '.[demo]'):
       convoy train lenet --data mnist-mini
     """
 

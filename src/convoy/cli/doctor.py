@@ -8,14 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from convoy import interfaces, launch, resources
 from convoy.cli import options
 from convoy.cli.requests import TrainRequest
 from convoy.cli.train import command as train
@@ -23,8 +24,13 @@ from convoy.doctor.diagnosis import Diagnosis
 from convoy.errors import ConvoyError, MachineError
 from convoy.failure import end_of
 from convoy.late import waiting_for
-from convoy.launch import find_place
+from convoy.progress import ConsoleReporter
+from convoy.terminal import Console
+from convoy.training.parallel_config import num_devices
 from convoy.training.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    import torch
 
 _DIVISION = ("parallel.plan", "parallel.shares", "parallel.schedule")
 # Keys that are not said any more where another one is said anew.
@@ -80,7 +86,7 @@ def command(
     if not math.isfinite(seconds):
         raise ConvoyError(f"--seconds {seconds:g} is no time: give a number of seconds, e.g. 20")
     request = request_of(arguments, what)
-    place = find_place()
+    place = launch.find_place()
     if place is None:  # ranks find mistakes together
         request.check()
     elif verify:
@@ -91,14 +97,12 @@ def command(
     with options.sigterm_as_interrupt() if place is None else nullcontext():
         if verify:
             return _verify(what, seconds, no_trials, as_json)
-        with waiting_for("loading PyTorch"):
-            from convoy.cli.doctor_run import run  # with torch, for which no mistake is to wait
 
-        def show(diagnosis: Diagnosis) -> str:
+        def show(diagnosis: Diagnosis) -> None:
             diagnosis = with_command(what, diagnosis)
-            return json.dumps(diagnosis.to_document(), indent=2) if as_json else diagnosis.text()
+            click.echo(json.dumps(diagnosis.to_document(), indent=2) if as_json else diagnosis.text())
 
-        return run(request, show, began, seconds, not no_trials)
+        return _examine(request, show, began, seconds, not no_trials)
 
 
 def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
@@ -122,6 +126,50 @@ def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
         if values.get(option):
             raise ConvoyError(f"--{option} is for a run, but the doctor leaves none: leave it out")
     return TrainRequest(arguments, values)
+
+
+def _examine(
+    request: TrainRequest, show: Callable[[Diagnosis], None], began: float, seconds: float, trials: bool
+) -> int:
+    """Examine within some seconds of when it `began` (by `time.perf_counter`), with or without trials of changes, and
+    show what follows; the exit status."""
+    with waiting_for("loading PyTorch"):
+        from convoy.cli.on_devices import run_alone, run_as_rank  # with torch, for which no mistake is to wait
+        from convoy.comm.ranks import Ranks
+        from convoy.doctor.examination import examine
+        from convoy.doctor.trials import Budget
+        from convoy.training import choose_device
+        from convoy.training.set_up import check_devices, set_up
+
+    def work(ranks: Ranks, device: "torch.device") -> int:
+        recipe, out = request.resolve(ranks)
+        data = recipe.data.model_copy(update={"bad_images": "skip"})  # they are counted, as the others tell the speed
+        recipe = recipe.model_copy(update={"data": data})
+        with ConsoleReporter(Console(highlight=False, quiet=ranks.rank > 0, stderr=True)) as reporter:
+            budget = Budget(ranks, seconds, began, reporter.prepare)
+            session = set_up(recipe, device, reporter.prepare, ranks)
+            facts = examine(session, budget, trials=trials, folder=out)
+        if ranks.rank == 0:
+            show(Diagnosis.of(facts))
+        ranks.barrier()
+        return 0
+
+    if request.interface is not None:
+        interfaces.use(request.interface)
+    place = launch.find_place()
+    if place is not None:
+        per_device = request.recipe_of().parallel.cores_per_device
+        return run_as_rank(place, request.devices, request.device, work, per_device)
+    recipe, _ = request.resolve(Ranks())
+    number, per_device = num_devices(recipe.parallel), recipe.parallel.cores_per_device
+    if number > 1:
+        resources.share(resources.own_cores(), number, 0, per_device)
+        turns = resources.in_turns(number, len(resources.own_cores()))
+        if turns is not None and choose_device(request.device).type == "cpu":
+            click.echo(turns, err=True)
+        check_devices(recipe, number)
+        return launch.start(request.arguments, number, options.is_verbose(request.arguments))
+    return run_alone(request.device, work, per_device)
 
 
 def with_command(what: Sequence[str], diagnosis: Diagnosis) -> Diagnosis:

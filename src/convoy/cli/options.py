@@ -1,13 +1,11 @@
 """Shared by several verbs: options, groups of verbs, tables, the files that options name, and the end by a signal."""
 
-import csv
 import difflib
 import importlib
-import io
 import json
 import shlex
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -74,15 +72,6 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
             formatter.write_dl([(name, text) for name, (_, text) in self.verbs.items()])
-
-
-def as_csv(row: Iterable[Any]) -> str:
-    """A line of CSV. A text that a spreadsheet would take for a formula has a `'` before it; None is left empty."""
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(
-        f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value for value in row
-    )
-    return line.getvalue()
 
 
 def show(

@@ -81,8 +81,5 @@ def command(arguments: Sequence[str], /, **values: Any) -> int:
     request = PlanRequest(arguments, values)
     recipe = request.check()
     with waiting_for("loading PyTorch"):  # for which no mistake is to wait
-        if request.on is not None:
-            from convoy.cli.plan_on import run
-        else:
-            from convoy.cli.plan_answer import run
-    return run(request, recipe)
+        from convoy.cli.plan_run import run, run_on
+    return (run if request.on is None else run_on)(request, recipe)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from convoy.cli.keys import check_own, loaded
-from convoy.cli.options import check_writable, command_of
+from convoy.cli import keys, options
 from convoy.errors import ConvoyError
 from convoy.hardware.catalog import Machine, link_named, machine, read_devices
 from convoy.planner.cost.link import links_named
@@ -117,7 +116,7 @@ class TrainRequest(SimpleNamespace):
         self.resume = self.resume or self.again
         recipe, explicit = self.recipe_of(), self.explicit_keys
         if not self.trust_code and self.model is None:
-            check_own(recipe, self._file, explicit)
+            keys.check_own(recipe, self._file, explicit)
         elastic = elastic or self.again
         section = recipe.parallel
         if "parallel.plan" in explicit and "parallel.devices" not in explicit:  # it says more than the recipe
@@ -147,7 +146,7 @@ class TrainRequest(SimpleNamespace):
         numbered = (first.with_name(f"{first.name}-{n}") for n in count(2))
         for path in chain([first], numbered) if self.out is None else [self.out]:
             by = RunDirectory(path).begun_by()
-            if set(jobs) & set(by.get("jobs") or ()) and by.get("command") == command_of(self.arguments):
+            if set(jobs) & set(by.get("jobs") or ()) and by.get("command") == options.command_of(self.arguments):
                 return path, True
             if self.out is not None or not path.exists():
                 return path, False
@@ -165,7 +164,7 @@ class TrainRequest(SimpleNamespace):
         elif self.model is None and recipe is None:
             raise ConvoyError("nothing to train: give a MODEL (convoy models) or a --recipe (convoy recipes)")
         self.notes, self._file = [], recipe
-        return loaded(recipe, overrides, self.arguments, self.notes)
+        return keys.loaded(recipe, overrides, self.arguments, self.notes)
 
 
 def new_length(old: RunDirectory, more: str) -> Duration:
@@ -242,9 +241,9 @@ class PlanRequest(SimpleNamespace):
         if self.model is None and self.recipe is None:
             raise ConvoyError("nothing to plan: give a MODEL (convoy models) or a --recipe (convoy recipes)")
         named = [f"model.name={self.model}"] if self.model is not None else []
-        recipe = loaded(self.recipe, [*named, "data.path=mnist-mini", *self.overrides], self.arguments)
-        number, keys = self.num_devices, {override.partition("=")[0] for override in self.overrides}
-        for sentence in self._contradictions(keys, recipe.batch, number):
+        recipe = keys.loaded(self.recipe, [*named, "data.path=mnist-mini", *self.overrides], self.arguments)
+        number, typed = self.num_devices, {override.partition("=")[0] for override in self.overrides}
+        for sentence in self._contradictions(typed, recipe.batch, number):
             raise ConvoyError(sentence)
         for fix in self.fix:
             parse_fix(fix)
@@ -255,12 +254,12 @@ class PlanRequest(SimpleNamespace):
             links_named(self.link, on_cpu=True)
         for name in ("out", "html", "trace"):
             if getattr(self, name) is not None:
-                check_writable(f"--{name}", getattr(self, name))
+                options.check_writable(f"--{name}", getattr(self, name))
         _ = self.prices
         check_shares(recipe.parallel.shares, number)
         check_names(recipe)
         if not self.trust_code and self.model is None:
-            check_own(recipe, self.recipe, keys)
+            keys.check_own(recipe, self.recipe, typed)
         return recipe
 
     def _contradictions(self, keys: Collection[str], batch: int, number: int) -> Iterator[str]:

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from convoy.data.decode import BadImage, in_channels
+from convoy.data.decode import BadImage, Crop, Turbo, in_channels
 from convoy.data.order import Purpose, uniforms
-from convoy.data.sources import EncodedSource, PixelSource, Source, refusal
+from convoy.data.pixels import PixelSource
+from convoy.data.sources import EncodedSource, Source, refusal
 from convoy.data.transforms import ColorAugment, Geometry
-from convoy.data.turbo import Crop, Turbo
 from convoy.errors import ConvoyError
 
 

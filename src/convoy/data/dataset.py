@@ -1,21 +1,22 @@
 """Opens a data set: finds its format, splits it where it has no split, and settles size, channels and statistics."""
 
+import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from convoy.data.cifar import find_cifar, open_cifar
 from convoy.data.config import DataConfig
-from convoy.data.files import Opened, check_labels, shown
+from convoy.data.decode import BadImage, in_channels
 from convoy.data.folder import find_folder, open_class, open_folder
-from convoy.data.mnist import find_mnist, open_mnist, open_mnist_mini
 from convoy.data.order import stratified_split
 from convoy.data.packed import Pack, is_pack
-from convoy.data.sources import EncodedSource, PixelSource, Progress, Source, in_memory
+from convoy.data.pixels import PixelSource, find_cifar, find_mnist, open_cifar, open_mnist, open_mnist_mini
+from convoy.data.sources import EncodedSource, Opened, Progress, Source, check_labels, refusal, shown, spread
 from convoy.data.webdataset import open_tars
 from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI, existing
@@ -230,10 +231,60 @@ def _settle(contents: Opened, skip_bad: bool, progress: Progress | None) -> tupl
         return height, width, channels
     pairs = zip(("training", "test"), (contents.train, contents.test), strict=True)
     encoded = {split: source for split, source in pairs if isinstance(source, EncodedSource)}
-    shape, decoded = in_memory(encoded, skip_bad, progress)
+    shape, decoded = _in_memory(encoded, skip_bad, progress)
     settled: Sequence[Source] = decoded or [source.settled(progress) for source in encoded.values()]
     contents.train, contents.test = settled[0], settled[1] if len(settled) > 1 else None
     return shape
+
+
+_MAX_SIDE = 64
+_MAX_BYTES = 2**30
+_NUM_PROBES = 16
+_PROGRESS_EVERY = 2000
+
+
+def _in_memory(
+    sources: dict[str, EncodedSource], skip_bad: bool, progress: Progress | None
+) -> tuple[tuple[int, int, int] | None, list[PixelSource]]:
+    """Height, width and channels of the pictures of all splits if they are small, of one size and few enough to keep in
+    memory; and the decoded splits, none where pictures that cannot be read are to be skipped."""
+    form = _common_form(sources.values())
+    decoded, is_whole = [], True
+    for split, source in sources.items() if form is not None else ():
+        assert form is not None
+        pixels = np.zeros((len(source), *form), np.uint8)
+        for sample in range(len(source)):
+            try:
+                image = source.load(sample)
+            except BadImage as reason:
+                if not skip_bad:
+                    raise refusal(reason, source) from None
+                is_whole = False  # the others still tell whether all have one size, wherever the bad one lies
+                continue
+            if image.size != (form[1], form[0]):
+                return None, []
+            pixels[sample] = np.asarray(in_channels(image, form[2])).reshape(form)
+            if progress and (sample % _PROGRESS_EVERY == 0 or sample == len(source) - 1):
+                progress(f"decoding the {split} pictures", sample + 1, len(source))
+        decoded.append(PixelSource(pixels, source.labels, source.name))
+    return form, decoded if is_whole else []
+
+
+def _common_form(sources: Collection[EncodedSource]) -> tuple[int, int, int] | None:
+    """Height, width and channels by a few pictures of each source; None where they differ or are too large."""
+    sizes, modes = set(), set()
+    for source in sources:
+        for sample in spread(len(source), _NUM_PROBES):
+            with suppress(BadImage):
+                width, height = source.open(sample).size
+                if max(width, height) > _MAX_SIDE:
+                    return None
+                modes.add(source.load(sample).mode)
+                sizes.add((height, width))
+    if len(sizes) != 1:
+        return None
+    form = *sizes.pop(), 1 if modes == {"L"} else 3
+    return form if sum(map(len, sources)) * math.prod(form) <= _MAX_BYTES else None
 
 
 def _split(contents: Opened, config: DataConfig, notes: list[str]) -> tuple[Source, Source]:

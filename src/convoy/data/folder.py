@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, left_out, needs_package, suffixes
-from convoy.data.files import Opened, reading, relabel, shown, split_of
 from convoy.data.processes import SharedBytes
-from convoy.data.sources import NUM_SIZES, EncodedSource, spread
+from convoy.data.sources import NUM_SIZES, EncodedSource, Opened, reading, relabel, shown, split_of, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 

@@ -1,27 +1,53 @@
-"""Batches in the order of the run, made in this process or in worker processes: the same ones either way."""
+"""Batches in the order of the run, made in this process, by a thread or by worker processes: the same ones either way.
 
+Worker processes write pictures straight into the buffers of batches, in memory that all of them share. A batch is cut
+into pieces, and whichever worker is free takes the next one; what goes between the processes are the numbers of
+samples. A buffer is written to again when nobody has its batch any more.
+"""
+
+import os
+import time
+import weakref
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from convoy.comm.position import current
-from convoy.data.batch import Batch, BatchMaker
+from convoy.data.batch import Batch, BatchMaker, Filled
 from convoy.data.config import DataConfig
 from convoy.data.dataset import DataSet
 from convoy.data.order import Order
+from convoy.data.processes import Pool, SharedArray, Task
 from convoy.data.sources import Source
 from convoy.data.transforms import Geometry
-from convoy.data.workers import Request, Workers
 from convoy.errors import ConvoyError
 from convoy.resources import own_share
 
 _MAX_AUTOMATIC = 32
-_AHEAD = 3  # batches that a thread makes before they are asked for
+# Batches that are made before they are asked for; workers make so many samples at least.
+_AHEAD, _SAMPLES_AHEAD = 3, 512
+_LEAST_PIECE, _LARGEST_PIECE = 16, 128
+# Batches that have been handed out: one is asked for while the one before is used, and, on a GPU, the copies of earlier
+# ones may still be on their way.
+_IN_USE, _ON_THEIR_WAY = 2, 2
+_NO_EPOCH = -1
+
+
+@dataclass(frozen=True)
+class Request:
+    """A batch to make."""
+
+    samples: NDArray[np.int64]  # int64 [n]
+    epoch: int | None = None  # for which they are augmented; None for an evaluation
 
 
 def training_batches(
@@ -75,6 +101,11 @@ def num_workers(data: DataSet, config: DataConfig) -> tuple[int, str]:
     return min(max(int(share), 1), _MAX_AUTOMATIC), f"min({share:.3g} cores of this process, {_MAX_AUTOMATIC})"
 
 
+def samples_ahead(batch: int) -> int:
+    """Samples that workers make before they are asked for: three batches, and more where these are small."""
+    return max(_AHEAD * batch, _SAMPLES_AHEAD)
+
+
 def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) -> BatchMaker:
     """The maker of the batches of one of the splits."""
     geometry = Geometry(data.image_size, data.resize, config.augment)
@@ -124,3 +155,180 @@ def _by_thread(maker: BatchMaker, requests: Iterator[Request]) -> Generator[Batc
 
 def _reads(source: Source, request: Request) -> str:
     return f"this process reads {source.names(request.samples)}"
+
+
+class Buffers:
+    """Memory for batches that are made ahead, in one block that worker processes share and a GPU reads: a row for each
+    sample. A buffer is free when nobody has its batch."""
+
+    def __init__(
+        self,
+        num: int,
+        largest: int,
+        shape: tuple[int, ...],
+        *,
+        pin_memory: bool = False,
+        memory: SharedArray | None = None,
+    ) -> None:
+        self._options, self._shape = (num, largest, shape), (largest, *shape)
+        self._begin, self._size = 8 * num * largest, int(np.prod(self._shape))
+        self._memory = memory or SharedArray(np.uint8, (self._begin + num * self._size,))
+        # [buffers, samples]: the samples that a buffer is to get, then those that it got
+        self.samples = np.frombuffer(self._memory.bytes, np.int64, num * largest).reshape(num, largest)
+        self.free = deque(range(num))
+        self._out: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
+        self.pinned = pin_memory and self._pin()
+
+    def __reduce__(self) -> Any:
+        return partial(Buffers, memory=self._memory), self._options
+
+    def __getitem__(self, slot: int) -> NDArray[np.uint8]:
+        """Rows [samples, ...] of a buffer."""
+        block = memoryview(self._memory.bytes)
+        return np.frombuffer(block, np.uint8, self._size, self._begin + slot * self._size).reshape(self._shape)
+
+    def hand_out(self, slot: int, copied: bool) -> NDArray[np.uint8]:
+        """The same, free again once nothing refers to them, or at once where a copy is handed out."""
+        rows, free = self[slot], self.free
+        if copied:
+            free.append(slot)
+            return rows.copy()
+        block: Any = rows.base  # which views of the rows refer to
+        self._out[slot] = weakref.ref(block, lambda _: free.append(slot))
+        return rows
+
+    def _pin(self) -> bool:
+        """Pin the memory where that is possible, so that copies to a GPU need not wait."""
+        block = np.frombuffer(self._memory.bytes, np.uint8)
+        runtime: Any = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(block.ctypes.data, block.nbytes, 0)) != 0:
+            with suppress(RuntimeError):  # or the next kernel would be blamed for it
+                torch.zeros(1, device="cuda")
+            return False
+        weakref.finalize(self, runtime.cudaHostUnregister, block.ctypes.data).atexit = False
+        return True
+
+
+@dataclass
+class _Pending:
+    """A batch that is being made, in a buffer. `pieces` are the answers by their starts: the number of pictures that
+    were written, and those that could not be read; or the error."""
+
+    request: Request
+    slot: int
+    pieces: dict[int, tuple[int, list[tuple[int, str]]] | Exception | None] = field(default_factory=dict)
+
+    @property
+    def is_done(self) -> bool:
+        return None not in self.pieces.values()
+
+
+class Workers:
+    """Makes batches in their order, by some processes.
+
+    torch's `DataLoader` has workers that make a whole batch each, copy it to new shared memory and hand that over, and
+    a thread that pins it. Threads of this process in their place would take the interpreter's lock, for a quarter of
+    the time of a raw picture, from the loop that issues the network's work.
+    """
+
+    def __init__(
+        self,
+        maker: BatchMaker,
+        requests: Iterator[Request],
+        largest: int,
+        processes: int,
+        pin_memory: bool = False,
+    ) -> None:
+        self._maker, self._requests, self._num, self._pin_memory = maker, requests, processes, pin_memory
+        ahead = samples_ahead(largest)
+        self._piece = min(max(-(-ahead // (4 * processes)), _LEAST_PIECE), _LARGEST_PIECE)
+        self._ahead = -(-(ahead + processes * self._piece) // largest)
+        num = self._ahead + _IN_USE + (_ON_THEIR_WAY if pin_memory else 0)
+        self._buffers = Buffers(num, largest, maker.shape, pin_memory=pin_memory)
+        self._pool = Pool("loads pictures", "lower data.workers", processes, _filler, maker, self._buffers)
+        self._pending: deque[_Pending] = deque()
+        self._unsent: deque[Task] = deque()
+        self._first = self._last = 0  # numbers of the first batch that is pending, and of the one after the last
+
+    def batches(self) -> Generator[Batch, None, None]:
+        """All batches. Closing the generator ends the processes."""
+        try:
+            with current.waiting_for_samples(self._late):
+                self._pool.start(self._num)
+            while self._send():
+                with current.waiting_for_samples(self._late):
+                    while not self._pending[0].is_done:
+                        for (batch, _, start, *_), answer in self._pool.receive():
+                            self._pending[batch - self._first].pieces[start] = answer
+                        current.moved = time.monotonic()
+                        self._send()
+                self._first += 1
+                yield self._finished(self._pending.popleft())
+        finally:
+            self._pool.close()
+
+    def _send(self) -> bool:
+        """Hand out work for the batches to come; returns whether any batch is left."""
+        low = len(self._pending) <= self._ahead // 2  # several at once, so that workers are woken up seldom
+        while low and len(self._pending) < self._ahead and self._buffers.free:
+            request = next(self._requests, None)
+            if request is None:
+                break
+            num, slot = len(request.samples), self._buffers.free.popleft()
+            epoch = _NO_EPOCH if request.epoch is None else request.epoch
+            starts = range(0, num, self._piece)
+            self._buffers.samples[slot, :num] = request.samples
+            self._pending.append(_Pending(request, slot, dict.fromkeys(starts)))
+            self._unsent.extend((self._last, slot, start, min(start + self._piece, num), epoch) for start in starts)
+            self._last += 1
+        room = min(len(self._unsent), Pool.MOST_SENT - self._pool.num_sent)
+        self._pool.send([self._unsent.popleft() for _ in range(room)])
+        return bool(self._pending)
+
+    def _late(self) -> str:
+        """A sentence on who holds the batch up, and with which samples."""
+        sentences = []
+        for process, task in self._pool.held() if self._pending else ():
+            number, _, start, end, _ = task or (self._first, 0, 0, None, 0)
+            names = self._maker.source.names(self._pending[number - self._first].request.samples[start:end])
+            sentences.append(f"{process} has not {'delivered' if task else 'taken'} {names}")
+        return "; ".join(sentences)
+
+    def _finished(self, pending: _Pending) -> Batch:
+        """The batch in its buffer, or in a copy where the last free buffer would go; errors come with their batch."""
+        places: list[int] = []
+        bad: list[tuple[int, str]] = []
+        for start, answer in pending.pieces.items():
+            assert answer is not None
+            if isinstance(answer, Exception):
+                raise answer
+            places += range(start, start + answer[0])
+            bad += answer[1]
+        request, slot = pending.request, pending.slot
+        samples = self._buffers.samples[slot, : len(request.samples)].copy()
+        images = self._buffers.hand_out(slot, copied=not self._buffers.free)
+        if len(places) < len(samples):  # an evaluation, some of whose pictures cannot be read
+            images, samples = images[places], samples[places]
+        batch = self._maker.batch(torch.from_numpy(images), Filled(samples, bad), request.epoch)
+        if not self._pin_memory:
+            return batch
+        return replace(batch, labels=batch.labels.pin_memory()) if self._buffers.pinned else batch.pin_memory()
+
+
+def _filler(maker: BatchMaker, buffers: Buffers) -> Callable[..., tuple[int, list[tuple[int, str]]]]:
+    """In a worker: the function that writes the pictures of a piece to their buffer."""
+    torch.set_num_threads(1)
+    with suppress(AttributeError, OSError):  # a worker that wakes up does not take the core from a thread that computes
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with suppress(ImportError):
+        import cv2
+
+        cv2.setNumThreads(1)
+
+    def fill(batch: int, slot: int, start: int, end: int, epoch: int) -> tuple[int, list[tuple[int, str]]]:
+        samples = buffers.samples[slot, start:end]
+        filled = maker.fill(buffers[slot][start:end], samples.copy(), None if epoch == _NO_EPOCH else epoch)
+        samples[: len(filled.samples)] = filled.samples
+        return len(filled.samples), filled.bad
+
+    return fill

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from convoy.data.decode import BadImage, finish_picture, open_picture, suffix_of, upright_size
-from convoy.data.files import Opened, shown
 from convoy.data.packed import (
     INDEX,
     PER_SHARD,
@@ -36,7 +35,7 @@ from convoy.data.packed import (
     writing,
 )
 from convoy.data.processes import Pool, SharedArray
-from convoy.data.sources import EncodedSource, Progress, Source
+from convoy.data.sources import EncodedSource, Opened, Progress, Source, shown
 from convoy.data.webdataset import CLASS_NAMES
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically, write_text

@@ -29,10 +29,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from convoy.data.decode import BadImage, open_picture, suffix_of, suffixes
-from convoy.data.files import Opened, reading, shown
 from convoy.data.folder import MAX_PICTURE_BYTES
 from convoy.data.processes import SharedBytes
-from convoy.data.sources import Progress
+from convoy.data.sources import Opened, Progress, reading, shown
 from convoy.data.webdataset import TarSource
 from convoy.errors import ConvoyError
 from convoy.terminal import printable

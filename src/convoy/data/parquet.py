@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage
-from convoy.data.files import Opened, reading, shards, shown
 from convoy.data.processes import SharedBytes
-from convoy.data.sources import NUM_SIZES, EncodedSource, Progress, spread
+from convoy.data.sources import NUM_SIZES, EncodedSource, Opened, Progress, reading, shards, shown, spread
 from convoy.errors import ConvoyError
 from convoy.resources import host_memory
 from convoy.terminal import printable

@@ -1,19 +1,25 @@
-"""Sources of single pictures: the interface, and its two kinds, pixels in memory and encoded files."""
+"""What the formats share: a source of single pictures, how the files of one are read, which split a file belongs to,
+labels and classes, and errors that name the file."""
 
-import math
+import gzip
+import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from convoy.data.decode import BadImage, finish_picture, in_channels, open_picture
+from convoy.data.config import DataConfig
+from convoy.data.decode import BadImage, finish_picture, open_picture
 from convoy.data.processes import SharedArray
 from convoy.errors import ConvoyError
+from convoy.terminal import printable
 
 Progress = Callable[[str, int, int], None]  # called with the name of long work, the number done, and the total
 
@@ -61,55 +67,6 @@ class Source(ABC):
         return finish_picture(self.open(sample), self.name(sample))
 
 
-class PixelSource(Source):
-    """Pictures of one size in memory, uint8 [N, H, W, C] with C of 1 or 3; `name` is that of the sample with a number
-    in `numbers`."""
-
-    def __init__(
-        self,
-        pixels: NDArray[np.uint8],
-        labels: NDArray[np.int64],
-        name: str | Callable[[int], str],
-        numbers: NDArray[np.int64] | None = None,
-    ) -> None:
-        assert pixels.ndim == 4 and pixels.dtype == np.uint8 and len(pixels) == len(labels)
-        self.pixels, self.labels = pixels, labels
-        self._name, self._numbers = name, np.arange(len(labels)) if numbers is None else numbers
-        self._shared: SharedArray | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._shared is None:
-            self._shared = SharedArray.of(self.pixels)
-            self.pixels = self._shared.array
-        return super().__getstate__() | {"pixels": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ = state | {"pixels": state["_shared"].array}
-
-    def open(self, sample: int) -> Image.Image:
-        pixels = self.pixels[sample]
-        return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
-
-    def name(self, sample: int) -> str:
-        number = int(self._numbers[sample])
-        return f"{self._name}, picture {number}" if isinstance(self._name, str) else self._name(number)
-
-    def _marks(self) -> dict[str, Any]:
-        return {"contents": zlib.crc32(np.ascontiguousarray(self.pixels).data)}
-
-    def with_channels(self, channels: int) -> "PixelSource":
-        num, height, width, depth = self.pixels.shape
-        if depth == channels:
-            return self
-        strip = self.pixels.reshape(num * height, width, depth)
-        image = in_channels(Image.fromarray(strip[:, :, 0] if depth == 1 else strip), channels)
-        pixels = np.asarray(image).reshape(num, height, width, channels)
-        return PixelSource(pixels, self.labels, self._name, self._numbers)
-
-    def subset(self, samples: NDArray[np.int64]) -> "PixelSource":
-        return PixelSource(self.pixels[samples], self.labels[samples], self._name, self._numbers[samples])
-
-
 class EncodedSource(Source):
     """Pictures as the bytes of picture files; a subclass says where the bytes are."""
 
@@ -141,64 +98,140 @@ class _Subset(EncodedSource):
         return self.source.name(int(self._samples.array[sample]))
 
 
+NUM_SIZES = 64  # files whose sizes a fingerprint contains
+
+
 def spread(number: int, most: int) -> list[int]:
     """At most `most` samples, evenly spread."""
     samples: list[int] = np.linspace(0, number - 1, min(most, number)).astype(int).tolist()
     return samples
 
 
-NUM_SIZES = 64  # files whose sizes a fingerprint contains
-_MAX_SIDE = 64
-_MAX_BYTES = 2**30
-_NUM_PROBES = 16
-_PROGRESS_EVERY = 2000
-
-
-def in_memory(
-    sources: dict[str, EncodedSource], skip_bad: bool, progress: Progress | None
-) -> tuple[tuple[int, int, int] | None, list[PixelSource]]:
-    """Height, width and channels of the pictures of all splits if they are small, of one size and few enough to keep in
-    memory; and the decoded splits, none where pictures that cannot be read are to be skipped."""
-    form = _common_form(sources.values())
-    decoded, is_whole = [], True
-    for split, source in sources.items() if form is not None else ():
-        assert form is not None
-        pixels = np.zeros((len(source), *form), np.uint8)
-        for sample in range(len(source)):
-            try:
-                image = source.load(sample)
-            except BadImage as reason:
-                if not skip_bad:
-                    raise refusal(reason, source) from None
-                is_whole = False  # the others still tell whether all have one size, wherever the bad one lies
-                continue
-            if image.size != (form[1], form[0]):
-                return None, []
-            pixels[sample] = np.asarray(in_channels(image, form[2])).reshape(form)
-            if progress and (sample % _PROGRESS_EVERY == 0 or sample == len(source) - 1):
-                progress(f"decoding the {split} pictures", sample + 1, len(source))
-        decoded.append(PixelSource(pixels, source.labels, source.name))
-    return form, decoded if is_whole else []
-
-
-def _common_form(sources: Collection[EncodedSource]) -> tuple[int, int, int] | None:
-    """Height, width and channels by a few pictures of each source; None where they differ or are too large."""
-    sizes, modes = set(), set()
-    for source in sources:
-        for sample in spread(len(source), _NUM_PROBES):
-            with suppress(BadImage):
-                width, height = source.open(sample).size
-                if max(width, height) > _MAX_SIDE:
-                    return None
-                modes.add(source.load(sample).mode)
-                sizes.add((height, width))
-    if len(sizes) != 1:
-        return None
-    form = *sizes.pop(), 1 if modes == {"L"} else 3
-    return form if sum(map(len, sources)) * math.prod(form) <= _MAX_BYTES else None
-
-
 def refusal(bad: BadImage, source: Source) -> ConvoyError:
     """The error for a picture that cannot be read when bad ones are not to be skipped."""
     skip = "set data.bad_images=skip (--bad-images skip); convoy data PATH --check names all of them"
     return ConvoyError(f"{bad}: {source.mend}, or {skip}")
+
+
+@dataclass
+class Opened:
+    """The sources in the files of a format."""
+
+    name: str
+    classes: list[str]  # by label; empty where the format only numbers them
+    train: Source
+    test: Source | None = None
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
+    short_side: int | None = field(default=None, kw_only=True)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn a failure of the operating system, or damage that gzip finds, into a ConvoyError that names the file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise ConvoyError(f"{shown(path)} is missing: the data set is incomplete, fetch or unpack it again") from None
+    except PermissionError:
+        raise ConvoyError(f"{shown(path)} may not be read: give yourself permission (chmod u+r)") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        reason = printable(str(error))
+        raise ConvoyError(f"{shown(path)} is cut off or is no gzip file ({reason}): fetch it again") from None
+    except OSError as error:
+        raise ConvoyError(f"{shown(path)} cannot be read: {error.strerror or error}") from None
+
+
+def shown(path: Path) -> str:
+    """A path for a message, control characters escaped."""
+    return printable(str(path))
+
+
+_WORDS = {
+    "train": ("train", "training", "trn"),
+    "val": ("val", "valid", "validation", "dev", "eval", "evaluation", "holdout", "heldout"),
+    "test": ("test", "testing", "tst"),
+}
+_SPLITS = {
+    word + of + plural: split
+    for split, words in _WORDS.items()
+    for word in words
+    for of in ("", "data", "dataset", "set", "split", "image", "img", "picture", "photo", "sample", "folder", "dir")
+    for plural in ("", "s")
+}
+_WORD_ENDS = re.compile(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+")
+
+
+def split_of(name: str) -> str | None:
+    """train, val or test, by the words of a name in any case, alone or beside a noun, as in `seg_train` and `TestSet`;
+    None for a name without such a word, or with words of two splits."""
+    words = _WORD_ENDS.split(re.sub(r"(?i)(h[oe]ld)[\W_]+(?=out)", r"\1", name))
+    splits = {_SPLITS[word.lower()] for word in words if word.lower() in _SPLITS}
+    return splits.pop() if len(splits) == 1 else None
+
+
+def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], list[Path]]:
+    """The files with this suffix to train on and to test on, sorted by name, as the recipe or their names say; raises
+    ConvoyError if unclear. Files of `val` are preferred to those of `test`, whose labels are often withheld."""
+    if path.is_file():
+        return [path], []
+    paths = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.name.startswith("."))
+    if not paths:
+        raise ConvoyError(f"{shown(path)} holds no {suffix} file: set data.path to the folder of the shards")
+    if config.train is not None:
+        patterns = (config.train, config.test)
+        groups = [[entry for entry in paths if of and _matches(entry.relative_to(path), of)] for of in patterns]
+        for key, pattern, files in zip(("train", "test"), patterns, groups, strict=True):
+            if pattern and not files:
+                raise ConvoyError(f"data.{key}={pattern} is no {suffix} file below {shown(path)}")
+        return groups[0], groups[1]
+    splits: dict[str, list[Path]] = {}
+    for file in paths:
+        parts = map(split_of, reversed(file.relative_to(path).parts))
+        splits.setdefault(next(filter(None, parts), "none"), []).append(file)
+    if len(splits) == 1 and "none" in splits:
+        return paths, []
+    if "none" in splits:
+        raise ConvoyError(
+            f"{shown(splits['none'][0])} belongs to no split while other files of {shown(path)} do: "
+            "put train, val or test into its name, or move it away, or name the files to train on (--set data.train=…)"
+        )
+    if "train" not in splits:
+        raise ConvoyError(
+            f"{shown(path)} has no {suffix} file for training: put train into the names of its training files, or name "
+            "them (--set data.train=…)"
+        )
+    return splits["train"], splits.get("val") or splits.get("test", [])
+
+
+def _matches(file: Path, pattern: str) -> bool:
+    """Whether a file, or a folder that it lies in, has this name; `.` is any."""
+    return pattern == "." or any(part.match(pattern) for part in (file, *file.parents) if part.name)
+
+
+_MAX_CLASSES = 1_000_000
+
+
+def relabel(sources: Iterable[Source], classes: Sequence[str], all_classes: Sequence[str]) -> None:
+    """Give each source once the labels of its `classes` in `all_classes`."""
+    table = np.array([all_classes.index(name) for name in classes], np.int64)
+    for source in {id(source): source for source in sources}.values():
+        source.labels = table[source.labels]
+
+
+def check_labels(path: Path, contents: Opened) -> None:
+    """Name classes "0", "1", … up to the largest label to train on where the format names none, and refuse labels that
+    are no class, as where the test alone has them; the ConvoyError names the first sample."""
+    if not contents.classes:
+        largest_label = int(contents.train.labels.max())
+        if largest_label >= _MAX_CLASSES:
+            raise ConvoyError(f"{shown(path)} has label {largest_label}, out of range: classes are numbered from 0")
+        contents.classes = [str(number) for number in range(largest_label + 1)]
+    for source in filter(None, (contents.train, contents.test)):
+        bad_samples = np.flatnonzero((source.labels < 0) | (source.labels >= len(contents.classes)))
+        if len(bad_samples):
+            sample = int(bad_samples[0])
+            withheld = " (-1 marks a withheld label: use the validation split)" if source.labels[sample] == -1 else ""
+            raise ConvoyError(
+                f"{source.name(sample)} in {shown(path)} has label {source.labels[sample]}, out of range: the classes "
+                f"to train on are 0 to {len(contents.classes) - 1}{withheld}"
+            )

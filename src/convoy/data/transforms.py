@@ -15,22 +15,15 @@ from PIL import Image, ImageEnhance
 from torch import Tensor
 
 from convoy.data.config import AugmentConfig, MixConfig
-from convoy.data.decode import finish_picture, upright_size
+from convoy.data.decode import CropBox, finish_picture, least_size, upright_size
 from convoy.data.order import Purpose, keys, normals, uniforms
 from convoy.errors import ConvoyError
+from convoy.terminal import pip_install
 
 DEFAULT_PAD = 4
 DEFAULT_SCALE = (0.08, 1.0)
 DEFAULT_RATIO = (3 / 4, 4 / 3)
 _ATTEMPTS = 10
-
-CropBox = tuple[float, float, float, float]  # left, upper, right and lower end of a part of a picture
-
-
-def least_size(image_size: int, width: int, height: int, box: CropBox) -> tuple[int, int]:
-    """Width and height of a picture from which on the short side of a box of it has image_size pixels."""
-    factor = image_size / min(box[2] - box[0], box[3] - box[1])
-    return math.ceil(width * factor), math.ceil(height * factor)
 
 
 @dataclass(frozen=True)
@@ -129,7 +122,7 @@ class ColorAugment:
         if config.rand_augment and find_spec("kornia") is None:
             raise ConvoyError(
                 f"augment.rand_augment={config.rand_augment} needs kornia, which is not installed: "
-                "pip install 'convoy-nn[augment]'"
+                f"{pip_install('augment')}"
             )
 
     @property

@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, left_out, suffixes
-from convoy.data.files import Opened, reading, shards, shown
 from convoy.data.folder import MAX_PICTURE_BYTES
 from convoy.data.processes import SharedArray, SharedBytes
-from convoy.data.sources import NUM_SIZES, EncodedSource, Progress, spread
+from convoy.data.sources import NUM_SIZES, EncodedSource, Opened, Progress, reading, shards, shown, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 

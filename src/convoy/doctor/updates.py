@@ -8,9 +8,8 @@ from dataclasses import replace
 from statistics import fmean
 
 from convoy import resources
-from convoy.data.loader import batch_maker
+from convoy.data.loader import batch_maker, samples_ahead
 from convoy.data.sources import EncodedSource
-from convoy.data.workers import samples_ahead
 from convoy.doctor.diagnosis import WORTH_SAYING, Diagnosis
 from convoy.doctor.facts import Facts, Pictures, RankFacts
 from convoy.files import write_json

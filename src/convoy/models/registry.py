@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convoy.errors import ConvoyError
-from convoy.terminal import brief, did_you_mean
+from convoy.terminal import brief, did_you_mean, pip_install
 
 if TYPE_CHECKING:
     from torch import nn
@@ -111,7 +111,7 @@ def _table() -> Iterator[Registered]:
         ModelInfo("cifar-quick", "cuda-convnet's quick net (Krizhevsky, 2012)", SMALL, 10), "cifar_quick.CifarQuick", {}
     )
     two_columns = "AlexNet, two columns (Krizhevsky et al., 2012)"
-    yield Registered(ModelInfo("alexnet-2012", two_columns, PHOTOGRAPHS, 1000), "alexnet_2012.AlexNet2012", {})
+    yield Registered(ModelInfo("alexnet-2012", two_columns, PHOTOGRAPHS, 1000), "alexnet.AlexNet2012", {})
     yield from _both_sizes("alexnet", "AlexNet, one tower (Krizhevsky, 2014)", "alexnet.AlexNet")
     for depth in (11, 13, 16, 19):
         title = f"VGG-{depth} (Simonyan and Zisserman, 2014)"
@@ -153,7 +153,7 @@ def check_name(name: str, here: bool = True) -> None:
         raise ConvoyError(f"model {quoted} is incomplete: write timm:NAME, torchvision:NAME or package.module:factory")
     if origin in ("timm", "torchvision"):
         if here and not _is_installed(origin):
-            raise ConvoyError(f"models of {origin} need its extra: pip install 'convoy-nn[{origin}]'")
+            raise ConvoyError(f"models of {origin} need its extra: {pip_install(origin)}")
     elif origin.endswith(".py") or not all(part.isidentifier() for part in origin.split(".")):
         raise ConvoyError(f"model {quoted} names no module: write package.module:factory, with dots and without .py")
     elif here and not _is_installed(top := origin.partition(".")[0]):

@@ -1,9 +1,12 @@
-"""The planner's pages: why a plan is the fastest, and what machines that are not at hand would do (`--on`)."""
+"""The planner's pages: why a plan is the fastest, with its timeline and its network drawn layer by layer, and what
+machines that are not at hand would do (`--on`)."""
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, get_args
 
 from markupsafe import Markup
@@ -11,17 +14,20 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from convoy import units
 from convoy.files import to_json
+from convoy.graph.graph import Call, Graph
+from convoy.ops import OPERATIONS
 from convoy.planner.explanation import PARTS, Explanation, parts_of
+from convoy.planner.layers import Layer, busiest_ranks, stages_of_calls
 from convoy.planner.machines import Prediction
+from convoy.planner.search.prices import is_choosing
 from convoy.plans.explain import listed, some_ranks
 from convoy.plans.mesh import Mesh
 from convoy.plans.strategies import STRATEGIES
 from convoy.plans.timeline import ENGINE, Span, Stream, Task, Timeline
 from convoy.report import axes as ax
 from convoy.report import pages
-from convoy.report.network_drawing import NetworkDrawing
 from convoy.report.pages import Tile, data_uri
-from convoy.units import seconds, shape, size
+from convoy.units import extra, seconds, shape, size
 
 # The kinds of work, by their names in the style sheet, which has their colors.
 KINDS = {
@@ -208,3 +214,217 @@ def _picture(predictions: Sequence[Prediction]) -> str:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=min(3, len(predictions)), **ax.LEGEND)
     described = "Each line is a machine, the band is where nine in ten published values lie around such predictions."
     return pages.inline_svg(figure, "curve", "Images a second over devices", described)
+
+
+MOST_LANES = 8  # edges that would need more are left out
+_WIDTH, _TALL, _LOW, _GAP, _ROW = 216, 50, 28, 22, 26
+_SKIP, _MARGIN, _CHIP = 26, 10, 20
+# Heights of a drawing that is shown whole and of what is shown of others, and the space around it.
+_WHOLE, _SHOWN, _PADDING = 1300, 760, 12
+_BOLD, _LIGHT, _COST = 8.0, 7.2, 62  # width of a letter of a name, and of the seconds beside it
+
+
+@dataclass
+class LayerBox:
+    """A layer, with what follows it alone."""
+
+    number: int
+    calls: list[Call]  # the layer's first
+    before: list[int]  # boxes whose outputs it takes
+    depth: int  # row, counted from the input
+    stage: int
+    lane: int = 0  # column
+
+
+def _boxes_of(graph: Graph, stages: Sequence[int]) -> list[LayerBox]:
+    """The boxes of a network in their rows; none is in two of the `stages` of its calls."""
+    consumers = graph.consumers()
+    box_of: dict[str, int] = {}
+    boxes: list[LayerBox] = []
+    for call, stage in zip(graph.calls, stages, strict=True):
+        sources = [name for name in call.inputs if name in box_of]
+        before = list(dict.fromkeys(box_of[name] for name in sources))
+        box = boxes[before[0]] if len(sources) == 1 and OPERATIONS[call.op].follows else None
+        if box and len(consumers[sources[0]]) == 1 and sources[0] in box.calls[-1].outputs and box.stage == stage:
+            box.calls.append(call)
+        else:
+            depth = 1 + max((boxes[number].depth for number in before), default=-1)
+            boxes.append(box := LayerBox(len(boxes), [call], before, depth, stage))
+        box_of |= dict.fromkeys(call.outputs, box.number)
+    return boxes
+
+
+def _in_lanes(boxes: Sequence[LayerBox]) -> tuple[list[tuple[LayerBox, LayerBox, int]], int]:
+    """Give every box its lane, row by row, those that lie on the longest way first; the edges from box to box, each
+    with the lane in which it passes the rows between them, and how many lacked a lane."""
+    after: dict[int, list[LayerBox]] = defaultdict(list)
+    remaining, rows = [1] * len(boxes), defaultdict[int, list[LayerBox]](list)
+    for box in boxes:
+        rows[box.depth].append(box)
+        for number in box.before:
+            after[number].append(box)
+    for box in reversed(boxes):
+        remaining[box.number] += max((remaining[target.number] for target in after[box.number]), default=0)
+    passing: dict[tuple[int, int], int] = {}
+    omitted = 0
+    for depth in range(len(rows)):
+        occupied = {lane for (_, target), lane in passing.items() if boxes[target].depth > depth}
+
+        def free(lane: int, occupied: set[int] = occupied) -> int:
+            return next(place for place in range(lane, lane + len(occupied) + 1) if place not in occupied)
+
+        for box in sorted(rows[depth], key=lambda box: -remaining[box.number]):
+            lanes = sorted(passing.get((number, box.number), boxes[number].lane) for number in box.before)
+            box.lane = next((lane for lane in lanes if lane not in occupied), free(lanes[0] if lanes else 0))
+            occupied.add(box.lane)
+        for source in rows[depth - 1] if depth else ():
+            for target in after[source.number]:
+                if target.depth > depth and (lane := free(source.lane)) < MOST_LANES:
+                    passing[source.number, target.number] = lane
+                    occupied.add(lane)
+                else:
+                    omitted += target.depth > depth
+    edges = []
+    for source in boxes:
+        for target in after[source.number]:
+            pair = source.number, target.number
+            if pair in passing or target.depth == source.depth + 1:
+                edges.append((source, target, passing.get(pair, target.lane)))
+    return edges, omitted
+
+
+class NetworkDrawing:
+    """A plan's network for `plan.html.jinja`: a group for every box, whose title says what the box costs."""
+
+    def __init__(self, answer: Explanation) -> None:
+        self._answer = answer
+        self._placement = placement = answer.scored.placement
+        self._ranks = busiest_ranks(answer.scored)
+        self._strategies = {placed.call.name: placed.strategy for placed in placement.calls if is_choosing(placed.call)}
+        boxes = _boxes_of(placement.graph, stages_of_calls(answer.scored))
+        edges, self.omitted = _in_lanes(boxes)
+        heights: dict[int, int] = {}
+        for box in boxes:
+            heights[box.depth] = max(heights.get(box.depth, 0), self._height(box))
+        # where each row begins, and where the last one ends, in pixels
+        self._tops = [_MARGIN, *(_MARGIN + end for end in accumulate(heights[row] + _ROW for row in sorted(heights)))]
+        self._tops[-1] -= _ROW if heights else 0
+        boxed = {box.lane for box in boxes}
+        lanes = range(1 + max([*boxed, *(lane for _, _, lane in edges)], default=0))
+        widths = [_WIDTH if lane in boxed else _SKIP for lane in lanes]
+        lefts = [_MARGIN, *(_MARGIN + right for right in accumulate(width + _GAP for width in widths))]
+        self._middles = [left + width / 2 for left, width in zip(lefts, widths, strict=False)]
+        self.width, self.height = lefts[-1], self._tops[-1] + _MARGIN
+        self.edges = [self._edge(*edge) for edge in edges]
+        self.boxes = self._drawn(boxes)
+
+    @property
+    def canvas(self) -> int | None:
+        """Pixels of the drawing that are shown at once, up to between two rows; None where all of it is."""
+        if self._tops[-1] <= _WHOLE:
+            return None
+        return _PADDING + max(top for top in self._tops if top <= _SHOWN) - 4
+
+    def _height(self, box: LayerBox) -> int:
+        return _TALL if any(call.name in self._strategies for call in box.calls) else _LOW
+
+    def _edge(self, source: LayerBox, target: LayerBox, lane: int) -> dict[str, Any]:
+        """A line from box to box, with what is sent over it where a cut is between them."""
+        x, y = self._middles[source.lane], float(self._tops[source.depth] + self._height(source))
+        to, via, end = self._middles[target.lane], self._middles[lane], float(self._tops[target.depth])
+        path, label = [f"M{x:g} {y:g}"], (to, end - 9)
+        if target.depth > source.depth + 1:
+            below, above = self._tops[source.depth + 1], self._tops[target.depth] - _ROW
+            if via != x:
+                path.append(f"V{below - _ROW:g}C{x:g} {below - 8:g} {via:g} {below - _ROW + 8:g} {via:g} {below + 6:g}")
+            path.append(f"V{above:g}")
+            x, y, label = via, above, (via, (below + above) / 2)
+        if to != x:
+            start = max(y, end - _ROW)
+            path.append(f"V{start:g}C{x:g} {end - 8:g} {to:g} {start + 8:g} {to:g} {end:g}")
+        else:
+            path.append(f"V{end:g}")
+        inputs = {name for call in target.calls for name in call.inputs}
+        names = dict.fromkeys(name for call in source.calls for name in call.outputs if name in inputs)
+        sent = sum(self._placement.local_bytes(name, self._ranks[source.stage]) for name in names)  # in a pass
+        stages = f"stage {source.stage + 1} to stage {target.stage + 1}" if source.stage != target.stage else ""
+        place = {"x": f"{label[0] + 6:g}", "y": f"{label[1]:g}"}
+        return {"path": "".join(path), "stages": stages, "sent": size(sent), **place}
+
+    def _drawn(self, boxes: Sequence[LayerBox]) -> list[dict[str, Any]]:
+        """What a box costs is that of the layers that no box before it has."""
+        computes: dict[str, float] = defaultdict(float)
+        for span in self._answer.scored.timeline.spans:  # ranks of several stages have no calls in common
+            if span.task.rank in self._ranks and span.task.kind in ("forward", "backward"):
+                computes[span.task.name] += span.end - span.start
+        unseen = {layer.layer: layer for layer in self._answer.layers}
+        drawn_boxes = []
+        for box in boxes:
+            names = dict.fromkeys(call.layer for call in box.calls)
+            layers = [unseen.pop(name) for name in names if name in unseen]
+            computes_s = sum(computes[call.name] for call in box.calls) + sum(layer.copies_s for layer in layers)
+            drawn_boxes.append(self._box(box, layers, computes_s))
+        most = max((row["spent"] for row in drawn_boxes), default=0.0) or 1.0
+        for row in drawn_boxes:
+            full, waits = (_WIDTH * row[name] / most for name in ("spent", "waits"))
+            row["bar"], row["waiting"] = f"{full - waits:.1f}", f"{waits:.1f}" if waits >= 0.5 else ""
+        return drawn_boxes
+
+    def _box(self, box: LayerBox, layers: Sequence[Layer], computes_s: float) -> dict[str, Any]:
+        mesh = self._placement.mesh
+        main = next((call for call in box.calls if call.name in self._strategies), box.calls[0])
+        strategy = self._strategies.get(main.name, ())
+        strategies, height, name = mesh.beside_stages(strategy), self._height(box), main.layer or main.name or main.op
+        gives = box.calls[-1].outputs
+        shape_text = shape(self._placement.local_shape(gives[0], self._ranks[box.stage])) if gives else ""
+        waits_s = sum(layer.exposed_s for layer in layers)
+        chips = [("stage", str(box.stage + 1))] if len(self._ranks) > 1 else []
+        chips += [(kind, STRATEGIES[kind].letter) for kind in strategies]
+        left = 11 + len(chips) * (_CHIP + 3) if chips else 10
+        room = (_WIDTH - left - 8) / _BOLD if height == _TALL else (_WIDTH - left - _COST) / _LIGHT
+        facts = self._facts(box, layers, strategies, shape_text) | {"computes": seconds(computes_s)}
+        if self._answer.planned.devices > 1:
+            facts |= {"waits": seconds(waits_s), "sends": size(sum(layer.sent_bytes for layer in layers))}
+        held = sum(layer.parameter_bytes for layer in layers)
+        facts["parameters"] = size(held) if held else ""
+        if best := next((layer.next_best for layer in layers if layer.strategy and layer.next_best is not None), None):
+            facts["next best"] = f"{','.join(mesh.beside_stages(best.strategy))}, {extra(best.extra_s)} an update"
+        return {
+            "look": strategies[0] if strategies else "stage" if strategy else "follows",
+            "tall": height == _TALL,
+            "height": height,
+            "x": f"{self._middles[box.lane] - _WIDTH / 2:g}",
+            "y": self._tops[box.depth],
+            "title": "\n".join([name, *(f"{key}: {fact}" for key, fact in facts.items() if fact)]),
+            "chips": [(kind, letter, 6 + number * (_CHIP + 3)) for number, (kind, letter) in enumerate(chips)],
+            "left": left,
+            "name": _name_in(name, "" if strategy else _verb(main), int(room)),
+            "shape": shape_text,
+            "spent": computes_s + waits_s,
+            "waits": waits_s,
+        }
+
+    def _facts(self, box: LayerBox, layers: Sequence[Layer], strategies: Sequence[str], gives: str) -> dict[str, str]:
+        mesh = self._placement.mesh
+        axes = zip(strategies, mesh.beside_stages(mesh.names), strict=False)
+        follows = [f"{call.layer or call.name} ({call.op})" for call in box.calls[1:]]
+        return {
+            "stage": f"{box.stage + 1} of {len(self._ranks)}" if len(self._ranks) > 1 else "",
+            "strategy": ", ".join(name if name == axis else f"{name} on {axis}" for name, axis in axes),
+            "work": box.calls[0].op,
+            "with it": f"{', '.join(follows[:6])}{' …' if len(follows) > 6 else ''}",
+            "takes on this rank": shape(layers[0].takes) if layers else "",
+            "gives on this rank": gives,
+        }
+
+
+def _name_in(name: str, verb: str, most: int) -> str:
+    """A name in so many letters: with what is done, where there is room, and else with its end, which says most."""
+    if verb and not name.endswith(verb) and len(name) + len(verb) + 3 <= most:
+        return f"{name} · {verb}"
+    return name if len(name) <= most else f"…{name[-(most - 1) :]}"
+
+
+def _verb(call: Call) -> str:
+    word = getattr(call.function, "__name__", "").strip("_") if call.op in ("elementwise", "opaque") else call.op
+    return {"iadd": "add", "radd": "add", "imul": "mul", "rmul": "mul"}.get(word, word) or call.op

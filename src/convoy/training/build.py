@@ -13,7 +13,7 @@ from convoy import models
 from convoy.comm.collectives import Group, by_way_of_host
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet
-from convoy.data.sources import PixelSource
+from convoy.data.pixels import PixelSource
 from convoy.engine import Probe, probe
 from convoy.engine.coupling import coupled, coupled_in_training, coupling, microbatch_sizes
 from convoy.engine.deferred import deferred

@@ -20,11 +20,10 @@ from convoy.checkpoint.store import CheckpointStore, read_checkpoint
 from convoy.comm.ranks import Ranks
 from convoy.data import BadImage, DataConfig, DataSet, Normalize, open_data
 from convoy.data.batch import evaluation_pixels
-from convoy.data.decode import finish_picture, in_channels, open_picture, suffixes
-from convoy.data.files import relabel
+from convoy.data.decode import Turbo, finish_picture, in_channels, open_picture, suffixes, turbo_lacks
 from convoy.data.folder import picture_bytes
+from convoy.data.sources import relabel
 from convoy.data.transforms import Geometry
-from convoy.data.turbo import Turbo, missing
 from convoy.engine.coupling import graph_of
 from convoy.errors import ConvoyError
 from convoy.models.factory import check_own
@@ -55,7 +54,7 @@ class Transform:
         self._geometry = Geometry(network_input.image_size, network_input.resize, augment)
         self._normalize = Normalize(network_input.mean, network_input.std)
         method = augment.interpolation or "bilinear"
-        has_turbo = config.decoder == "turbo" and not missing()
+        has_turbo = config.decoder == "turbo" and not turbo_lacks()
         self._turbo = Turbo(network_input.image_size, network_input.channels, method) if has_turbo else None
 
     def __call__(self, picture: Picture) -> Tensor:

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from convoy.comm.ranks import Ranks
 from convoy.data import BadImage, Normalize
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, reason
 from convoy.files import write_atomically
-from convoy.models.libraries import reason
 from convoy.resources import own_cores
+from convoy.terminal import pip_install
 from convoy.training.classification import heads
 from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.restore import TrainedRun
@@ -218,8 +218,8 @@ def _onnx(run: TrainedRun, images: Tensor, notes: Notes) -> Exported:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ConvoyError(
-            f"ONNX export needs {error.name or 'onnx'}: pip install 'convoy-nn[onnx]', or write a program of "
-            "torch.export by --torch-export"
+            f"ONNX export needs {error.name or 'onnx'}: {pip_install('onnx')}, or write a program of torch.export by "
+            "--torch-export"
         ) from error
     try:
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns that torchvision's operators are absent

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from convoy.data import Batch, DataConfig, Order, open_data, training_batches, workers
-from convoy.data.workers import Buffers
+from convoy.data import Batch, DataConfig, Order, loader, open_data, training_batches
+from convoy.data.loader import Buffers
 from convoy.errors import MachineError
 from data.made import same, trained
 
@@ -54,7 +54,7 @@ def test_batches_in_pieces_are_the_same_for_any_number_of_workers(
 ) -> None:
     plain = trained(section(photos, 0), num=7, batch=40)
     for ahead in (512, 1):
-        monkeypatch.setattr(workers, "_SAMPLES_AHEAD", ahead)
+        monkeypatch.setattr(loader, "_SAMPLES_AHEAD", ahead)
         assert same(trained(section(photos, 3), num=7, batch=40), plain)
     before = left()
     assert same(trained(section(photos, 2), num=2, batch=40), plain[:2])
