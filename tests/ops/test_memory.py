@@ -13,7 +13,7 @@ from convoy.models import create
 from convoy.ops.convolution import weighted
 from convoy.ops.memory import predict_memory
 from convoy.ops.postponed import PostponedGradients
-from convoy.planner import workload_of
+from convoy.planner.workload import workload_of
 from convoy.plans.plan import Plan
 from kept import kept_bytes
 from plans.made_graph import placed, same_net, small_net

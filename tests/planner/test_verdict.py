@@ -8,13 +8,13 @@ import torch
 
 from convoy.hardware.catalog import Hop
 from convoy.models import create
-from convoy.planner import Planned, score, workload_of
-from convoy.planner.cost.costs import Costs, HostCost, Times
-from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.costs import Costs, HostCost, Times, Update
 from convoy.planner.cost.link import assumed
 from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.explanation import Explanation
+from convoy.planner.planner import Planned, score
 from convoy.planner.text import explanation_text
+from convoy.planner.workload import workload_of
 from convoy.plans.plan import Plan
 
 BATCH = 32

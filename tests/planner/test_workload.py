@@ -8,7 +8,6 @@ import torch
 
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
-from convoy.planner import Planned, workload_of
 from convoy.planner.comparison import (
     GRADIENTS,
     Both,
@@ -22,7 +21,8 @@ from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.prediction import RankMemory, Scored
 from convoy.planner.cost.simulation import simulate
 from convoy.planner.measured import Measurements
-from convoy.planner.planner import _raced
+from convoy.planner.planner import Planned, _raced
+from convoy.planner.workload import workload_of
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import PARTS, LayerSeconds, Summary, Task
 from planner.test_verdict import costs, explain, with_delay

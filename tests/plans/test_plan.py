@@ -9,8 +9,7 @@ import pytest
 
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
-from convoy.plans.plan import Plan, plan_text
-from convoy.plans.strategies import STRATEGIES, WORDS
+from convoy.plans.plan import STRATEGIES, WORDS, Plan, plan_text
 
 MIXED = """
 mesh: {node: 2, gpu: 3}

@@ -7,10 +7,11 @@ from torch import nn
 
 from convoy.hardware.catalog import Hop
 from convoy.models import create
-from convoy.planner import Planned, score, workload_of
 from convoy.planner.cost.costs import Costs, Times
 from convoy.planner.cost.link import assumed
 from convoy.planner.explanation import Explanation
+from convoy.planner.planner import Planned, score
+from convoy.planner.workload import workload_of
 from convoy.plans.plan import Plan
 from convoy.report.plan_page import plan_page
 

@@ -11,9 +11,9 @@ from convoy.comm.ranks import Ranks
 from convoy.data import open_data
 from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
-from convoy.planner import Question, make_plan
 from convoy.planner.cost.prediction import Scored
-from convoy.planner.cost.store import ProfileStore
+from convoy.planner.planner import Question, make_plan
+from convoy.planner.store import ProfileStore
 from convoy.plans.plan import Plan, plan_text
 from convoy.training.division import text as text_of
 from convoy.training.precision import set_numerics

@@ -16,15 +16,17 @@ from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.errors import ConvoyError
 from convoy.files import finite
-from convoy.planner import Planned, Question, Workload, make_plan
 from convoy.planner.cost.costs import HostCost
-from convoy.planner.cost.pipeline import Staging
-from convoy.planner.cost.store import ProfileStore
+from convoy.planner.cost.step import Staging
 from convoy.planner.explanation import Explanation
 from convoy.planner.interface import race
-from convoy.planner.text import explanation_text, trace
+from convoy.planner.planner import Planned, Question, make_plan
+from convoy.planner.store import ProfileStore
+from convoy.planner.text import explanation_text
+from convoy.planner.workload import Workload
 from convoy.plans.fit import check_patterns
 from convoy.plans.place import COMPUTE, sample_axes
+from convoy.plans.timeline import trace
 from convoy.progress import ConsoleReporter
 from convoy.report.plan_page import plan_page
 from convoy.terminal import Console

@@ -18,7 +18,7 @@ from torch import nn
 
 from convoy.errors import ConvoyError
 from convoy.failure import INSTALLED
-from convoy.graph.given import unwrapped
+from convoy.graph.capture import unwrapped
 from convoy.models.heads import classifier_names, first_convolution
 from convoy.models.libraries import Timm, Torchvision, called, parameters, reason, takes
 from convoy.models.registry import REGISTRY, ModelInfo, Registered, UnknownOptionError, check_name

@@ -14,10 +14,9 @@ from convoy.planner.cost.step import ADDING
 from convoy.planner.planner import Planned
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import AXIS_STRATEGIES, Strategy, is_choosing
-from convoy.plans.explain import StageRow, rows_of_stages
 from convoy.plans.mesh import ranks_of
 from convoy.plans.place import PlacedCall
-from convoy.plans.traffic import cut_traffic, gradient_traffic, transfer_traffic
+from convoy.plans.traffic import StageRow, cut_traffic, gradient_traffic, rows_of_stages, transfer_traffic
 
 _PREDICTIONS = 30  # strategies that are tried one by one, where no search says what they would cost
 _COMPUTING = ("forward", "backward", "copy")

@@ -17,9 +17,8 @@ from convoy.launch.host import HostWatch, beside_others
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.link import Links
-from convoy.planner.cost.pipeline import Staging
-from convoy.planner.cost.prediction import Scored, most, rank_memory, scored
-from convoy.planner.cost.store import ProfileStore, device_memory
+from convoy.planner.cost.prediction import Scored, most, nothing_fits, rank_memory, scored
+from convoy.planner.cost.step import Staging
 from convoy.planner.measured import (
     ASSUMED_LINKS,
     LONGEST,
@@ -31,12 +30,11 @@ from convoy.planner.measured import (
     jobs_for,
     plan_job,
 )
-from convoy.planner.remembered import remember, unlike_runs
 from convoy.planner.search.layers import Constraints, Layers
-from convoy.planner.search.memory import nothing_fits
 from convoy.planner.search.prices import meshes as meshes_of
 from convoy.planner.search.search import SearchResult, search
 from convoy.planner.search.stages import in_best_passes, search_stages
+from convoy.planner.store import ProfileStore, device_memory, remember, unlike_runs
 from convoy.planner.workload import Workload, memory_of_updates
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.place import sample_axes

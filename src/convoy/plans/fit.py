@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
-from convoy.plans.plan import Plan, strategies_on
-from convoy.plans.strategies import STRATEGIES, of_layer, strategy_error
+from convoy.plans.plan import STRATEGIES, Plan, of_layer, strategies_on, strategy_error
 from convoy.terminal import brief, did_you_mean
 from convoy.units import plural
 

@@ -11,7 +11,7 @@ from convoy.ops import OPERATIONS
 from convoy.planner.explanation import Explanation
 from convoy.planner.layers import Layer, busiest_ranks, stages_of_calls
 from convoy.planner.search.prices import is_choosing
-from convoy.plans.strategies import STRATEGIES
+from convoy.plans.plan import STRATEGIES
 from convoy.units import extra, seconds, shape, size
 
 MOST_LANES = 8  # edges that would need more are left out

@@ -13,10 +13,10 @@ from convoy import units
 from convoy.files import to_json
 from convoy.planner.explanation import PARTS, Explanation, parts_of
 from convoy.planner.machines import Prediction
-from convoy.plans.explain import listed, some_ranks
 from convoy.plans.mesh import Mesh
-from convoy.plans.strategies import STRATEGIES
+from convoy.plans.plan import STRATEGIES
 from convoy.plans.timeline import ENGINE, Span, Stream, Task, Timeline
+from convoy.plans.traffic import listed, some_ranks
 from convoy.report import axes as ax
 from convoy.report import pages
 from convoy.report.network_drawing import NetworkDrawing

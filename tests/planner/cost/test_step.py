@@ -15,12 +15,11 @@ from convoy.graph.graph import Graph
 from convoy.ops.memory import predict_memory
 from convoy.planner.cost import step
 from convoy.planner.cost.additive import Additive
-from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times
-from convoy.planner.cost.gradients import Update, exchange, weights_of
+from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times, Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp, local_op
 from convoy.planner.cost.prediction import predict, rank_memory
-from convoy.planner.cost.program import internal_messages, program, running_statistics
+from convoy.planner.cost.program import exchange, internal_messages, program, running_statistics, weights_of
 from convoy.planner.cost.step import step_tasks
 from convoy.plans.buckets import Sizes
 from convoy.plans.place import Placement

@@ -3,15 +3,17 @@
 from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
+from convoy.errors import TooLargeError
 from convoy.ops.memory import predict_memory
 from convoy.ops.postponed import postpones
+from convoy.ops.recompute import kept_by, with_recomputed
 from convoy.planner.cost.costs import Costs, HostCost
-from convoy.planner.cost.gradients import gradient_axes, held_bytes, weights_of
 from convoy.planner.cost.local_op import local_bytes
-from convoy.planner.cost.pipeline import Staging
+from convoy.planner.cost.program import gradient_axes, held_bytes, weights_of
 from convoy.planner.cost.simulation import simulate
-from convoy.planner.cost.step import samples_of, step_tasks
+from convoy.planner.cost.step import Staging, samples_of, step_tasks
 from convoy.plans.mesh import ranks_of
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.plan import Plan
@@ -19,6 +21,7 @@ from convoy.plans.schedule import returning
 from convoy.plans.stages import Crossing
 from convoy.plans.timeline import Timeline
 from convoy.plans.traffic import needs_gradient
+from convoy.units import size
 
 
 @dataclass(frozen=True)
@@ -184,3 +187,43 @@ def scored(plan: Plan, placement: Placement, costs: Costs, passes: int = 1, stag
         of_stages.setdefault(plan.mesh.stage_of(rank), []).append(of_rank)
     by_stage = tuple(most(of_stages[stage]) for stage in sorted(of_stages))
     return Scored(plan, placement, timeline, most(memory), passes, staging, by_stage)
+
+
+def nothing_fits(
+    placement: Placement,
+    costs: Costs,
+    needed: float,
+    limit: float,
+    what: str = "no plan fits: the smallest",
+    staging: Staging | None = None,
+) -> TooLargeError:
+    """The error for where even the smallest plan is too large."""
+    layers = defaultdict[str, float](float)
+    outputs: dict[str, int] = {}  # several layers may keep the same one
+    mesh, values, parameters = placement.mesh, placement.graph.values, 0.0
+    origin = (0,) * len(mesh.sizes)
+    for placed in placement.calls:
+        weights = [name for name in placed.call.inputs if values[name].origin == "parameter"]
+        held = (2 + costs.update.state) * sum(local_bytes(placement, name, 0) for name in weights)
+        parameters += held
+        layers[placed.call.layer] += held
+        for tensor in kept_by(placed, placement):
+            if values[tensor.value].origin in ("call", "input"):
+                num_bytes = tensor.itemsize * prod(tensor.layout.local_shape(values[tensor.value].shape, mesh, origin))
+                outputs[tensor.value] = max(num_bytes, outputs.get(tensor.value, 0))
+                layers[placed.call.layer] += num_bytes
+    largest = max(layers, key=lambda layer: layers[layer])
+    name = f"layer {largest}" if largest else "what the network itself computes"
+    parts = ""
+    if mesh.stage_axis is None:  # else a device has some of the layers
+        of_calls, of_parameters = size(sum(outputs.values())), size(int(parameters))
+        parts = f" ({of_calls} for outputs of {len(outputs)} calls, {of_parameters} for parameters and gradients)"
+    again = most(rank_memory(with_recomputed(placement, True), costs, staging)).total
+    recompute = f"; with --recompute it needs {size(int(again))}" if again <= limit else ""
+    more = "more devices" if mesh.stage_axis is None else "more stages on more devices"
+    return TooLargeError(
+        f"{what} needs {size(int(needed))} on a device{parts}, {size(int(needed - limit))} more than the "
+        f"{size(int(limit))} there are; {name} takes most, {size(int(layers[largest]))}: use {more}, smaller "
+        f"microbatches, smaller images, or a larger --memory-limit if the devices have more{recompute}",
+        needed,
+    )

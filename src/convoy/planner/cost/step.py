@@ -1,22 +1,84 @@
 """From a placement to the tasks of a weight update: what each rank computes and sends, in its order.
 
-Of ranks that do the same, the tasks of one stand for all. A network that is not divided into stages is one stage.
+Of ranks that do the same, the tasks of one stand for all. A network that is not divided into stages is one stage; else
+its `Staging` says through which stages the passes go.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, count
 
+from convoy.graph.graph import Graph
+from convoy.ops import work
 from convoy.planner.cost.costs import Costs, HostCost, Times
-from convoy.planner.cost.gradients import GradientMessage, exchange, weights_of
 from convoy.planner.cost.link import Message
 from convoy.planner.cost.local_op import graph_facts, local_bytes
-from convoy.planner.cost.pipeline import Staging, in_order
-from convoy.planner.cost.program import Item, copied, joined, parameter_bytes, program, running_statistics
+from convoy.planner.cost.program import (
+    GradientMessage,
+    Item,
+    copied,
+    exchange,
+    joined,
+    parameter_bytes,
+    program,
+    running_statistics,
+    weights_of,
+)
 from convoy.planner.cost.simulation import rank_classes
-from convoy.plans.mesh import Axes, ranks_of
+from convoy.plans.mesh import Axes, Mesh, ranks_of
 from convoy.plans.place import Placement
-from convoy.plans.stages import Crossing
+from convoy.plans.plan import Plan
+from convoy.plans.schedule import Schedule, in_flight, in_order
+from convoy.plans.stages import Crossing, StagedGraph, Stages
 from convoy.plans.timeline import ENGINE, Kind, Stream, Task
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A network in stages, and the passes that go through them."""
+
+    mesh: Mesh  # with an axis of stages
+    staged: StagedGraph  # with the stage of every call
+    samples: tuple[int, ...]  # of every pass of an update
+    schedule: Schedule = "1f1b"
+
+    @staticmethod
+    def of(plan: Plan, graph: Graph, outputs: Sequence[str], samples: Sequence[int]) -> "Staging | None":
+        """The staging of a plan; None where it has no axis `stage`. The graph has the samples of the largest pass. A
+        network that cannot be cut so is a ConvoyError."""
+        axis = plan.mesh.stage_axis
+        if axis is None:
+            return None
+        number = plan.mesh.sizes[axis]
+        stages = Stages.of(graph, number, plan.stages, work(graph))
+        stages.owners(graph)
+        return Staging(plan.mesh, StagedGraph(graph, tuple(outputs), stages.of_calls(graph), number), tuple(samples))
+
+    def scheduled(self, schedule: Schedule) -> "Staging":
+        """The same in another order."""
+        return replace(self, schedule=schedule)
+
+    @property
+    def axis(self) -> int:
+        """Position of the stages' axis in the mesh."""
+        assert self.mesh.stage_axis is not None
+        return self.mesh.stage_axis
+
+    @property
+    def number(self) -> int:
+        """How many stages there are."""
+        return self.staged.number
+
+    def peer(self, rank: int, stage: int) -> int:
+        """The rank of another stage with which a rank exchanges what crosses between them."""
+        place = list(self.mesh.coordinates(rank))
+        place[self.axis] = stage
+        return self.mesh.rank(place)
+
+    def in_flight(self, stage: int) -> int:
+        """Passes whose activations a stage keeps at once, at most."""
+        return in_flight(self.schedule, len(self.samples), stage, self.number)
+
 
 ADDING = "add to earlier passes"  # the name of adding up the gradients of all layers, which is the work of none
 # What costs know of the slowest rank, or of none in particular, and what no CUDA graph replays
