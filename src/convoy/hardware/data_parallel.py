@@ -1,5 +1,5 @@
-"""Data parallelism of a network on a machine that is not at hand, in closed form: rings add gradients beside the backward
-pass.
+"""Data parallelism of a network on a machine that is not at hand, in closed form: rings add gradients beside the
+backward pass.
 
 What that costs is counted by the bytes that pass each link (Thakur, Rabenseifner and Gropp, 2005; Patarasuk and Yuan,
 2009); factors near 1 on these counts are fitted to published measurements (`coefficients.json`), with the older ways of

@@ -97,12 +97,12 @@ class Additive:
         link = self.costs.link(mesh, axes)
         if size < self._sizes.alone:  # it travels with others, of whose message it pays its part
             seconds = link.all_reduce(self._sizes.bucket) * size / self._sizes.bucket
-            copies = 2 * self._times(copied(size)).forward
+            copy = self._times(copied(size)).forward
         else:
-            seconds, copies = link.all_reduce(size), 0.0
+            seconds, copy = link.all_reduce(size), 0.0
         if link.overlap:
             seconds *= link.cpu_share + (1 - link.cpu_share) * _SHOWN
-        return seconds + copies + self.costs.per_parameter
+        return seconds + copy + self.costs.per_parameter
 
     def _times(self, op: LocalOp) -> Times:
         times = self.costs.time(op)

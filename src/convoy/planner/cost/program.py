@@ -261,8 +261,7 @@ class GradientMessage(Message):
 
     layer: str  # the first of those whose gradients are in it
     parameters: tuple[str, ...]  # none in a message that only counts users
-    # bytes that each rank copies into it and out of it again; 0 where the gradient itself is sent
-    copied: tuple[int, ...]
+    copied: tuple[int, ...]  # bytes that each rank copies into it; 0 where the gradient itself is sent
 
     @property
     def name(self) -> str:

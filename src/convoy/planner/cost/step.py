@@ -335,7 +335,11 @@ class _Builder:
     def _start(self, place: int) -> None:
         """Send the gradients that are ready after an item, those that travel beside the computation."""
         for message in self.stage.starts.get(place, ()):
-            self._copy(message)
+            # gradients are copied into their message, and stay in its memory
+            sizes = [message.copied[rank] for rank in self.ranks]
+            copies = [self.costs.time(copied(size)) if size else Times() for size in sizes]
+            seconds = [(of_rank.forward, of_rank.host_forward) for of_rank in copies]
+            self._compute("copy", message.layer, message.name, seconds)
             beside = self.costs.link(self.mesh, message.axes).overlap
             name = message.layer, message.name
             tasks = self._collective(message, "gradients", *name, blocks=False) if beside else None
@@ -353,15 +357,6 @@ class _Builder:
             count = len(message.parameters)
             engine = self.costs.per_parameter * count, self.costs.host_per_parameter * count
             self._compute("copy", message.layer, message.name, [engine] * len(self.ranks))
-            self._copy(message)
-
-    def _copy(self, message: GradientMessage) -> None:
-        """Copies of gradients into their message, or out of it."""
-        sizes = [message.copied[rank] for rank in self.ranks]
-        times = [self.costs.time(copied(size)) if size else Times() for size in sizes]
-        self._compute(
-            "copy", message.layer, message.name, [(of_rank.forward, of_rank.host_forward) for of_rank in times]
-        )
 
     def _add_to_earlier_passes(self) -> None:
         times = [self.costs.time(copied(self.stage.exchange.held[rank], 2)) for rank in self.ranks]
