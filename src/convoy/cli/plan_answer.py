@@ -18,11 +18,10 @@ from convoy.errors import ConvoyError
 from convoy.files import finite
 from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.step import Staging
-from convoy.planner.explanation import Explanation
+from convoy.planner.explanation import Explanation, explanation_text
 from convoy.planner.interface import race
 from convoy.planner.planner import Planned, Question, make_plan
 from convoy.planner.store import ProfileStore
-from convoy.planner.text import explanation_text
 from convoy.planner.workload import Workload
 from convoy.plans.fit import check_patterns
 from convoy.plans.place import COMPUTE, sample_axes

@@ -279,6 +279,13 @@ def _of_line(text: str) -> Plan:
                 "sample=2,filter=2, or name a YAML file"
             )
         strategy, size = match.groups()
+        layer, _, of_one = strategy.rpartition(":")
+        if layer and of_one in STRATEGIES:
+            raise ConvoyError(
+                f"plan {show(text)!r}: in one line all layers have the same strategies: for {show(layer)} write YAML, "
+                f"`mesh: {{gpu: 2}}` and below it `layers:` with `{show(layer)}: {{gpu: {of_one}}}` and "
+                "`'*': {gpu: sample}` (convoy plan NET lists the layers)"
+            )
         if strategy not in WORDS:
             raise ConvoyError(f"plan {show(text)!r}: {strategy_error(strategy, WORDS)}")
         strategies.append(strategy)

@@ -11,7 +11,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from convoy import units
 from convoy.files import to_json
-from convoy.planner.explanation import PARTS, Explanation, parts_of
+from convoy.planner.explanation import Explanation
+from convoy.planner.layers import PARTS, parts_of
 from convoy.planner.machines import Prediction
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import STRATEGIES

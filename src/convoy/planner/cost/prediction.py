@@ -10,7 +10,6 @@ from convoy.ops.memory import predict_memory
 from convoy.ops.postponed import postpones
 from convoy.ops.recompute import kept_by, with_recomputed
 from convoy.planner.cost.costs import Costs, HostCost
-from convoy.planner.cost.local_op import local_bytes
 from convoy.planner.cost.program import gradient_axes, held_bytes, weights_of
 from convoy.planner.cost.simulation import simulate
 from convoy.planner.cost.step import Staging, samples_of, step_tasks
@@ -80,7 +79,7 @@ def _of_part(placement: Placement, costs: Costs, staging: Staging | None, stage:
             memory.parameters,
             memory.gradients + (max(weights, default=0) if passes > 1 else 0),
             memory.buffers,
-            max(memory.activations, passes * sum(local_bytes(placement, name, rank) for name in later)),
+            max(memory.activations, passes * sum(placement.local_bytes(name, rank) for name in later)),
             int(costs.update.state * sum(weights)),
             messages,
             max((workspace(call, placement, rank) for call in placement.calls if costs.on_cpu), default=0),
@@ -96,7 +95,7 @@ def _sent_and_received(
     passes, in_flight = len(staging.samples), staging.in_flight(stage)
 
     def size(crossing: Crossing, gradient: bool) -> int:
-        return 0 if gradient and crossing.value not in differentiable else local_bytes(placement, crossing.value, rank)
+        return 0 if gradient and crossing.value not in differentiable else placement.local_bytes(crossing.value, rank)
 
     total = min(2, in_flight) * sum(size(crossing, True) for crossing in staging.staged.sent(stage))
     for crossing in staging.staged.received(stage):
@@ -117,7 +116,7 @@ def workspace(placed: PlacedCall, placement: Placement, rank: int) -> int:
         return 0
     name = call.attributes["weight"]
     plain = set(placement.graph.shape(name)[2:]) == {1} and set(call.attributes["stride"]) == {1}
-    return 0 if plain else 2 * local_bytes(placement, name, rank)
+    return 0 if plain else 2 * placement.local_bytes(name, rank)
 
 
 def most(memory: Sequence[RankMemory]) -> RankMemory:
@@ -204,7 +203,7 @@ def nothing_fits(
     origin = (0,) * len(mesh.sizes)
     for placed in placement.calls:
         weights = [name for name in placed.call.inputs if values[name].origin == "parameter"]
-        held = (2 + costs.update.state) * sum(local_bytes(placement, name, 0) for name in weights)
+        held = (2 + costs.update.state) * sum(placement.local_bytes(name, 0) for name in weights)
         parameters += held
         layers[placed.call.layer] += held
         for tensor in kept_by(placed, placement):

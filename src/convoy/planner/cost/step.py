@@ -12,7 +12,7 @@ from convoy.graph.graph import Graph
 from convoy.ops import work
 from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.link import Message
-from convoy.planner.cost.local_op import graph_facts, local_bytes
+from convoy.planner.cost.local_op import graph_facts
 from convoy.planner.cost.program import (
     GradientMessage,
     Item,
@@ -223,7 +223,7 @@ class _Builder:
             share = (link.cpu_share if link.overlap else 1.0) / 2  # one way of the two that a collective goes
             layer = graph.calls[staging.staged.calls(crossing.target)[0]].layer
             for rank in self.ranks:
-                num_bytes = round(self.part * local_bytes(self.placement, value, rank))
+                num_bytes = round(self.part * self.placement.local_bytes(value, rank))
                 seconds = link.exchange(num_bytes)
                 after, peer = self.chain[rank], self._peer(rank, receiver)
                 task = Task(

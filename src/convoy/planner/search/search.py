@@ -43,7 +43,7 @@ from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.prediction import most, nothing_fits, rank_memory
 from convoy.planner.search.elimination import Elimination, Table, TooWideError, restricted
 from convoy.planner.search.layers import ANY, Constraints, Groups, Layers, alone, in_common, tied, tied_where_wide
-from convoy.planner.search.prices import Prices, Strategy, meshes, sample_axes_of, used_axes
+from convoy.planner.search.prices import Prices, Strategy, meshes, sample_axes_of
 from convoy.planner.search.problem import Choice, Problem, assigned, build
 from convoy.planner.workload import Workload
 from convoy.plans.mesh import Mesh
@@ -81,8 +81,11 @@ class Solution:
 
     @property
     def is_of_its_axes(self) -> bool:
-        """Whether some layer uses each of the sample axes; else it is a plan of fewer axes."""
-        return used_axes(self.strategies, self.solver.layers.ops) == self.solver.batch.axes
+        """Whether some layer with weights is divided by samples on each of the sample axes; else it is a plan of fewer
+        axes."""
+        ops = self.solver.layers.ops
+        rows = [strategy for layer, strategy in self.strategies.items() if ops[layer] != "random"]
+        return tuple(a for a in self.mesh.axes if any(row[a] == "sample" for row in rows)) == self.solver.batch.axes
 
     @property
     def rank(self) -> tuple[float, int]:
