@@ -117,7 +117,7 @@ class _Pool:
             self._collect(workers, name, time.monotonic() + _START_S)
             for rank, worker in enumerate(workers):
                 variables = _variables(rank, world, store.port)
-                worker.pipe.send((_run, (module.__name__, name, payload, os.getcwd(), variables, timeout, run)))
+                worker.pipe.send((_run, (module.__name__, name, payload, str(Path.cwd()), variables, timeout, run)))
             return self._collect(workers, name, time.monotonic() + timeout)
         except BaseException:
             self.close()

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from convoy.errors import ConvoyError as ConvoyError
     from convoy.planner.interface import plan as plan
     from convoy.planner.machines import plan_on as plan_on
-    from convoy.plans import Mesh as Mesh
-    from convoy.plans import Plan as Plan
+    from convoy.plans.mesh import Mesh as Mesh
+    from convoy.plans.plan import Plan as Plan
     from convoy.script.checkpoint import load as load
     from convoy.script.checkpoint import save as save
     from convoy.script.data import BatchSampler as BatchSampler
@@ -55,7 +55,8 @@ _NAMES = {
     "engine.parallelize": "accumulate clip_grad_norm_ forward_backward gradients local_samples parallelize",
     "planner.machines": "plan_on",
     "planner.interface": "plan",
-    "plans": "Mesh Plan",
+    "plans.mesh": "Mesh",
+    "plans.plan": "Plan",
     "script.checkpoint": "load save",
     "script.data": "BatchSampler evaluate",
     "script.loss": "global_mean penalty",

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy.engine.network import network_of
 from convoy.engine.uncaptured import Uncaptured, drawing
-from convoy.graph.given import copied
+from convoy.graph.capture import copied
 from convoy.graph.graph import Call, CaptureError, Graph, Ref
 from convoy.graph.tree import leaves
 from convoy.graph.tree import replace as replace_leaves

@@ -8,9 +8,9 @@ from convoy.engine.network import network_of
 from convoy.engine.stages import StagedNetwork
 from convoy.engine.uncaptured import Uncaptured
 from convoy.ops.memory import memory_in_stages, predict_memory, what_is_recomputed
-from convoy.plans.explain import explain as text_of_placement
-from convoy.plans.explain import setting_text
 from convoy.plans.schedule import bubble
+from convoy.plans.traffic import explain as text_of_placement
+from convoy.plans.traffic import setting_text
 from convoy.units import plural, rough_percent
 
 

@@ -28,8 +28,7 @@ from convoy.graph.tree import leaves, replace
 from convoy.ops import OPERATIONS, capture, place
 from convoy.ops.context import StepContext
 from convoy.ops.recompute import Recompute, check_recompute, recomputing
-from convoy.plans import Layout
-from convoy.plans.layout import WHOLE, balanced, consecutive
+from convoy.plans.layout import WHOLE, Layout, balanced, consecutive
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Batch, Placement, sample_axes
 from convoy.plans.plan import Plan

@@ -34,7 +34,7 @@ from convoy.engine.shards import part_name, same_part
 from convoy.engine.stages import StagedNetwork
 from convoy.engine.uncaptured import Uncaptured
 from convoy.errors import ConvoyError
-from convoy.graph.given import prepare_given
+from convoy.graph.capture import prepare_given
 from convoy.graph.graph import CaptureError, ChangedError, KeptError
 from convoy.ops.context import StepContext
 from convoy.ops.recompute import Recompute, as_recompute

@@ -20,10 +20,10 @@ from convoy.engine.agreement import Form, arguments
 from convoy.engine.network import Network, writable
 from convoy.graph.tree import leaves, replace
 from convoy.ops.random_bits import fold
-from convoy.plans import Layout, transfer
-from convoy.plans.layout import WHOLE, consecutive
+from convoy.plans.layout import WHOLE, Layout, consecutive
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Batch, own_samples, sample_axes
+from convoy.plans.transfer import transfer
 
 
 class Uncaptured(Network):

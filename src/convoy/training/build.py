@@ -21,11 +21,11 @@ from convoy.engine.recorded import graph_on
 from convoy.errors import ConvoyError
 from convoy.failure import place_of
 from convoy.graph import tree
-from convoy.graph.given import prepare_given
+from convoy.graph.capture import prepare_given
 from convoy.graph.graph import CaptureError, Graph, Ref
 from convoy.ops import capture
-from convoy.planner import workload_of
-from convoy.planner.cost.pipeline import Staging
+from convoy.planner.cost.step import Staging
+from convoy.planner.workload import workload_of
 from convoy.plans.fit import check_patterns
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE
