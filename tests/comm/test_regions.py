@@ -2,7 +2,7 @@
 
 import torch
 
-from convoy.comm.regions import Region, extents
+from convoy.comm.redistribution import Region, extents
 
 FEW, MANY, UNORDERED = (0, 1, 2, 9, 10, 30), tuple(range(0, 260, 2)), (7, 8, 3, 4, 20)
 # A box, and the larger one in which it lies.

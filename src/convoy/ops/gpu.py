@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from convoy.comm.memory import lack_of_memory
+from convoy.comm.position import lack_of_memory
 
 
 def triton_kernels(module: str, what: str, x: Tensor) -> ModuleType | None:

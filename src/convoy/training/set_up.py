@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from convoy.comm.backend import own
+from convoy.comm.joining import own
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet, open_data
 from convoy.data.sources import Progress
