@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.engine import StepContext
 from convoy.errors import ConvoyError
 from convoy.ops import kernel, norms
+from convoy.ops.context import StepContext
 from convoy.ops.random_bits import drop, layer_key
 from convoy.plans.layout import Layout, Split, consecutive
 from one_call import OneCall, worst

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from convoy.comm.groups import Groups
-from convoy.engine.agreement import PASS, Form, Kind, Signature, arguments, exchange_samples, kinds
+from convoy.engine.agreement import PASS, Form, Kind, Signature, Unchanged, arguments, exchange_samples, kinds
 from convoy.engine.gradients.divided import plain
-from convoy.engine.gradients.reducer import GradientReducer, current_backward
-from convoy.engine.output import scale_gradient, undo_scale
+from convoy.engine.gradients.reducer import GradientReducer, current_backward, scale_gradient, undo_scale
 from convoy.engine.program import Program, Watch
-from convoy.engine.shards import collect, cut
-from convoy.engine.unchanged import Unchanged
+from convoy.engine.shards import collect, cut, named_tensors, owners
 from convoy.errors import ConvoyError
 from convoy.graph.graph import CaptureError, Graph, Ref
 from convoy.graph.tree import leaves, replace
@@ -38,21 +36,6 @@ from convoy.plans.stages import StagedGraph
 Loss = Literal["mean", "part"]
 MAX_PROGRAMS = 32
 WRAPPED = "DistributedDataParallel around a network of convoy.parallelize would add gradients twice: take it away"
-
-
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def owners(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """For every parameter and buffer the dictionary that holds it, and its key there."""
-    owners: dict[str, tuple[dict[str, Any], str]] = {}
-    for name in named_tensors(model):
-        path, _, key = name.rpartition(".")
-        module = model.get_submodule(path)
-        owners[name] = (module._parameters if key in module._parameters else module._buffers), key
-    return owners
 
 
 def writable(x: Tensor) -> Tensor:

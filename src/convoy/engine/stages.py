@@ -19,7 +19,6 @@ from convoy.comm.collectives import all_reduce, broadcast
 from convoy.engine.agreement import SCHEDULED, Form, Signature, arguments
 from convoy.engine.coupling import why_together
 from convoy.engine.network import writable
-from convoy.engine.output import differentiable_loss
 from convoy.engine.stage import Flight, Stage
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Ref
@@ -29,6 +28,7 @@ from convoy.plans.layout import balanced
 from convoy.plans.mesh import Axes
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule
 from convoy.plans.stages import why_not_sent
+from convoy.units import shorten
 
 
 @dataclass
@@ -295,3 +295,21 @@ class _Delivered(torch.autograd.Function):
 def _part(x: Tensor, samples: range) -> Tensor:
     """A part of an input, with a gradient of its own."""
     return x.detach()[samples.start : samples.stop].requires_grad_(x.requires_grad)
+
+
+def differentiable_loss(loss: Any, kind: str) -> Tensor:
+    """The result of a user's loss function, if a backward pass can begin at it; ConvoyError otherwise. `kind` is `mean`
+    or `part`, as `convoy.parallelize` takes it."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        loss_text = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise ConvoyError(
+            f"the loss function given to convoy.forward_backward returned {shorten(loss_text, 80)}: let it return a "
+            f"scalar, {'the mean' if kind == 'mean' else 'a sum'} over the samples that it is given"
+        )
+    if not loss.requires_grad or not loss.is_floating_point():
+        loss_text = f"{str(loss.dtype).removeprefix('torch.')} with{'' if loss.requires_grad else 'out'} a gradient"
+        raise ConvoyError(
+            f"the loss function given to convoy.forward_backward returned {loss_text}: let it return a real number, "
+            "computed from what the network gives by operations that torch differentiates"
+        )
+    return loss.reshape(())

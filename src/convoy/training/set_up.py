@@ -10,8 +10,8 @@ from convoy.comm.ranks import Ranks
 from convoy.data import DataSet, open_data
 from convoy.data.sources import Progress
 from convoy.engine.coupling import microbatch_sizes
-from convoy.engine.deferred import lacks_numbers
 from convoy.engine.recorded import graph_on, leave_default_stream
+from convoy.engine.shards import lacks_numbers
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE
