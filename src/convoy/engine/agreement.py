@@ -38,11 +38,6 @@ class Form:
     positional: tuple[Any, ...]
     named: tuple[tuple[str, Any], ...] = ()
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether all arguments are tensors, given by position."""
-        return not self.named and all(value is Tensor for value in self.positional)
-
     def fill(self, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         remaining_tensors = iter(tensors)
         args = [next(remaining_tensors) if value is Tensor else value for value in self.positional]
@@ -60,18 +55,19 @@ class Form:
 
 def arguments(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], own: Callable[..., Any] | None = None
-) -> tuple[tuple[Tensor, ...], Form]:
-    """The tensors of a call `model(*args, **kwargs)` in order, and its form; the same for either way to name an
-    argument. `own` is the forward pass to call where the model has one of its own. ConvoyError where there is no
-    tensor, an argument holds tensors, or `forward` does not take these arguments."""
-    if not kwargs and all(isinstance(value, Tensor) for value in args) and args:
-        return tuple(args), Form((Tensor,) * len(args))
+) -> tuple[tuple[Tensor, ...], Form | None]:
+    """The tensors of a call `model(*args, **kwargs)` in order, and its form, None where all arguments are tensors by
+    position; the same for either way to name an argument. `own` is the forward pass to call where the model has one of
+    its own. ConvoyError where there is no tensor, an argument holds tensors, or `forward` does not take these
+    arguments."""
     if kwargs:
         try:
             bound = inspect.signature(own or partial(type(model).forward, model)).bind(*args, **kwargs)
         except TypeError as error:
             raise ConvoyError(f"{type(model).__name__}.forward: {error}") from error
         args, kwargs = bound.args, bound.kwargs
+    if args and not kwargs and all(isinstance(value, Tensor) for value in args):
+        return tuple(args), None
     values = [*args, *kwargs.values()]
     tensors = tuple(value for value in values if isinstance(value, Tensor))
     if not tensors:

@@ -230,7 +230,7 @@ class Network:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, form = arguments(self.model, args, kwargs, self._own_forward)
         inputs, samples = self.open_pass(inputs)
-        placement, program = self._program(self._signature(samples, inputs, None if form.is_plain else form))
+        placement, program = self._program(self._signature(samples, inputs, form))
         self.begin_pass(samples, inputs[0].device)
         outputs = self._run(placement, program, inputs)
         self.end_pass()
@@ -350,10 +350,6 @@ class Network:
     def num_sample_ranks(self) -> int:
         return self.groups.mesh.size(self.sample_axes)
 
-    def placement(self, examples: Sequence[Tensor], samples: tuple[int, ...], training: bool) -> Placement:
-        """How the network is placed for a batch of which every sample rank has `samples`."""
-        return self._placement(Signature(training, samples, kinds(examples), self.form))
-
     def example_placement(self, training: bool, samples: Sequence[int] | None = None) -> Placement:
         """How the network is placed where every sample rank has as many samples as its example, or as is said."""
         inputs = tuple((shape[1:], dtype) for shape, dtype in self.example)
@@ -405,7 +401,7 @@ class Network:
         watch = self.watch(placement) if self.watch is not None else None
         return dict(zip(program.outputs, program(tensors, watch), strict=True))
 
-    def _signature(self, samples: tuple[int, ...], inputs: Sequence[Tensor], form: Form | None = None) -> Signature:
+    def _signature(self, samples: tuple[int, ...], inputs: Sequence[Tensor], form: Form | None) -> Signature:
         return Signature(self.model.training, samples, kinds(inputs), form, *self.python_state())
 
     def _program(self, signature: Signature) -> tuple[Placement, Program]:

@@ -410,8 +410,7 @@ def _examples(model: nn.Module, example: Any) -> tuple[tuple[Tensor, ...], Form 
             "arguments with such tensors in it"
         )
     named = example if isinstance(example, dict) else {}
-    inputs, form = arguments(model, args, named, vars(model).get("forward"))
-    return inputs, None if form.is_plain else form
+    return arguments(model, args, named, vars(model).get("forward"))
 
 
 def _network(

@@ -52,11 +52,11 @@ class StagedNetwork(Stage):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, form = arguments(self.model, args, kwargs, self._own_forward)
-        values, output, samples = self._whole_pass(inputs, None if form.is_plain else form)
+        values, output, samples = self._whole_pass(inputs, form)
         return replace_leaves(output, Ref, lambda ref: writable(self.weigh(values[ref.name], samples)))
 
     def _whole_pass(
-        self, inputs: Sequence[Tensor], form: Form | None = None
+        self, inputs: Sequence[Tensor], form: Form | None
     ) -> tuple[dict[str, Tensor], Any, tuple[int, ...]]:
         """The network's outputs by name, what it returns with references to them, and every sample rank's samples."""
         inputs, samples = self.open_pass(inputs)
@@ -81,8 +81,7 @@ class StagedNetwork(Stage):
         """Forward and backward passes of all parts of a batch; see `convoy.forward_backward`."""
         if not torch.is_grad_enabled():
             raise ConvoyError("convoy.forward_backward runs a backward pass: call it outside of torch.no_grad()")
-        inputs, given_form = arguments(self.model, args, {}, self._own_forward)
-        form = None if given_form.is_plain else given_form
+        inputs, form = arguments(self.model, args, {}, self._own_forward)
         for target in leaves(targets, Tensor):
             if not target.dim() or len(target) != len(inputs[0]):
                 raise ConvoyError(

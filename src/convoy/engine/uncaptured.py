@@ -52,7 +52,7 @@ class Uncaptured(Network):
         for size, key in self._microbatches(total):
             start, end = end, end + size
             tensors = whole if size == total else [writable(x[start:end]) for x in whole]
-            positional, named = form.fill(tensors)
+            positional, named = (tensors, {}) if form is None else form.fill(tensors)
             with self.plain_forward(), drawing(key, device):
                 parts.append(self.model.forward(*positional, **named))
         self.end_pass()
