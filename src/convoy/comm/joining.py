@@ -89,7 +89,7 @@ class Choice(NamedTuple):
     note: str = ""
 
 
-def _described(device: torch.device) -> RankDevice:
+def identify(device: torch.device) -> RankDevice:
     """The device of this rank."""
     if device.type != "cuda":
         return RankDevice(socket.gethostname(), "")
@@ -253,7 +253,7 @@ class Files:
 
     def set(self, key: str, value: str) -> None:
         temporary = self._folder / f"{key}.tmp"
-        temporary.write_ranks_text(value)
+        temporary.write_text(value)
         temporary.replace(self._folder / key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -362,7 +362,7 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
             if rank == 0:
                 _store.set("key", uuid.uuid4().hex)
             _key = interfaces.secret() + _store.get("key")
-            choice = agreed_backend(_store, rank, world, _described(rank_device))
+            choice = agreed_backend(_store, rank, world, identify(rank_device))
             if choice.backend == NCCL:
                 _record_collectives()
             dist.init_process_group(choice.backend, store=_store, rank=rank, world_size=world, timeout=limit)

@@ -214,6 +214,7 @@ class Unchanged:
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._begin()
         self._remember()
+        self._check_hooks()
 
     def _begin(self) -> None:
         self.reads, self._texts = Reads(), Texts()
@@ -306,7 +307,7 @@ class Unchanged:
                 "a parameter that was frozen is to be trained now, and its gradient would stay on its rank: build the "
                 "network anew, set requires_grad, then call convoy.parallelize"
             )
-        self.check_hooks()
+        self._check_hooks()
         if self._is_copy and self._model.training and torch.is_grad_enabled():
             raise ConvoyError(
                 "this is a copy of a parallelized network, whose gradients nobody adds up: train the original, and "
@@ -314,7 +315,7 @@ class Unchanged:
             )
         return cast
 
-    def check_hooks(self) -> None:
+    def _check_hooks(self) -> None:
         """Refuse hooks on the gradients of parameters, of which each rank computes a part."""
         if any(map(_has_hook, self._parameters)) and not self._alone:
             name = next(name for name, p in self._model.named_parameters() if _has_hook(p))

@@ -112,11 +112,11 @@ class Network:
         self._uncompiled: Callable[..., Any] | None = None
         self._graphs: list[Graph] = []
 
-    def look(self, examples: Sequence[Tensor], training: bool, form: Form | None = None) -> None:
+    def look(self, examples: Sequence[Tensor], form: Form | None) -> None:
         """Find the layers that the network calls; where some parameters have no part in that, in the other mode too.
         `examples` are one rank's inputs. CaptureError where the network does something that a graph cannot say."""
         self.example, self.form = tuple((tuple(x.shape), x.dtype) for x in examples), form
-        total = len(examples[0]) * self.plan.mesh.num_devices
+        training, total = self.model.training, len(examples[0]) * self.plan.mesh.num_devices
         self._graphs = [self._capture(Signature(training, (total,), kinds(examples), form))]
         names = {value.name for value in self._graphs[0].parameters()}
         if any(name not in names for name, _ in self.model.named_parameters()):
@@ -135,9 +135,8 @@ class Network:
         if state in self._alone:
             self.undivided, self.normalizes = self._alone[state]
             return
-        inputs = tuple((shape[1:], dtype) for shape, dtype in self.example)
         with contextlib.suppress(CaptureError):  # training is not always possible where evaluation is
-            graph = graph or self._capture(Signature(True, (self.example[0][0][0],), inputs, self.form))
+            graph = graph or self._capture(self._signature_of_example(True, (self.example[0][0][0],)))
             draws = any(OPERATIONS[call.op].is_random for call in graph.calls)
             self.undivided = not draws and not self.recompute
             self.normalizes = any(c.op == "batch_norm" and c.attributes["training"] for c in graph.calls)
@@ -145,13 +144,9 @@ class Network:
                 self._alone.clear()
             self._alone[state] = self.undivided, self.normalizes
 
-    def check_hooks(self) -> None:
-        self._unchanged.check_hooks()
-
-    def place_parameters(self, axes: Axes | None = None) -> None:
-        """Decide where every parameter and buffer is kept: where the calls that were found want it. `axes` are the
-        sample axes, where they are not for this network alone to decide."""
-        self.sample_axes = sample_axes(self.layers, self.plan) if axes is None else axes
+    def place_parameters(self) -> None:
+        """Decide where every parameter and buffer is kept: where the calls that were found want it."""
+        self.sample_axes = sample_axes(self.layers, self.plan)
         first, *more_graphs = self._graphs
         total = first.shape(first.inputs[0])[0]
         placement = self._place(first, balanced(total, self.num_sample_ranks))
@@ -242,7 +237,7 @@ class Network:
         cast = self._unchanged.check(inputs)
         samples = self.samples_of_pass(inputs, call)
         if cast:
-            self.recast()
+            self._recast()
         if self.samples is None and not self.context.replays:
             if self.model.training and current_backward() != -1 and not self.undivided:
                 raise ConvoyError(
@@ -259,7 +254,7 @@ class Network:
         alone = self.loss == "part" or len(samples) == 1
         return 1.0 if alone else samples[self.sample_rank] / max(1, sum(samples))
 
-    def recast(self) -> None:
+    def _recast(self) -> None:
         """Take note that parameters have another type or device than before. All ranks call it."""
         if self.guard is not None:
             self.guard.unfollow()
@@ -352,9 +347,10 @@ class Network:
 
     def example_placement(self, training: bool, samples: Sequence[int] | None = None) -> Placement:
         """How the network is placed where every sample rank has as many samples as its example, or as is said."""
-        inputs = tuple((shape[1:], dtype) for shape, dtype in self.example)
-        signature = Signature(training, self.example_samples(samples), inputs, self.form)
-        return self._placement(signature)
+        return self._placement(self._signature_of_example(training, self.example_samples(samples)))
+
+    def _signature_of_example(self, training: bool, samples: tuple[int, ...]) -> Signature:
+        return Signature(training, samples, tuple((shape[1:], dtype) for shape, dtype in self.example), self.form)
 
     def example_samples(self, samples: Sequence[int] | None = None) -> tuple[int, ...]:
         """The samples of every sample rank, by default the example's; ConvoyError for another number of ranks."""

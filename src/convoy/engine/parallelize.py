@@ -221,7 +221,6 @@ def take_part(
     with torch.inference_mode(False):
         make_room(model, world)
         network = _network(model, parsed, groups, examples, form, options)
-        network.check_hooks()
         _take_shards(network, examples[0].device, world)
         network.reducer = GradientReducer(network.reduced(), groups)
     # in place, where DistributedDataParallel wraps: names and hooks stay those of the plain network, which never exists
@@ -426,7 +425,7 @@ def _network(
             network: Network = StagedNetwork(*made_with, recompute=options.recompute, microbatches=options.microbatches)
         else:
             network = Network(*made_with, recompute=options.recompute)
-        network.look(examples, model.training, form)
+        network.look(examples, form)
     except CaptureError as error:
         if isinstance(error, KeptError) and plan.mesh.num_devices > 1:
             raise ConvoyError(
@@ -445,7 +444,7 @@ def _network(
             ) from error
         network = Uncaptured(*made_with, captured=f"whole on every rank, as {error}")
         network.counts_passes = isinstance(error, ChangedError)
-        network.look(examples, model.training, form)
+        network.look(examples, form)
     modules = [name for name, _ in model.named_modules()]
     check_patterns(plan, [name for name, op in network.layers if op in COMPUTE], modules, network.borrowed)
     network.place_parameters()

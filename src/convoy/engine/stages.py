@@ -25,7 +25,6 @@ from convoy.graph.graph import Ref
 from convoy.graph.tree import leaves
 from convoy.graph.tree import replace as replace_leaves
 from convoy.plans.layout import balanced
-from convoy.plans.mesh import Axes
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule
 from convoy.plans.stages import why_not_sent
 from convoy.units import shorten
@@ -43,9 +42,9 @@ class StagedNetwork(Stage):
         self._reasons: dict[Any, str] = {}  # why passes are not cut into parts, by mode
         self._anchor = torch.zeros((), requires_grad=True)
 
-    def place_parameters(self, axes: Axes | None = None) -> None:
+    def place_parameters(self) -> None:
         graphs = self._graphs
-        super().place_parameters(axes)
+        super().place_parameters()
         if self.model.training:  # layers may be put into evaluation later, and are then asked again
             for graph in graphs:
                 self._check_parts(why_together(graph, self.context.batch_norm) if graph.training else "")

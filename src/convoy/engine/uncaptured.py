@@ -22,22 +22,21 @@ from convoy.graph.tree import leaves, replace
 from convoy.ops.random_bits import fold
 from convoy.plans import Layout, transfer
 from convoy.plans.layout import WHOLE, consecutive
-from convoy.plans.mesh import Axes
 from convoy.plans.place import Batch, own_samples, sample_axes
 
 
 class Uncaptured(Network):
     """Runs the model's own forward pass on the samples of all ranks, and gives each rank the outputs of its own."""
 
-    def look(self, examples: Sequence[Tensor], training: bool, form: Form | None = None) -> None:
+    def look(self, examples: Sequence[Tensor], form: Form | None) -> None:
         """Note the layers, of which a plan may name some."""
         self.example, self.form = tuple((tuple(x.shape), x.dtype) for x in examples), form
         kinds = ((name, _op(layer)) for name, layer in self.model.named_modules())
         self.layers = tuple((name, op) for name, op in kinds if op)
 
-    def place_parameters(self, axes: Axes | None = None) -> None:
+    def place_parameters(self) -> None:
         """Every rank has all parameters, and computes their whole gradients."""
-        self.sample_axes = sample_axes(self.layers, self.plan) if axes is None else axes
+        self.sample_axes = sample_axes(self.layers, self.plan)
         self.layouts = dict.fromkeys(self.shapes, WHOLE)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

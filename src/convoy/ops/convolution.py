@@ -325,8 +325,7 @@ def _linear(call: TorchCall) -> Recognized | None:
 def _matmul(call: TorchCall) -> Recognized | None:
     if len(call.operands) != 2:
         return None
-    a, b = call.operands
-    return Recognized("matmul", {"a": a, "b": b})
+    return Recognized("matmul", call.bound(input=None, **{"other" if call.name == "matmul" else "mat2": None}))
 
 
 def _place_linear(situation: Situation) -> Placed:
@@ -378,7 +377,7 @@ def _weight_gradients(gradient: Tensor, x: Tensor, weight: Tensor, biased: bool)
 def _place_matmul(situation: Situation) -> Placed:
     """Products of a batch of matrices stay split by samples; everything else is whole."""
     call = situation.call
-    a, b = call.attributes["a"], call.attributes["b"]
+    a, b = call.attributes.values()
     samples = situation.given[a].split(0) if a in situation.given else None
     is_batched = len(situation.shape(a)) >= 3 and len(situation.shape(a)) == len(situation.shape(b))
     same_length = situation.shape(a)[0] == situation.shape(b)[0] == situation.shape(call.outputs[0])[0]

@@ -43,9 +43,13 @@ assert len(_RECOGNIZERS) == sum(len(operation.functions) for operation in OPERAT
 
 
 def recognize(call: TorchCall) -> Recognized:
-    """The operation and the attributes of a call; `opaque` where no operation knows it."""
+    """The operation and the attributes of a call; `opaque` where no operation knows it. Keyword arguments are recorded
+    in the order of the attributes, which is that of the function's parameters: costs tell operands apart by it."""
     recognizer = _RECOGNIZERS.get(call.name)
-    return (recognizer(call) if recognizer else None) or Recognized("opaque")
+    recognized = (recognizer(call) if recognizer else None) or Recognized("opaque")
+    order = {name: number for number, name in enumerate(recognized.attributes)}
+    kwargs = dict(sorted(call.kwargs.items(), key=lambda item: order.get(item[0], len(order))))
+    return replace(recognized, kwargs=kwargs) if recognized.kwargs is None else recognized
 
 
 _WHOLE_FUNCTIONS = {

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from convoy.comm.joining import own
+from convoy.comm.joining import identify
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet, open_data
 from convoy.data.sources import Progress
@@ -58,7 +58,7 @@ def set_up(
         say("opening the data", 0, 1)
         data = open_data(recipe.data, say)
         check_ranks(data, ranks)
-    gpu = own(device).gpu
+    gpu = identify(device).gpu
     gpus = ranks.gather(gpu)
     sharing = gpus.count(gpu) if gpu else ranks.on_host  # ranks that share the memory of the GPU, or of the host
     quantities = resolve(recipe, len(data.train))
