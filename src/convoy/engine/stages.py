@@ -51,13 +51,6 @@ class StagedNetwork(Stage):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, form = arguments(self.model, args, kwargs, self._own_forward)
-        values, output, samples = self._whole_pass(inputs, form)
-        return replace_leaves(output, Ref, lambda ref: writable(self.weigh(values[ref.name], samples)))
-
-    def _whole_pass(
-        self, inputs: Sequence[Tensor], form: Form | None
-    ) -> tuple[dict[str, Tensor], Any, tuple[int, ...]]:
-        """The network's outputs by name, what it returns with references to them, and every sample rank's samples."""
         inputs, samples = self.open_pass(inputs)
         parts = self._parts(inputs, samples, form)
         self.begin_update("gpipe", parts)
@@ -72,7 +65,7 @@ class StagedNetwork(Stage):
         output = flights[0].placement.graph.output
         values = self._deliver(inputs, flights)
         self.links.release(lambda send: not send.back)  # the last stage is through with all parts, so all has arrived
-        return values, output, samples
+        return replace_leaves(output, Ref, lambda ref: writable(self.weigh(values[ref.name], samples)))
 
     def run_schedule(
         self, args: Sequence[Tensor], targets: Any, loss: Callable[[Any, Any], Tensor], schedule: Schedule
