@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from convoy.comm.groups import Groups
 from convoy.engine.agreement import PASS, Form, Kind, Signature, Unchanged, arguments, exchange_samples, kinds
 from convoy.engine.gradients.divided import plain
-from convoy.engine.gradients.reducer import GradientReducer, current_backward, scale_gradient, undo_scale
+from convoy.engine.gradients.reducer import GradientReducer, current_backward, scale_gradient, undo_scale, writable
 from convoy.engine.program import Program, Watch
 from convoy.engine.shards import collect, cut, named_tensors, owners
 from convoy.errors import ConvoyError
@@ -36,12 +36,6 @@ from convoy.plans.stages import StagedGraph
 Loss = Literal["mean", "part"]
 MAX_PROGRAMS = 32
 WRAPPED = "DistributedDataParallel around a network of convoy.parallelize would add gradients twice: take it away"
-
-
-def writable(x: Tensor) -> Tensor:
-    """The tensor itself, or a copy of a view: autograd does not let users change in place what a function of ours
-    gives as a view, though they may with what a plain layer gives."""
-    return x.clone() if x.requires_grad and x._is_view() else x
 
 
 class Guard(Protocol):

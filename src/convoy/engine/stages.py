@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from convoy.comm.collectives import all_reduce, broadcast
 from convoy.engine.agreement import SCHEDULED, Form, Signature, arguments
 from convoy.engine.coupling import why_together
-from convoy.engine.network import writable
+from convoy.engine.gradients.reducer import writable
 from convoy.engine.stage import Flight, Stage
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Ref

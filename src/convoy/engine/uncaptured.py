@@ -17,7 +17,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from convoy.comm.redistribution import redistribute
 from convoy.engine.agreement import Form, arguments
-from convoy.engine.network import Network, writable
+from convoy.engine.gradients.reducer import writable
+from convoy.engine.network import Network
 from convoy.graph.tree import leaves, replace
 from convoy.ops.random_bits import fold
 from convoy.plans import Layout, transfer

@@ -322,6 +322,12 @@ def undo_scale(x: Tensor, factor: float) -> Tensor:
     return _UndoScale.apply(x, 1 / factor)  # type: ignore[no-any-return]
 
 
+def writable(x: Tensor) -> Tensor:
+    """The tensor itself, or a copy of a view: autograd does not let users change in place what a function of ours
+    gives as a view, though they may with what a plain layer gives."""
+    return x.clone() if x.requires_grad and x._is_view() else x
+
+
 def graph_of(roots: Sequence[Node]) -> list[Node]:
     """The nodes of autograd's graph from `roots` to the outputs of networks on several ranks."""
     nodes = dict.fromkeys(roots)
