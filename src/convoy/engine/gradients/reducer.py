@@ -350,7 +350,7 @@ def gradient_scale(node: Node) -> float | None:
 
 
 class LocalSgd:
-    """Averages weights over `axes` after every `every` updates.
+    """Averages weights over `axes` after every `every` updates, from the first one on.
 
     Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2018: algorithm 1. Each rank takes steps of its own
     optimizer on the mean gradient of its own samples: its gradients must be reduced over the other axes only. The
