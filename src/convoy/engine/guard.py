@@ -47,7 +47,7 @@ class Guard:
     parameters followed if it `compares`, and `follows` says whether it does in this pass; gradients and optimizers
     always are."""
 
-    def __init__(self, network: Network, compares: bool = True) -> None:
+    def __init__(self, network: Network, compares: bool) -> None:
         self._network = network
         self._compares = compares
         self._passes = 0

@@ -346,7 +346,7 @@ class Network:
     def _signature_of_example(self, training: bool, samples: tuple[int, ...]) -> Signature:
         return Signature(training, samples, tuple((shape[1:], dtype) for shape, dtype in self.example), self.form)
 
-    def example_samples(self, samples: Sequence[int] | None = None) -> tuple[int, ...]:
+    def example_samples(self, samples: Sequence[int] | None) -> tuple[int, ...]:
         """The samples of every sample rank, by default the example's; ConvoyError for another number of ranks."""
         if samples is None:
             return (self.example[0][0][0],) * self.num_sample_ranks

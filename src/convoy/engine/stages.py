@@ -157,7 +157,7 @@ class StagedNetwork(Stage):
     def begin_pass(self, samples: tuple[int, ...], device: torch.device) -> None:
         """Parts are announced one by one."""
 
-    def example_parts(self, samples: Sequence[int] | None = None) -> int:
+    def example_parts(self, samples: Sequence[int] | None) -> int:
         """Into how many parts a pass is cut with as many samples as the example has, or as are said of every rank."""
         counts = self.example_samples(samples)
         inputs = [torch.empty(counts[0], *shape[1:], dtype=dtype, device="meta") for shape, dtype in self.example]

@@ -361,7 +361,7 @@ class LocalSgd:
     is this rank's in the average: its number of samples.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], groups: Groups, axes: Axes, *, every: int, weight: int = 1) -> None:
+    def __init__(self, tensors: Sequence[Tensor], groups: Groups, axes: Axes, *, every: int, weight: int) -> None:
         self._tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
         self._group = groups.of(axes)
         self._every = every
