@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from convoy.graph.capture import capture as capture_by
-from convoy.graph.graph import Call, Graph, Recognized, TorchCall, Value
+from convoy.graph.graph import Call, Graph, Recognized, Ref, TorchCall, Value
 from convoy.ops import (
     batch_norm,
     convolution,
@@ -43,13 +43,14 @@ assert len(_RECOGNIZERS) == sum(len(operation.functions) for operation in OPERAT
 
 
 def recognize(call: TorchCall) -> Recognized:
-    """The operation and the attributes of a call; `opaque` where no operation knows it. Keyword arguments are recorded
+    """The operation and the attributes of a call; `opaque` where no operation knows it. Tensors by keyword are recorded
     in the order of the attributes, which is that of the function's parameters: costs tell operands apart by it."""
     recognizer = _RECOGNIZERS.get(call.name)
     recognized = (recognizer(call) if recognizer else None) or Recognized("opaque")
-    order = {name: number for number, name in enumerate(recognized.attributes)}
-    kwargs = dict(sorted(call.kwargs.items(), key=lambda item: order.get(item[0], len(order))))
-    return replace(recognized, kwargs=kwargs) if recognized.kwargs is None else recognized
+    tensors = [name for name in recognized.attributes if isinstance(call.kwargs.get(name), Ref)]
+    if recognized.kwargs is not None or tensors == [name for name in call.kwargs if name in tensors]:
+        return recognized  # runs of before compare their calls' arguments as they are written
+    return replace(recognized, kwargs={name: call.kwargs[name] for name in tensors} | call.kwargs)
 
 
 _WHOLE_FUNCTIONS = {
