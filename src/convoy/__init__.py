@@ -17,14 +17,14 @@ from convoy.late import lazily
 from convoy.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from convoy.engine.deferred import deferred as deferred
-    from convoy.engine.explain import explain as explain
     from convoy.engine.parallelize import accumulate as accumulate
     from convoy.engine.parallelize import clip_grad_norm_ as clip_grad_norm_
+    from convoy.engine.parallelize import explain as explain
     from convoy.engine.parallelize import forward_backward as forward_backward
     from convoy.engine.parallelize import gradients as gradients
     from convoy.engine.parallelize import local_samples as local_samples
     from convoy.engine.parallelize import parallelize as parallelize
+    from convoy.engine.shards import deferred as deferred
     from convoy.errors import ConvoyError as ConvoyError
     from convoy.planner.interface import plan as plan
     from convoy.planner.machines import plan_on as plan_on
@@ -50,9 +50,8 @@ if TYPE_CHECKING:
 # torch.
 _NAMES = {
     "errors": "ConvoyError",
-    "engine.deferred": "deferred",
-    "engine.explain": "explain",
-    "engine.parallelize": "accumulate clip_grad_norm_ forward_backward gradients local_samples parallelize",
+    "engine.parallelize": "accumulate clip_grad_norm_ explain forward_backward gradients local_samples parallelize",
+    "engine.shards": "deferred",
     "planner.machines": "plan_on",
     "planner.interface": "plan",
     "plans.mesh": "Mesh",

@@ -11,7 +11,7 @@ from unittest.mock import PropertyMock, patch
 import pytest
 import torch
 
-from convoy.comm.memory import NEEDS_LESS
+from convoy.comm.position import NEEDS_LESS
 from convoy.comm.ranks import Ranks
 from convoy.engine.profiling import CallTimes, Profile, Profiler
 from convoy.errors import ConvoyError, TooLargeError

@@ -5,7 +5,7 @@ from operator import mul
 
 import pytest
 
-from convoy.engine import microbatch_sizes
+from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
 from convoy.plans.layout import proportional
 from convoy.training.division import divide, soonest

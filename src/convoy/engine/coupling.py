@@ -25,8 +25,7 @@ from convoy.graph.tree import leaves
 from convoy.graph.tree import replace as replace_leaves
 from convoy.ops import OPERATIONS, capture, place
 from convoy.ops.memory import predict_memory
-from convoy.ops.placing import sharing_axes
-from convoy.ops.registry import under_autocast
+from convoy.ops.registry import sharing_axes, under_autocast
 from convoy.plans.layout import balanced
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, PlacedCall

@@ -25,7 +25,6 @@ from convoy.graph.tree import replace as replace_leaves
 from convoy.ops import work
 from convoy.ops.postponed import PostponedGradients
 from convoy.plans.layout import Layout, Split
-from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
 from convoy.plans.schedule import Action, Schedule, actions, taken_back
 from convoy.plans.stages import Crossing, StagedGraph, Stages
@@ -81,10 +80,10 @@ class Stage(Network):
         self._running = self._asked = 0  # parts that have not gone back yet, and of how many gradients are asked for
         self._used: list[bool] | None = None  # which parameters had a gradient in any stage
 
-    def place_parameters(self, axes: Axes | None = None) -> None:
+    def place_parameters(self) -> None:
         """Decide which stage keeps every parameter and buffer, and how it lies over the stage's ranks."""
         graphs = self._graphs
-        super().place_parameters(axes)
+        super().place_parameters()
         number = self.plan.mesh.sizes[self._axis]
         first = max(graphs, key=lambda graph: len(graph.calls))  # heads that only training has count
         self.stages = Stages.of(first, number, getattr(self.plan, "stages", ()), work(first))
@@ -224,6 +223,11 @@ class Stage(Network):
 
     def begin_update(self, schedule: Schedule, parts: int) -> list[Action]:
         """Say in which order the next parts are run; what this stage is to do."""
+        if self._expected or self._asked:  # what is asked for cannot be taken back, and would get the next values
+            raise ConvoyError(
+                "a pass broke off between the stages, where some values had been asked for: build the network anew, as "
+                "those of the next pass would be taken for them"
+            )
         self.context.postponed = PostponedGradients() if schedule == "zero-bubble" else None
         self._order, self._first = (schedule, parts), self._begun
         self._running = self._asked = 0

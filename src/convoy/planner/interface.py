@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from convoy.comm.joining import join, num_ranks
 from convoy.comm.ranks import Ranks
-from convoy.engine.deferred import lacks_numbers
 from convoy.engine.parallelize import Options, accumulate, forward_backward, local_samples, take_part
 from convoy.engine.profiling import steady
+from convoy.engine.shards import lacks_numbers
 from convoy.errors import ConvoyError
 from convoy.graph.capture import check_given, copied
 from convoy.graph.tree import leaves

@@ -14,10 +14,9 @@ from convoy.comm.collectives import Group, by_way_of_host
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet
 from convoy.data.pixels import PixelSource
-from convoy.engine import Probe, probe
-from convoy.engine.coupling import coupled, coupled_in_training, coupling, microbatch_sizes
-from convoy.engine.deferred import deferred
+from convoy.engine.coupling import Probe, coupled, coupled_in_training, coupling, microbatch_sizes, probe
 from convoy.engine.recorded import graph_on
+from convoy.engine.shards import deferred
 from convoy.errors import ConvoyError
 from convoy.failure import place_of
 from convoy.graph import tree

@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 
 from convoy.comm.collectives import all_gather
 from convoy.comm.ranks import Ranks
-from convoy.engine.gradients.local_sgd import LocalSgd
-from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm
-from convoy.engine.gradients.reducer import GradientReducer
+from convoy.engine.gradients.divided import WholeNorms, clip_grad_norm
+from convoy.engine.gradients.reducer import GradientReducer, LocalSgd
 from convoy.engine.gradients.tree import TreeReducer
 from convoy.engine.network import Network
 from convoy.engine.parallelize import Options, take_part

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import torch
 
-from convoy.comm.backend import own
+from convoy.comm.joining import identify
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet, open_data
 from convoy.data.sources import Progress
 from convoy.engine.coupling import microbatch_sizes
-from convoy.engine.deferred import lacks_numbers
 from convoy.engine.recorded import graph_on, leave_default_stream
+from convoy.engine.shards import lacks_numbers
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE
@@ -57,7 +57,7 @@ def set_up(
         batch = recipe.batch
         data = open_data(recipe.data, say, check=lambda most: check_batch(batch, most, "samples of the data"))
         check_ranks(data, ranks)
-    gpu = own(device).gpu
+    gpu = identify(device).gpu
     gpus = ranks.gather(gpu)
     sharing = gpus.count(gpu) if gpu else ranks.on_host  # ranks that share the memory of the GPU, or of the host
     quantities = resolve(recipe, len(data.train))

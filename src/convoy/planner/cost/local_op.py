@@ -18,7 +18,7 @@ from convoy.graph.tree import leaves
 from convoy.ops import OPERATIONS
 from convoy.ops.kernel import Part
 from convoy.ops.memory import Readers, overwritten
-from convoy.ops.placing import sharing_axes
+from convoy.ops.registry import sharing_axes
 from convoy.plans.layout import Layout
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import needs_gradient

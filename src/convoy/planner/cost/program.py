@@ -15,9 +15,9 @@ import torch
 
 from convoy.graph.graph import Graph
 from convoy.ops import OPERATIONS
-from convoy.ops.placing import sharing_axes
 from convoy.ops.postponed import joins, postponed_part
 from convoy.ops.recompute import stretches
+from convoy.ops.registry import sharing_axes
 from convoy.planner.cost.link import Collective, Message
 from convoy.planner.cost.local_op import BatchNorm, LocalOp, Operand, Option, dtype_name, graph_facts, local_op
 from convoy.plans.buckets import Item as Gradient
