@@ -100,8 +100,8 @@ class Stage(Network):
         }
 
     def open_pass(self, inputs: Sequence[Tensor], call: str = PASS) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        # What was asked for cannot be taken back, and would get the next values, for whose size gloo ends a process. The
-        # other ranks send none yet: they wait for this one.
+        # What was asked for cannot be taken back, and would get the next values: of another size, gloo ends the process.
+        # The other ranks send none yet, as they wait for this one.
         if self._expected or self._asked:
             raise ConvoyError(
                 "a pass broke off between the stages, where some values had been asked for: build the network anew, as "
