@@ -100,7 +100,7 @@ class Stage(Network):
         }
 
     def open_pass(self, inputs: Sequence[Tensor], call: str = PASS) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        # What was asked for cannot be taken back, and would get the next values: of another size, gloo ends the process.
+        # What was asked for cannot be taken back, and would get the next values; for another size gloo ends a process.
         # The other ranks send none yet, as they wait for this one.
         if self._expected or self._asked:
             raise ConvoyError(
