@@ -132,15 +132,9 @@ def twice() -> None:
 
 
 def breaks_off() -> None:
-    """Between forward and backward pass nothing is lost; between the stages all that follows would be."""
-    net, plain = both("last", microbatches=2)
-    for size, raises in ((8, False), (8, True), (6, False)):
-        for each in (net, plain):
-            each.zero_grad()
-            outputs = each(IMAGES[:size])
-            if not raises:
-                first_head(outputs, LABELS[:size]).backward()
-    assert worst_gradient(net, plain) < 1e-12
+    """The last stage has asked for the second part, and a batch of another size comes next."""
+    net, _ = both("last", microbatches=2)
+    net(IMAGES[:6])  # it is known how values lie
     network, parts = network_of(net), iter(range(2))
     run = network._run
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from convoy.comm.collectives import gather_ints
 from convoy.comm.stage_links import Arriving, Sent, StageLinks
-from convoy.engine.agreement import Form, Signature
+from convoy.engine.agreement import PASS, Form, Signature
 from convoy.engine.allocation import trim_heap
 from convoy.engine.network import Network
 from convoy.engine.program import Program
@@ -98,6 +98,16 @@ class Stage(Network):
             name: self._of_one_stage(layout, self.shapes[name][0], self._owners_of.get(name))
             for name, layout in self.layouts.items()
         }
+
+    def open_pass(self, inputs: Sequence[Tensor], call: str = PASS) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        # What was asked for cannot be taken back, and would get the next values; for another size gloo ends a process.
+        # The other ranks send none yet, as they wait for this one.
+        if self._expected or self._asked:
+            raise ConvoyError(
+                "a pass broke off between the stages, where some values had been asked for: build the network anew, as "
+                "those of the next pass would be taken for them"
+            )
+        return super().open_pass(inputs, call)
 
     def owns(self, name: str) -> bool:
         return self._owners_of.get(name, self.stage) == self.stage
@@ -223,11 +233,6 @@ class Stage(Network):
 
     def begin_update(self, schedule: Schedule, parts: int) -> list[Action]:
         """Say in which order the next parts are run; what this stage is to do."""
-        if self._expected or self._asked:  # what is asked for cannot be taken back, and would get the next values
-            raise ConvoyError(
-                "a pass broke off between the stages, where some values had been asked for: build the network anew, as "
-                "those of the next pass would be taken for them"
-            )
         self.context.postponed = PostponedGradients() if schedule == "zero-bubble" else None
         self._order, self._first = (schedule, parts), self._begun
         self._running = self._asked = 0
