@@ -60,11 +60,19 @@ class DataSet:
     fingerprint: dict[str, Any] = field(default_factory=dict)
 
 
-def open_data(config: DataConfig, progress: Progress | None = None, *, to_evaluate: bool = False) -> DataSet:
+def open_data(
+    config: DataConfig,
+    progress: Progress | None = None,
+    *,
+    to_evaluate: bool = False,
+    check: Callable[[int], None] = lambda most: None,
+) -> DataSet:
     """Open the data set that a recipe's section describes. With `to_evaluate` nothing is to be trained on it: it may
     have a single class, or be the folder of one, and where it has no split of its own, and the section asks for none,
-    all samples are the test split (and the training split, which is then the same object)."""
+    all samples are the test split (and the training split, which is then the same object). `check` may refuse the
+    number of samples, at most, that there are to train on, before pictures are decoded, which takes long."""
     kind, contents = open_files(config, progress, to_evaluate=to_evaluate)
+    check(len(contents.train))
     if not to_evaluate and len(contents.classes) < 2:
         only = f" ({contents.classes[0]})" if contents.classes else ""
         raise ConvoyError(
