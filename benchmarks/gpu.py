@@ -36,7 +36,8 @@ from torch import Tensor, nn
 import convoy
 from convoy import models
 from convoy.comm.ranks import Ranks
-from convoy.planner import Question, make_plan, workload_of
+from convoy.planner.planner import Question, make_plan
+from convoy.planner.workload import workload_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = {"channels_last": torch.channels_last, "channels_first": torch.contiguous_format}

@@ -110,7 +110,7 @@ def held(case: Case, plan: Plan) -> dict[str, int]:
         F.cross_entropy(trained.network(images), labels).backward()
         trained.optimizer.step()
     network, rank = network_of(model), int(os.environ.get("RANK", 0))
-    predicted = predict_memory(network.placement((images,), network.samples_of_pass((images,)), True))[rank]
+    predicted = predict_memory(network.example_placement(True, network.samples_of_pass((images,))))[rank]
     return {
         "parameters": sum(p.numel() * p.element_size() for p in model.parameters()),
         "parameters_predicted": predicted.parameters,
@@ -205,7 +205,7 @@ class Recomputed:
     def activations(self) -> tuple[int, int]:
         """The most that is there at once in an update, measured and predicted: bytes on this rank."""
         rank, passes = dist.get_rank() if dist.is_initialized() else 0, 1
-        placement = self.network.placement((self.images[: self.sizes[0]],), self.sizes, True)
+        placement = self.network.example_placement(True, self.sizes)
         staged = self.network.staged(placement)
         if staged is not None and self.row.schedule is not None:
             stage = placement.mesh.stage_of(rank)

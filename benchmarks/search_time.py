@@ -21,8 +21,7 @@ from measuring.ranks import run_ranks
 
 from convoy import models
 from convoy.hardware.catalog import Hop, machine
-from convoy.planner.cost.costs import Costs, Roofline
-from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.costs import Costs, Roofline, Update
 from convoy.planner.cost.link import assumed
 from convoy.planner.machines import PRECISIONS, Prediction, predict
 from convoy.planner.search.layers import Constraints

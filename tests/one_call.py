@@ -1,4 +1,9 @@
-"""One call of a graph on real processes, its parts put together again and beside the same call on the whole."""
+"""One call of a graph, its parts put together again and beside the same call on the whole.
+
+`run_call` runs it on real processes. `run` has one process, in which every rank of a mesh takes its turn, for rules and
+kernels that send nothing. What a layout says is taken at its word: ranks on axes that a tensor is whole on must agree,
+partial sums are added, and so are the gradients of what is copied or held twice.
+"""
 
 import importlib
 import math
@@ -163,3 +168,53 @@ def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[str, float]:
     }
     name = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     return name, errors[name]
+
+
+def close(a: Tensor, b: Tensor, what: str) -> None:
+    assert a.shape == b.shape, what
+    if b.numel():
+        largest = (a - b).abs().max() / max(1.0, b[b.isfinite()].abs().max().item() if b.isfinite().any() else 1.0)
+        assert largest < 1e-10, f"{what}: {largest}"
+
+
+def run(
+    graph: Graph, placed: Placed, mesh: Mesh, tensors: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and input gradients, put together from those of all ranks."""
+    call, layouts = graph.calls[0], {**placed.inputs, **placed.outputs}
+    for name in call.outputs:
+        assert not layouts[name].copied
+        _assert_disjoint(layouts[name], graph.shape(name))
+    ranks: list[list[Tensor]] = []
+    for rank in range(mesh.num_devices):
+        place = mesh.coordinates(rank)
+        site = Site(graph, mesh, place, call, layouts, Groups(mesh, rank), StepContext())
+        pairs = zip(call.inputs, tensors, strict=True)
+        local = [_share(x.detach(), layouts[name], mesh, place).requires_grad_() for name, x in pairs]
+        outputs = list(OPERATIONS[call.op].build(site)(*local))
+        for name, y in zip(call.outputs, outputs, strict=True):
+            assert tuple(y.shape) == site.local_shape(name), (name, y.shape, site.local_shape(name))
+            assert y.requires_grad, f"rank {rank} has no gradient edge to {name}"
+        parts = [cut(x, layouts[name], mesh, place) for name, x in zip(call.outputs, gradients, strict=True)]
+        ranks.append([x.detach() for x in (*outputs, *torch.autograd.grad(outputs, local, parts))])
+    added = [layouts[name].partial for name in call.outputs] + [layouts[name].copied for name in call.inputs]
+    results = [
+        joined(list(parts), layouts[name], mesh, graph.shape(name), axes)
+        for name, parts, axes in zip((*call.outputs, *call.inputs), zip(*ranks, strict=True), added, strict=True)
+    ]
+    return results[: len(call.outputs)], results[len(call.outputs) :]
+
+
+def _share(x: Tensor, layout: Layout, mesh: Mesh, here: tuple[int, ...]) -> Tensor:
+    """The rank's part of a tensor; of a partial sum some term, so that all terms make the sum."""
+    x = cut(x, layout, mesh, here).clone()
+    count, place = mesh.size(tuple(sorted(layout.partial))), mesh.index(here, tuple(sorted(layout.partial)))
+    terms = [term + 1 for term in range(count)]
+    return x * (terms[place] / sum(terms)) if layout.partial else x
+
+
+def _assert_disjoint(layout: Layout, shape: Sequence[int]) -> None:
+    for dim, split in layout.splits:
+        assert sorted(index for part in split.parts for index in part) == list(range(shape[dim])), (dim, split)
+    axes = [axis for _, split in layout.splits for axis in split.axes] + sorted(layout.partial)
+    assert len(axes) == len(set(axes)), layout

@@ -19,9 +19,11 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
 from triton.runtime import driver  # type: ignore[import-not-found]
 from triton.runtime.jit import JITFunction  # type: ignore[import-not-found]
 
-from convoy.ops import batch_norm_kernels, normalization, random_bits, random_kernels
+from convoy.ops import batch_norm as batch_norm_module
+from convoy.ops import batch_norm_kernels, random_bits, random_kernels
+from convoy.ops.batch_norm import normalize, normalize_each
 from convoy.ops.batch_norm_torch import Norm
-from convoy.ops.normalization import Holders, normalize, normalize_each
+from convoy.ops.kernel import Holders
 from convoy.ops.statistics import Running
 
 CAPABILITIES = (80, 100)
@@ -97,8 +99,8 @@ def check(name: str, dtype: torch.dtype, ptx: str) -> None:
 
 
 def main(more: bool) -> None:
-    normalization.batch_norm_kernels = lambda x: batch_norm_kernels  # type: ignore[assignment]
-    normalization.at_once = lambda x: True
+    batch_norm_module.batch_norm_kernels = lambda x: batch_norm_kernels  # type: ignore[assignment]
+    batch_norm_module.at_once = lambda x: True
     random_bits._fused, random_bits._kernels = lambda x: True, lambda x: random_kernels  # type: ignore[assignment]
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     many = [(90, torch.bfloat16, FIRST), *((90, dtype, LAST) for dtype in TYPES)]

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from convoy.hardware.catalog import Device, device_named
-from convoy.hardware.exchange import Site, ring
+from convoy.hardware.data_parallel import Site, ring
 from convoy.hardware.speed import Array, Item, Software, Times, Work, arithmetic, times, units_of
 from measuring.published_rows import Row, family, lines, work
 from measuring.published_schemes import several

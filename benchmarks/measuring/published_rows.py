@@ -19,10 +19,10 @@ import yaml
 
 from convoy import models
 from convoy.hardware.catalog import Device, device_named
-from convoy.hardware.exchange import Site
+from convoy.hardware.data_parallel import Site
 from convoy.hardware.speed import Software, Work
 from convoy.ops import capture
-from convoy.planner.cost.cataloged import work_of
+from convoy.planner.machines import work_of
 from measuring.networks import BUILT
 
 KEYS = ("source", "model", "dataset", "gpu", "interconnect", "n_gpus", "batch_per_gpu", "scheme")

@@ -1,4 +1,4 @@
-"""How long published tables' ways of adding gradients take, beside the rings of `convoy.hardware.exchange`.
+"""How long published tables' ways of adding gradients take, beside the rings of `convoy.hardware.data_parallel`.
 
 They are those of a decade of software: trees, sums in the host's memory or on one GPU, servers of parameters, in one
 message a tensor or in a few large ones, beside the backward pass or after it (Huang et al., "GPipe", 2019).
@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 
 from convoy.hardware.catalog import Hop
-from convoy.hardware.exchange import MESSAGE, Step, beside, inside_link, lateness, network_link, ring, starting
+from convoy.hardware.data_parallel import MESSAGE, Step, beside, inside_link, lateness, network_link, ring, starting
 from convoy.hardware.speed import KINDS, Coefficients, Factor, Times
 from measuring.published_rows import Row, work
 

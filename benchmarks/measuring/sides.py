@@ -31,9 +31,11 @@ from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.network import network_of
 from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
-from convoy.planner import Question, Scored, Workload, make_plan, score, workload_of
 from convoy.planner.cost.costs import Costs
-from convoy.planner.cost.store import ProfileStore
+from convoy.planner.cost.prediction import Scored
+from convoy.planner.planner import Question, make_plan, score
+from convoy.planner.store import ProfileStore
+from convoy.planner.workload import Workload, workload_of
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import SCHEDULES
 from convoy.training import load_recipe

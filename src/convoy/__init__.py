@@ -17,19 +17,19 @@ from convoy.late import lazily
 from convoy.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from convoy.engine.deferred import deferred as deferred
-    from convoy.engine.explain import explain as explain
     from convoy.engine.parallelize import accumulate as accumulate
     from convoy.engine.parallelize import clip_grad_norm_ as clip_grad_norm_
+    from convoy.engine.parallelize import explain as explain
     from convoy.engine.parallelize import forward_backward as forward_backward
     from convoy.engine.parallelize import gradients as gradients
     from convoy.engine.parallelize import local_samples as local_samples
     from convoy.engine.parallelize import parallelize as parallelize
+    from convoy.engine.shards import deferred as deferred
     from convoy.errors import ConvoyError as ConvoyError
     from convoy.planner.interface import plan as plan
     from convoy.planner.machines import plan_on as plan_on
-    from convoy.plans import Mesh as Mesh
-    from convoy.plans import Plan as Plan
+    from convoy.plans.mesh import Mesh as Mesh
+    from convoy.plans.plan import Plan as Plan
     from convoy.script.checkpoint import load as load
     from convoy.script.checkpoint import save as save
     from convoy.script.data import BatchSampler as BatchSampler
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 # torch.
 _NAMES = {
     "errors": "ConvoyError",
-    "engine.deferred": "deferred",
-    "engine.explain": "explain",
-    "engine.parallelize": "accumulate clip_grad_norm_ forward_backward gradients local_samples parallelize",
+    "engine.parallelize": "accumulate clip_grad_norm_ explain forward_backward gradients local_samples parallelize",
+    "engine.shards": "deferred",
     "planner.machines": "plan_on",
     "planner.interface": "plan",
-    "plans": "Mesh Plan",
+    "plans.mesh": "Mesh",
+    "plans.plan": "Plan",
     "script.checkpoint": "load save",
     "script.data": "BatchSampler evaluate",
     "script.loss": "global_mean penalty",
@@ -65,7 +65,8 @@ _NAMES = {
     "training.restore": "load_run",
 }
 
-__all__ = sorted({*" ".join(_NAMES.values()).split()} - {"print"})  # `import *` leaves Python's print
+# `import *` leaves Python's print
+__all__ = ["ConvoyError", *sorted({*" ".join(_NAMES.values()).split()} - {"ConvoyError", "print"})]
 
 __getattr__ = lazily("convoy", _NAMES)
 

@@ -8,7 +8,7 @@ import pytest
 from cli.calls import Call
 from convoy.planner.cost.costs import Times
 from convoy.planner.cost.local_op import LocalOp, Operand
-from convoy.planner.cost.store import Device, ProfileStore
+from convoy.planner.store import Device, ProfileStore
 from convoy.plans.plan import Plan
 
 LINE = "plan lenet --devices 2 --batch 32 --microbatches 2 --link 10gbit"

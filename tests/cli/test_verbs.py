@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from cli.calls import Call
 from convoy.training.restore import evaluate_run, evaluation_data, load_run
-from tiny import TinyNet
+from tiny import TinyNet, write_pictures
 
 
 def test_the_default_folder_is_never_one_that_exists(
@@ -35,6 +35,14 @@ def test_ctrl_c_while_modules_load_is_no_traceback(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "convoy", "models"]
     done = subprocess.run(line, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "convoy: interrupted\n")
+
+
+def test_pictures_that_are_skipped_are_counted(tmp_path: Path, call: Call) -> None:
+    data, run = write_pictures(tmp_path / "data"), tmp_path / "run"
+    (data / "train" / "b" / "0.png").write_bytes(b"")
+    options = "--set data.image_size=28 --set threads=1 --workers 0 --bad-images skip"
+    text = call(f"train tiny:TinyNet --data {data} --batch 12 --epochs 1 {options} --out {run}").out
+    assert f"skipped 1 picture that cannot be read, named in {run / 'summary.json'}\n" in text
 
 
 def test_reports_and_a_resume_of_a_finished_run_change_nothing(run: Path, tmp_path: Path, call: Call) -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from convoy.comm import backend
-from convoy.comm.backend import GLOO, NCCL, RankDevice
+from convoy.comm import joining
 from convoy.comm.groups import Groups, temporary
-from convoy.comm.joining import generation_store, join, leave, open_store
+from convoy.comm.joining import GLOO, NCCL, RankDevice, generation_store, join, leave, open_store
 from convoy.errors import ConvoyError, MachineError, MeetingError
 from convoy.plans.mesh import Mesh
 from ranks import run_ranks
@@ -39,8 +38,8 @@ def agree(layouts: list[list[str]]) -> list[tuple[str, str]]:
     store = open_store(rank, world, LIMIT)
     for layout in layouts:
         generation = generation_store(store, rank, world, LIMIT)
-        agreed = backend.agreed(generation, rank, world, seen(layout[rank])).backend
-        alone = backend.choose([seen(other) for other in layout if other[0] == layout[rank][0]]).backend
+        agreed = joining.agreed_backend(generation, rank, world, seen(layout[rank])).backend
+        alone = joining.choose_backend([seen(other) for other in layout if other[0] == layout[rank][0]]).backend
         backends.append((agreed, alone))
         generation.add("done", 1)
         while rank == 0 and generation.add("done", 0) < world:  # it keeps the store
@@ -50,7 +49,7 @@ def agree(layouts: list[list[str]]) -> list[tuple[str, str]]:
 
 def test_ranks_choose_one_backend_and_nccl_where_their_gpus_differ() -> None:
     for layout, (name, note) in LAYOUTS.items():
-        choice = backend.choose([seen(rank) for rank in layout.split()])
+        choice = joining.choose_backend([seen(rank) for rank in layout.split()])
         assert choice.backend == name and ((note in choice.note) if note else not choice.note), layout
     by_rank = run_ranks(agree, 4, UNLIKE, join=False)
     for number, layout in enumerate(UNLIKE):
@@ -122,7 +121,7 @@ def _meet_with(secrets: list[tuple[str, str]]) -> list[str]:
             assert "in the place of a rank" in str(error)
             answers.append("nobody")
         leave()
-        assert not backend._key  # whoever meets next may know another one, or none
+        assert not joining._key  # whoever meets next may know another one, or none
     return answers
 
 

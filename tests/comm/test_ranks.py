@@ -15,8 +15,7 @@ import stuck
 from convoy.comm.collectives import all_reduce
 from convoy.comm.groups import Groups
 from convoy.comm.joining import leave
-from convoy.comm.memory import NEEDS_LESS
-from convoy.comm.position import current
+from convoy.comm.position import NEEDS_LESS, current
 from convoy.comm.ranks import Ranks, from_json, to_json
 from convoy.errors import ConvoyError, RankFailedError, TooLargeError
 from convoy.plans.mesh import Mesh

@@ -14,7 +14,7 @@ from convoy.data.batch import BatchMaker
 from convoy.data.dataset import DataSet
 from convoy.data.decode import turbo_lacks
 from convoy.data.sources import EncodedSource
-from convoy.doctor import pictures
+from convoy.doctor import examination
 from convoy.doctor.examination import measure_pictures
 from convoy.doctor.facts import Pictures
 from data.made import encoded, picture
@@ -28,8 +28,8 @@ SAMPLES = np.arange(32)
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[MadeTime]:
     """Nothing takes time but what a test says, and no other process has the core."""
-    monkeypatch.setattr(pictures, "_SCHEDSTAT", tmp_path / "none")
-    with made_time(pictures) as clock:
+    monkeypatch.setattr(examination, "_SCHEDSTAT", tmp_path / "none")
+    with made_time(examination) as clock:
         yield clock
 
 

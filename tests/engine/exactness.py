@@ -12,10 +12,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 import convoy
 from convoy import models
-from convoy.engine import StepContext
 from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.network import Network, network_of
 from convoy.engine.uncaptured import drawing
+from convoy.ops.context import StepContext
 from convoy.ops.memory import Readers
 from convoy.ops.postponed import PostponedGradients
 from convoy.ops.random_bits import drop, fold, layer_key

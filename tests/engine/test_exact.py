@@ -137,7 +137,7 @@ def test_training_under_a_plan_is_that_of_one_device(title: str) -> None:
 
 
 def as_on_a_gpu(cases: Any) -> list[dict[str, float]]:
-    with patch("convoy.ops.normalization.at_once", lambda x: True):
+    with patch("convoy.ops.batch_norm.at_once", lambda x: True):
         return all_distances(cases)
 
 

@@ -13,11 +13,11 @@ from torch import nn
 from convoy.comm.ranks import Ranks
 from convoy.engine.profiling import OUTSIDE, Profiler
 from convoy.engine.watched import DeviceClock
-from convoy.planner import Workload, workload_of
 from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.prediction import predict
 from convoy.planner.profiling import profile
+from convoy.planner.workload import Workload, workload_of
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from gpu_clock import FakeGpu, Launches

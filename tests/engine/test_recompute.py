@@ -98,7 +98,7 @@ def compared(plan: str, batch_norm: str, options: dict[str, Any]) -> list[str]:
     """What differs with recomputation and without it."""
     how = {key: options[key] for key in ("in_flight", "schedule", "sizes") if key in options}
     made_with = {"batch_norm": batch_norm} | {key: options[key] for key in ("microbatches",) if key in options}
-    with patch("convoy.ops.normalization.at_once", lambda x: options.get("as on a GPU", x.is_cuda)):
+    with patch("convoy.ops.batch_norm.at_once", lambda x: options.get("as on a GPU", x.is_cuda)):
         want = train(made("drops", plan, False, **made_with), **how)
         net = made("drops", plan, options.get("recompute", True), **made_with)
         with SABOTAGES[options.get("sabotage", "")]():

@@ -131,6 +131,23 @@ def twice() -> None:
     total.backward()
 
 
+def breaks_off() -> None:
+    """The last stage has asked for the second part, and a batch of another size comes next."""
+    net, _ = both("last", microbatches=2)
+    net(IMAGES[:6])  # it is known how values lie
+    network, parts = network_of(net), iter(range(2))
+    run = network._run
+
+    def broken(*args: Any) -> Any:
+        assert next(parts) < 1 - network.stage  # type: ignore[attr-defined]
+        return run(*args)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError):
+        patch.setattr(network, "_run", broken)
+        net(IMAGES[:6])
+    net(IMAGES)
+
+
 def first_head(outputs: Any, labels: Tensor) -> Tensor:
     return F.cross_entropy(outputs[0], labels)
 
@@ -143,11 +160,12 @@ def unlike() -> None:
 
 
 UNLIKE = "in convoy.forward_backward with schedule='gpipe' while rank 0 is in .* with schedule='1f1b'"
-OF_THE_LAST = "a loss of other outputs"
+OF_THE_LAST = ("a loss of other outputs", "a pass that broke off")
 """What only the last stage can know, while the first waits for it."""
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a second backward pass": (twice, "add the losses up and call it once"),
     "a loss of other outputs": (changes_its_mind, "a value of the network itself for one part .* same outputs"),
+    "a pass that broke off": (breaks_off, "a pass broke off between the stages"),
     "schedules": (unlike, UNLIKE),
 }
 
@@ -156,7 +174,7 @@ def mistaken(name: str) -> str:
     try:
         MISTAKES[name][0]()
     except convoy.ConvoyError as error:
-        if name == OF_THE_LAST:
+        if name in OF_THE_LAST:
             raise
         return str(error)
     return ""
@@ -164,7 +182,7 @@ def mistaken(name: str) -> str:
 
 def test_mistakes_are_said_on_every_rank_and_that_of_the_last_stage_ends_the_others() -> None:
     for name, (_, words) in MISTAKES.items():
-        if name == OF_THE_LAST:
+        if name in OF_THE_LAST:
             with pytest.raises(RankFailed, match=f"(?s){words}"):
                 run_ranks(mistaken, 2, name)
         else:

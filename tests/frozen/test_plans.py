@@ -7,16 +7,15 @@ import torch
 
 from convoy.hardware.catalog import Hop
 from convoy.models import create
-from convoy.planner import Workload, score, workload_of
 from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.calibrated import Calibrated
-from convoy.planner.cost.costs import Costs, Roofline
-from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.costs import Costs, Roofline, Update
 from convoy.planner.cost.link import assumed
-from convoy.planner.planner import propose
+from convoy.planner.planner import propose, score
 from convoy.planner.search.layers import ANY, Constraints
 from convoy.planner.search.prices import AXIS_STRATEGIES
 from convoy.planner.search.search import search
+from convoy.planner.workload import Workload, workload_of
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from frozen.golden import golden, unlike

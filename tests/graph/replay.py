@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convoy.graph import Graph, Ref, tree
+from convoy.graph import tree
+from convoy.graph.graph import Graph, Ref
 
 
 def replay(graph: Graph, model: nn.Module, inputs: Sequence[Tensor]) -> Any:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from convoy.graph import Call, CaptureError, Graph
 from convoy.graph.fake import Fakes, FakeTensor, storage
+from convoy.graph.graph import Call, CaptureError, Graph
 from convoy.models import create
 from convoy.ops import capture
 from graph.replay import replay, same

@@ -7,9 +7,9 @@ from torch import nn
 
 from convoy.errors import ConvoyError
 from convoy.hardware.catalog import device_named, devices, link_named, machine
-from convoy.hardware.exchange import Site, ring, several
+from convoy.hardware.data_parallel import Site, ring, several
 from convoy.hardware.speed import KINDS, Software, times
-from convoy.planner.cost.cataloged import work_of
+from convoy.planner.machines import work_of
 from plans.made_graph import graph_of
 
 NET = nn.Sequential(

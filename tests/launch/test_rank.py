@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.launch.clusters import first_host
-from convoy.launch.rank import ended, find_place, private_folder
+from convoy.launch.rank import ended, find_place, first_host, private_folder
 
 TORCHRUN = {"WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "job"}
 SLURM = {

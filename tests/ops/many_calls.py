@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 import interpreted
-from convoy.ops import normalization
+from convoy.ops import batch_norm
 from convoy.plans.layout import Indices, Layout, Split, balanced, consecutive, indices
 from convoy.plans.mesh import Mesh
 from one_call import OneCall, rank_results, whole
@@ -49,8 +49,8 @@ def as_on_a_gpu(way: str) -> Iterator[None]:
     kernels = interpreted.kernels()["batch_norm"] if way == "triton" else None
     with pytest.MonkeyPatch.context() as patch:
         if way != "cpu":
-            patch.setattr(normalization, "at_once", lambda x: True)
-            patch.setattr(normalization, "batch_norm_kernels", lambda x: kernels)
+            patch.setattr(batch_norm, "at_once", lambda x: True)
+            patch.setattr(batch_norm, "batch_norm_kernels", lambda x: kernels)
         yield
 
 

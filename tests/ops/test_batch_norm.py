@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import convoy
 import interpreted
-from convoy.ops import normalization
+from convoy.ops import batch_norm
+from convoy.ops.batch_norm import normalize_each
 from convoy.ops.batch_norm_torch import Norm
-from convoy.ops.normalization import normalize_each
 from convoy.ops.statistics import Running, follow_at_once
 from convoy.plans.layout import WHOLE, Layout, Split, consecutive, indices
 from one_call import OneCall, run_call, worst
@@ -100,7 +100,7 @@ def test_statistics_are_those_of_the_whole_pass_or_of_each_microbatch(way: str, 
 
 def test_an_exchange_that_is_left_out_is_noticed_and_a_divided_microbatch_refused() -> None:
     for way, collective in (("cpu", "all_reduce"), ("torch", "all_reduce"), ("torch", "all_gather")):
-        case = make(UNEVEN, (2,), sabotage=(normalization.__name__, collective))
+        case = make(UNEVEN, (2,), sabotage=(batch_norm.__name__, collective))
         with pytest.raises(AssertionError):
             assert worst(run_calls([case], way)[0], serial(case))[1] < 1e-3
     with pytest.raises(RankFailed, match=r"layer 'layer': the plan divides a microbatch of 2 samples"):
@@ -232,7 +232,7 @@ def test_at_once_in_low_precision_compiled_and_without_variance() -> None:
     with pytest.raises(ValueError, match="more than 1 value"):
         results((3, 1), (6,), way="torch")
     with as_on_a_gpu("torch"), pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-        normalization.normalize(torch.ones(1, 3, 1, 1), Norm(None, None, None, 1e-5, False), None)
+        batch_norm.normalize(torch.ones(1, 3, 1, 1), Norm(None, None, None, 1e-5, False), None)
     with as_on_a_gpu("torch"):
         nan = torch.full((2, 3), torch.nan)
         assert normalize_each(nan, Norm(None, None, None, 1e-5, True), (2,))[0].isnan().all()

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
-from convoy.ops import OPERATIONS, capture, slices
+from convoy.ops import OPERATIONS, capture, slices, work
 from convoy.ops.kernel import as_called
 from convoy.plans.layout import Layout, Split, balanced, consecutive
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, Placed, Situation
 from convoy.plans.windows import Need, Window
-from emulated import close, run
 from graph.replay import replay, same
+from one_call import close, run
 from ops.many_calls import GRID, THREE, TWO, Draw
 
 SHAPE, Function = (2, 4, 6, 6), Callable[[Any, Tensor], Any]
@@ -146,6 +146,17 @@ def test_functions_that_are_several_calls() -> None:
         assert {call.op for call in calls} == ops and same(replay(graph, model, (x,)), model(x.clone())), text
         names = [getattr(call.function, "__name__", "") for call in calls]
         assert not any(name.endswith("_") and not name.startswith("_") for name in names), "something is done in place"
+
+
+def test_keyword_arguments_in_any_order_cost_as_much() -> None:
+    for text, other in (
+        ("F.conv2d(bias=m.b, weight=m.w, input=x, groups=2)", "F.conv2d(x, m.w, m.b, groups=2)"),
+        ("F.linear(weight=m.fc, input=x)", "F.linear(x, m.fc)"),
+        ("torch.matmul(other=x, input=m.fc)", "m.fc @ x"),
+    ):
+        x = tensor(*SHAPE)
+        graph, plain = (capture(Net(written(each)), (x,)) for each in (text, other))
+        assert work(graph) == work(plain) and graph.calls[-1].inputs == plain.calls[-1].inputs, text
 
 
 # Options, shapes and layouts at random: a call from a source of random choices, and the shape of its input.

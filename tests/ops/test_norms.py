@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.engine import StepContext
 from convoy.errors import ConvoyError
-from convoy.ops import normalization, norms
+from convoy.ops import kernel, norms
+from convoy.ops.context import StepContext
 from convoy.ops.random_bits import drop, layer_key
 from convoy.plans.layout import Layout, Split, consecutive
 from one_call import OneCall, worst
@@ -79,7 +79,7 @@ def test_statistics_of_one_rank_are_noticed() -> None:
     torch.manual_seed(1)
     columns: list[Row] = [((2,), Layout.of({3: Split((0,), consecutive(sizes))})) for sizes in ((3, 1), (2, 4))]
     cases = []
-    for module, collective in ((normalization, "all_gather"), (norms, "all_reduce")):
+    for module, collective in ((kernel, "all_gather"), (norms, "all_reduce")):
         for case in (group_norm(Draw(0), columns[0], 1), of_last("rms_norm", Draw(0), columns[1], 1)):
             case.sabotage = module.__name__, collective
             cases.append(case)

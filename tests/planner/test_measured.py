@@ -11,21 +11,21 @@ from unittest.mock import PropertyMock, patch
 import pytest
 import torch
 
-from convoy.comm.memory import NEEDS_LESS
+from convoy.comm.position import NEEDS_LESS
 from convoy.comm.ranks import Ranks
 from convoy.engine.profiling import CallTimes, Profile, Profiler
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.launch.host import HostLoad
 from convoy.models import create
-from convoy.planner import Planned, Question, Scored, Workload, make_plan, score, workload_of
-from convoy.planner.cost.costs import Costs, HostCost, Times
-from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.costs import Costs, HostCost, Times, Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import VIEWS, LocalOp
-from convoy.planner.cost.store import Device, ProfileStore
+from convoy.planner.cost.prediction import Scored
 from convoy.planner.measured import Job, Measurements, device_of, jobs_for
+from convoy.planner.planner import Planned, Question, make_plan, score
 from convoy.planner.profiling import local_op_of
-from convoy.planner.remembered import recalled, remember, remember_run, unlike_runs
+from convoy.planner.store import Device, ProfileStore, recalled, remember, remember_run, unlike_runs
+from convoy.planner.workload import Workload, workload_of
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe

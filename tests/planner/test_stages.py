@@ -9,12 +9,12 @@ from torch import nn
 from convoy.errors import TooLargeError
 from convoy.hardware.catalog import Hop
 from convoy.models import create
-from convoy.planner import Workload, score, workload_of
 from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.link import Links, ring
-from convoy.planner.planner import propose
+from convoy.planner.planner import propose, score
 from convoy.planner.search.layers import Constraints
 from convoy.planner.search.stages import search_stages
+from convoy.planner.workload import Workload, workload_of
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 

@@ -8,13 +8,12 @@ import torch
 
 from convoy.hardware.catalog import Hop
 from convoy.models import create
-from convoy.planner import Planned, score, workload_of
-from convoy.planner.cost.costs import Costs, HostCost, Times
-from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.costs import Costs, HostCost, Times, Update
 from convoy.planner.cost.link import assumed
 from convoy.planner.cost.local_op import LocalOp
-from convoy.planner.explanation import Explanation
-from convoy.planner.text import explanation_text
+from convoy.planner.explanation import Explanation, explanation_text
+from convoy.planner.planner import Planned, score
+from convoy.planner.workload import workload_of
 from convoy.plans.plan import Plan
 
 BATCH = 32
@@ -91,6 +90,7 @@ def test_a_change_is_what_the_same_plan_is_predicted_to_take_with_it() -> None:
     assert gains == sorted(gains, reverse=True) and gains[-1] > 1
     layer = next(layer for layer in result.layers if layer.layer == "classifier.0")
     (strategy,) = layer.next_best.strategy
+    assert strategy in ("replicate", "filter", "channel")  # by rows a linear layer would be as by samples
     other = f"mesh: {{sample: 2}}\nlayers:\n  classifier.0: {{sample: {strategy}}}\n  '*': {{sample: sample}}"
     again = explain(other, costs(gbytes=1e-2))
     assert layer.next_best.extra_s == pytest.approx(again.scored.seconds - result.scored.seconds)

@@ -8,7 +8,6 @@ import torch
 
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
-from convoy.planner import Planned, workload_of
 from convoy.planner.comparison import (
     GRADIENTS,
     Both,
@@ -22,7 +21,8 @@ from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.prediction import RankMemory, Scored
 from convoy.planner.cost.simulation import simulate
 from convoy.planner.measured import Measurements
-from convoy.planner.planner import _raced
+from convoy.planner.planner import Planned, _raced
+from convoy.planner.workload import workload_of
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import PARTS, LayerSeconds, Summary, Task
 from planner.test_verdict import costs, explain, with_delay
@@ -85,6 +85,7 @@ def test_the_fastest_that_was_measured_is_chosen_and_none_is_predicted_faster_wi
     assert raced(slow, rival="replicate=2")[0][0] == "replicate=2"
     assert "replicate=2 did not race: there was no more time" in raced(slow, late=True, rival="replicate=2")[1]
     assert "filter=2 left the race: it cannot be" in raced({"sample=2": 1.0})[1]
+    assert "updates took 3.4 times as long as predicted" in raced(dict.fromkeys(PREDICTED, 3.0))[1][-1]
     with pytest.raises(ConvoyError, match="it cannot be"):
         raced({})
 

@@ -9,8 +9,7 @@ import pytest
 
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
-from convoy.plans.plan import Plan, plan_text
-from convoy.plans.strategies import STRATEGIES, WORDS
+from convoy.plans.plan import STRATEGIES, WORDS, Plan, plan_text
 
 MIXED = """
 mesh: {node: 2, gpu: 3}
@@ -77,6 +76,7 @@ LINES: dict[str, list[Any]] = {
     "write sample=2": ["", "sample", "sample==2", "sample=2 filter=2"],
     "the size of axis sample": [f"sample={size}" for size in ("", "2.0", "-1", "٢", "9" * 5000)],
     "did you mean sample?": ["sampel=2", "dp=2,tp=2"],
+    "with `layer99: {gpu: filter}`": ["layer99:filter=2", "sample=2,layer99:filter=2"],
     "there is no plan file plan": ["plan.yaml"],
     "line 3: the key layer is unknown: did you mean layers?": ["\nmesh: {a: 2}\nlayer: {}\n"],
     "the size of axis a": [f"mesh: {{a: {size}}}\nlayers: {{}}\n" for size in ("true", "'2'", "0", "[2]")],

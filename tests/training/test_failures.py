@@ -160,7 +160,7 @@ def test_memory_lacks(
         settings["model.name"] = "tiny:TinyUnseen"
         monkeypatch.setattr(nn.Linear, "forward", lambda self, x: linear(x, self.weight, self.bias))
     else:
-        monkeypatch.setattr("convoy.ops.linear.F", SimpleNamespace(linear=linear))
+        monkeypatch.setattr("convoy.ops.convolution.F", SimpleNamespace(**{**vars(F), "linear": linear}))
     with pytest.raises(ConvoyError) as caught:
         train_here(data, tmp_path / "run", settings)
     assert type(caught.value) is kind

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import convoy
 from convoy.cli.on_devices import device_of
-from convoy.comm import backend
+from convoy.comm.joining import gpus
 from convoy.comm.ranks import Ranks
 from convoy.engine.parallelize import take_part
 from convoy.errors import ConvoyError
@@ -132,7 +132,7 @@ def test_gpus_that_torch_cannot_use_are_a_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def there_are(number: int, warning: str = "") -> None:
-        backend.gpus.cache_clear()
+        gpus.cache_clear()
         environment._say_once.cache_clear()
         monkeypatch.setattr(
             torch.cuda, "is_available", lambda: (warning and warnings.warn(warning, stacklevel=2)) or number > 0
@@ -153,7 +153,7 @@ def test_gpus_that_torch_cannot_use_are_a_sentence(
     with pytest.raises(ConvoyError, match=r"too old \(found version 11040\) for this torch, .*update the driver"):
         choose_device(None)
     assert choose_device("cpu") == CPU
-    backend.gpus.cache_clear()
+    gpus.cache_clear()
 
 
 # Signals

@@ -5,12 +5,10 @@ from operator import mul
 
 import pytest
 
-from convoy.comm.ranks import Ranks
-from convoy.engine import microbatch_sizes
+from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
 from convoy.plans.layout import proportional
-from convoy.training.division import Division, divide, soonest
-from convoy.training.watchdog import SlowRanks
+from convoy.training.division import divide, soonest
 
 
 def test_microbatches_of_each_rank_and_the_parts_that_end_soonest() -> None:
@@ -53,26 +51,3 @@ def test_every_sample_is_in_one_pass_of_its_rank(counts: tuple[int, ...]) -> Non
             assert all(sum(piece.microbatches[rank]) == len(piece.parts[rank]) for piece in passes)
         assert sorted(position for piece in passes for position in piece.positions) == list(range(37))
         assert all(division.passes(merge, late=True)[-1].parts)  # all have something where gradients are exchanged
-
-
-# Which rank is called slow, and when
-
-
-def test_a_rank_that_stays_slow_is_named_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    even, one, more = divide((1,) * 6, 3), [1.0, 2.0, 1.0], divide((1,) * 6, 3, (1, 4, 1))
-
-    def named(parts: list[int], division: Division, *seconds: list[float]) -> list[int]:
-        """The stretches in which somebody is named, where ranks have these parts of the batch."""
-        ranks = Ranks()
-        monkeypatch.setattr(ranks, "gather", lambda value: [(part, "abc"[rank % 3]) for rank, part in enumerate(parts)])
-        judge = SlowRanks(ranks)
-        said = [judge.look(each, 20, 2.5 * max(each), division) for each in seconds]
-        assert all(" is slow: its part of an update takes it " in sentence for sentence in said if sentence)
-        return [number for number, sentence in enumerate(said, 1) if sentence]
-
-    assert named([0, 1, 2], even, *[one] * 13) == [3, 6, 12]
-    assert named([0, 1, 2], even, *[one, one, [1.0] * 3] * 6) == []
-    assert named([0, 1, 2], more, *[[1.0, 4.0, 1.0]] * 9) == []  # it was given more
-    # Only ranks in the same place of their groups are compared, and of stages those of one stage.
-    assert named([0, 0, 1, 1, 2, 2], even, *[[1.0, 3.0, 1.0, 3.0, 1.0, 3.0]] * 6) == []
-    assert named([0, 0, 1, 1, 2, 2], even, *[[1.0, 3.0, 2.0, 3.0, 1.0, 3.0]] * 6) == [3, 6]

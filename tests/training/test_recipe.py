@@ -24,7 +24,7 @@ def test_a_built_in_recipe_is_whole_and_comes_back_as_it_was_written(name: str, 
     recipe = load_recipe(name, NEEDS.get(name, ["data.path=photos"]))
     assert recipe.model.name in {info.name for info in models.list_models()}
     assert not recipe.model.zero_init_residual or models.accepts(recipe.model.name, "zero_init_residual")
-    assert resolve(recipe, 1_281_167).total_updates > 0 and recipe.notes() == []
+    assert resolve(recipe, 1_281_167).total_updates > 0 and [*recipe.notes()] == []
     assert recipe_text(name).startswith(f"# {recipe_summary(name)}\n") and len(recipe_summary(name)) < 100
     with pytest.raises(ValidationError, match="frozen"):
         recipe.batch = 3  # type: ignore[misc]
@@ -48,6 +48,9 @@ WRONG = [
     ("optimizer.name=lamb", "optimizer.lr and optimizer.base_lr are both missing|square root"),
     ("microbatch=4 microbatches=3", "microbatch and microbatches are both given"),
     ("batch=1 batch=2", "batch is set twice"),
+    ("mix.mixup=0.2", "mix.mixup is unknown: did you mean data.mix.mixup?"),
+    ("dta.mix.mixupp=0.2", "dta.mix.mixupp is unknown: did you mean data.mix.mixup?"),
+    ("loss.foo=1", "loss.foo is unknown: loss has label_smoothing, aux_weight"),
     ("batch=0 precision=fp8 optimizer.momntum=1", "optimizer.momntum is unknown|(also wrong: batch, precision)"),
 ]
 FILES = [

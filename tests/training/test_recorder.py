@@ -17,12 +17,13 @@ from convoy.doctor import updates
 from convoy.doctor.diagnosis import Diagnosis
 from convoy.doctor.updates import RunDoctor, Watch
 from convoy.engine.watched import DeviceClock
-from convoy.planner import Scored, score
 from convoy.planner.comparison import GRADIENTS, Comparison
 from convoy.planner.cost.costs import Costs, Roofline
 from convoy.planner.cost.link import Curve, Link, Links
-from convoy.planner.cost.store import ProfileStore
+from convoy.planner.cost.prediction import Scored
+from convoy.planner.planner import score
 from convoy.planner.profiling import local_op_of
+from convoy.planner.store import ProfileStore
 from convoy.training import Session, classification, loop, recorder, step
 from convoy.training.build import TriedNetwork, build_model
 from convoy.training.classification import Evaluation

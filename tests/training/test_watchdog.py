@@ -1,4 +1,4 @@
-"""What is said of a run in which nothing moves, on hosts and on GPUs that wait for each other."""
+"""What is said of a run in which nothing moves, on hosts and on GPUs that wait for each other, and of a slow rank."""
 
 import time
 from collections.abc import Callable
@@ -13,10 +13,12 @@ from convoy.comm.groups import Groups
 from convoy.comm.joining import join, leave, meeting_store
 from convoy.comm.position import Ledger, Position, current, ledger
 from convoy.comm.ranks import Ranks
+from convoy.launch.host import HostLoad, HostWatch, OtherProcess
 from convoy.plans.mesh import Mesh
 from convoy.training import watchdog as module
+from convoy.training.division import Division, divide
 from convoy.training.environment import join_ranks
-from convoy.training.watchdog import RankState, Watchdog, explain
+from convoy.training.watchdog import RankState, SlowRanks, Watchdog, explain
 from ranks import run_ranks
 
 
@@ -133,3 +135,40 @@ def test_the_rank_that_has_not_begun_a_collective_is_named() -> None:
     assert "waiting for other ranks (all reduce number 3 of layer conv2 on" in firsts[0]  # partner on the first axis
     assert "held up by rank 2 on host" in firsts[0] and missing in firsts[0]
     assert f"{missing}: the others wait for it" in firsts[2] and all("rank 2" in each for each in firsts)
+
+
+# Which rank is called slow, and when
+
+
+def test_a_rank_that_stays_slow_is_named_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    even, one, more = divide((1,) * 6, 3), [1.0, 2.0, 1.0], divide((1,) * 6, 3, (1, 4, 1))
+
+    def named(parts: list[int], division: Division, *seconds: list[float]) -> list[int]:
+        """The stretches in which somebody is named, where ranks have these parts of the batch."""
+        ranks = Ranks()
+        monkeypatch.setattr(ranks, "gather", lambda value: [(part, "abc"[rank % 3]) for rank, part in enumerate(parts)])
+        judge = SlowRanks(ranks)
+        said = [judge.look(each, 20, 2.5 * max(each), division) for each in seconds]
+        assert all(" is slow: its part of an update takes it " in sentence for sentence in said if sentence)
+        return [number for number, sentence in enumerate(said, 1) if sentence]
+
+    assert named([0, 1, 2], even, *[one] * 13) == [3, 6, 12]
+    assert named([0, 1, 2], even, *[one, one, [1.0] * 3] * 6) == []
+    assert named([0, 1, 2], more, *[[1.0, 4.0, 1.0]] * 9) == []  # it was given more
+    # Only ranks in the same place of their groups are compared, and of stages those of one stage.
+    assert named([0, 0, 1, 1, 2, 2], even, *[[1.0, 3.0, 1.0, 3.0, 1.0, 3.0]] * 6) == []
+    assert named([0, 0, 1, 1, 2, 2], even, *[[1.0, 3.0, 2.0, 3.0, 1.0, 3.0]] * 6) == [3, 6]
+
+
+def test_who_keeps_a_slow_rank_from_its_cores_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks := Ranks(), "gather", lambda value: [(0, "a"), (1, "b")])
+    stress, halves = (OtherProcess("stress", 4711, 1.5),), divide((1, 1), 2)
+    load = HostLoad(1.0, 1.0, 2, None, None, stress, 1.5, 0.0, 0, None, None, None)
+    monkeypatch.setattr(HostWatch, "read", lambda watch: load)
+    judge, said = SlowRanks(ranks), ""
+    for _ in range(3):
+        judge.hear([judge.load(), None])
+        said = judge.look([2.0, 1.0], 20, 5.0, halves) or ""
+    assert "wait for it; other processes there keep 1.5 of 2 cores busy, stress (process 4711) most: end them" in said
+    judge.look([1.0, 1.0], 20, 5.0, halves)
+    assert judge.load() is None  # nobody is slow any more

@@ -12,8 +12,7 @@ from convoy.bench.emulated import Cluster
 from convoy.bench.records import AUTO, CONVOY, PEERS, TORCH, Configuration
 from convoy.errors import ConvoyError
 from convoy.files import expanded, unwritable
-from convoy.plans.plan import Plan, plan_text
-from convoy.plans.strategies import WORDS
+from convoy.plans.plan import WORDS, Plan, plan_text
 from convoy.terminal import pip_install
 from convoy.training.recipe import Recipe, check_names, load_recipe
 

@@ -42,9 +42,9 @@ from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.watched import DeviceClock
 from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
-from convoy.planner import Question, make_plan
 from convoy.planner.cost.prediction import Scored
-from convoy.planner.cost.store import ProfileStore
+from convoy.planner.planner import Question, make_plan
+from convoy.planner.store import ProfileStore
 from convoy.plans.plan import Plan, plan_text
 from convoy.resources import text_of
 from convoy.training import Recipe, choose_device

@@ -8,9 +8,8 @@ import torch
 
 from convoy import launch, resources
 from convoy.cli.options import is_verbose
-from convoy.comm.backend import gpus
-from convoy.comm.joining import leave
-from convoy.comm.memory import memory_explained
+from convoy.comm.joining import gpus, leave
+from convoy.comm.position import memory_explained
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.launch import RankPlace

@@ -20,18 +20,18 @@ from convoy.errors import ConvoyError
 from convoy.files import finite
 from convoy.hardware.catalog import Machine
 from convoy.hardware.speed import OURS
-from convoy.planner import Planned, Question, Workload, make_plan
 from convoy.planner.cost.costs import HostCost
-from convoy.planner.cost.pipeline import Staging
-from convoy.planner.cost.store import ProfileStore
-from convoy.planner.explanation import Explanation
+from convoy.planner.cost.step import Staging
+from convoy.planner.explanation import Explanation, explanation_text
 from convoy.planner.interface import race
 from convoy.planner.machines import PRECISIONS, Prediction, predict, usual_precision
-from convoy.planner.text import explanation_text, trace
-from convoy.planner.workload import workload_of
+from convoy.planner.planner import Planned, Question, make_plan
+from convoy.planner.store import ProfileStore
+from convoy.planner.workload import Workload, workload_of
 from convoy.plans.fit import check_patterns
 from convoy.plans.place import COMPUTE, sample_axes
 from convoy.plans.plan import Plan
+from convoy.plans.timeline import trace
 from convoy.progress import ConsoleReporter
 from convoy.report.plan_page import machines_page, plan_page
 from convoy.terminal import Console

@@ -13,7 +13,7 @@ from convoy.errors import ConvoyError
 from convoy.units import plural, seconds
 
 if TYPE_CHECKING:
-    from convoy.planner.cost.store import Device, ProfileStore
+    from convoy.planner.store import Device, ProfileStore
 
 
 @click.command(
@@ -45,7 +45,7 @@ def command(device: str | None, clear: bool, export: Path | None, as_json: bool)
     if export is not None:
         _export(export, device)
         return
-    from convoy.planner.cost.store import ProfileStore  # with torch, for which no help is to wait
+    from convoy.planner.store import ProfileStore  # with torch, for which no help is to wait
 
     store = ProfileStore()
     chosen = _find(store, device) if device is not None else None

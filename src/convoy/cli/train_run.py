@@ -168,6 +168,9 @@ def _answer(outcome: Outcome, ranks: Ranks, verbose: bool) -> int:
         say(comparison_text(comparison) if verbose else headline(comparison))
     console.print(f"test accuracy {outcome.top1:.2%}", style="bold")
     if ranks.rank == 0:
+        folder = RunDirectory(out)
+        if skipped := folder.summary().get("bad_images"):
+            say(f"skipped {plural(len(skipped), 'picture')} that cannot be read, named in {folder.summary_file}")
         say(f"report: {_report(out)}")
     return 0
 

@@ -19,9 +19,8 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from convoy.comm.backend import connect
 from convoy.comm.collectives import beside, close, gather_ints, time_limit
-from convoy.comm.joining import num_ranks
+from convoy.comm.joining import connect, num_ranks
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 

@@ -25,8 +25,7 @@ from torch import Tensor
 from convoy.comm.collectives import Group, all_gather, broadcast, gather_ints, place, size
 from convoy.comm.groups import Alarm, everyone, temporary
 from convoy.comm.joining import num_local
-from convoy.comm.memory import NEEDS_LESS, lack_of_memory
-from convoy.comm.position import current
+from convoy.comm.position import NEEDS_LESS, current, lack_of_memory
 from convoy.errors import ConvoyError, MachineError, RankFailedError
 from convoy.plans.mesh import Axes, Mesh
 

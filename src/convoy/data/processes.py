@@ -150,7 +150,7 @@ def _work(
 
 def _portable(error: Exception, work: str, mend: str) -> Exception:
     """An exception as the starting process can raise it."""
-    from convoy.comm.memory import lack_of_memory  # with torch, which a folder's listing does not need
+    from convoy.comm.position import lack_of_memory  # with torch, which a folder's listing does not need
 
     if lack_of_memory(error) is not None:
         return MachineError(f"a process that {work} ran out of memory: {mend}")

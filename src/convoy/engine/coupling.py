@@ -19,14 +19,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy.engine.network import network_of
 from convoy.engine.uncaptured import Uncaptured, drawing
-from convoy.graph.given import copied
+from convoy.graph.capture import copied
 from convoy.graph.graph import Call, CaptureError, Graph, Ref
 from convoy.graph.tree import leaves
 from convoy.graph.tree import replace as replace_leaves
 from convoy.ops import OPERATIONS, capture, place
 from convoy.ops.memory import predict_memory
-from convoy.ops.placing import sharing_axes
-from convoy.ops.registry import under_autocast
+from convoy.ops.registry import sharing_axes, under_autocast
 from convoy.plans.layout import balanced
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, PlacedCall

@@ -28,11 +28,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from convoy.comm.collectives import all_gather, broadcast, gather_ints
-from convoy.engine import optimizers
-from convoy.engine.gradients.divided import DividedGradient, DividedGradients, plain
+from convoy.engine.gradients.divided import DividedGradient, DividedGradients, check_optimizer, plain
 from convoy.engine.gradients.reducer import at_end_of_backward, current_backward, flat, is_dense
-from convoy.engine.network import WRAPPED, Network, named_tensors
-from convoy.engine.shards import part_name
+from convoy.engine.network import WRAPPED, Network
+from convoy.engine.shards import named_tensors, part_name
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Axes
 
@@ -48,7 +47,7 @@ class Guard:
     parameters followed if it `compares`, and `follows` says whether it does in this pass; gradients and optimizers
     always are."""
 
-    def __init__(self, network: Network, compares: bool = True) -> None:
+    def __init__(self, network: Network, compares: bool) -> None:
         self._network = network
         self._compares = compares
         self._passes = 0
@@ -310,7 +309,7 @@ class Guard:
                 network = self._network
                 shapes = {name: shape for name, (shape, _) in network.shapes.items()}
                 part = part_name(network.layouts, network.shapes, network.groups, network.plan)
-                optimizers.check(optimizer, self._divided, shapes, part)
+                check_optimizer(optimizer, self._divided, shapes, part)
                 if entry is None or entry < 0:
                     optimizer.register_load_state_dict_post_hook(self._forget)
             entry = self._optimizers[optimizer] = len(optimizer.param_groups) * (1 if has_some else -1)

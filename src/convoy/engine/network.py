@@ -15,21 +15,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from convoy.comm.groups import Groups
-from convoy.engine.agreement import PASS, Form, Kind, Signature, arguments, exchange_samples, kinds
+from convoy.engine.agreement import PASS, Form, Kind, Signature, Unchanged, arguments, exchange_samples, kinds
 from convoy.engine.gradients.divided import plain
-from convoy.engine.gradients.reducer import GradientReducer, current_backward
-from convoy.engine.output import scale_gradient, undo_scale
+from convoy.engine.gradients.reducer import GradientReducer, current_backward, scale_gradient, undo_scale, writable
 from convoy.engine.program import Program, Watch
-from convoy.engine.shards import collect, cut
-from convoy.engine.unchanged import Unchanged
+from convoy.engine.shards import collect, cut, named_tensors, owners
 from convoy.errors import ConvoyError
 from convoy.graph.graph import CaptureError, Graph, Ref
 from convoy.graph.tree import leaves, replace
 from convoy.ops import OPERATIONS, capture, place
 from convoy.ops.context import StepContext
 from convoy.ops.recompute import Recompute, check_recompute, recomputing
-from convoy.plans import Layout
-from convoy.plans.layout import WHOLE, balanced, consecutive
+from convoy.plans.layout import WHOLE, Layout, balanced, consecutive
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Batch, Placement, sample_axes
 from convoy.plans.plan import Plan
@@ -38,27 +35,6 @@ from convoy.plans.stages import StagedGraph
 Loss = Literal["mean", "part"]
 MAX_PROGRAMS = 32
 WRAPPED = "DistributedDataParallel around a network of convoy.parallelize would add gradients twice: take it away"
-
-
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, each once."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def owners(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """For every parameter and buffer the dictionary that holds it, and its key there."""
-    owners: dict[str, tuple[dict[str, Any], str]] = {}
-    for name in named_tensors(model):
-        path, _, key = name.rpartition(".")
-        module = model.get_submodule(path)
-        owners[name] = (module._parameters if key in module._parameters else module._buffers), key
-    return owners
-
-
-def writable(x: Tensor) -> Tensor:
-    """The tensor itself, or a copy of a view: autograd does not let users change in place what a function of ours
-    gives as a view, though they may with what a plain layer gives."""
-    return x.clone() if x.requires_grad and x._is_view() else x
 
 
 class Guard(Protocol):
@@ -129,11 +105,11 @@ class Network:
         self._uncompiled: Callable[..., Any] | None = None
         self._graphs: list[Graph] = []
 
-    def look(self, examples: Sequence[Tensor], training: bool, form: Form | None = None) -> None:
+    def look(self, examples: Sequence[Tensor], form: Form | None) -> None:
         """Find the layers that the network calls; where some parameters have no part in that, in the other mode too.
         `examples` are one rank's inputs. CaptureError where the network does something that a graph cannot say."""
         self.example, self.form = tuple((tuple(x.shape), x.dtype) for x in examples), form
-        total = len(examples[0]) * self.plan.mesh.num_devices
+        training, total = self.model.training, len(examples[0]) * self.plan.mesh.num_devices
         self._graphs = [self._capture(Signature(training, (total,), kinds(examples), form))]
         names = {value.name for value in self._graphs[0].parameters()}
         if any(name not in names for name, _ in self.model.named_parameters()):
@@ -152,9 +128,8 @@ class Network:
         if state in self._alone:
             self.undivided, self.normalizes = self._alone[state]
             return
-        inputs = tuple((shape[1:], dtype) for shape, dtype in self.example)
         with contextlib.suppress(CaptureError):  # training is not always possible where evaluation is
-            graph = graph or self._capture(Signature(True, (self.example[0][0][0],), inputs, self.form))
+            graph = graph or self._capture(self._signature_of_example(True, (self.example[0][0][0],)))
             draws = any(OPERATIONS[call.op].is_random for call in graph.calls)
             self.undivided = not draws and not self.recompute
             self.normalizes = any(c.op == "batch_norm" and c.attributes["training"] for c in graph.calls)
@@ -162,13 +137,9 @@ class Network:
                 self._alone.clear()
             self._alone[state] = self.undivided, self.normalizes
 
-    def check_hooks(self) -> None:
-        self._unchanged.check_hooks()
-
-    def place_parameters(self, axes: Axes | None = None) -> None:
-        """Decide where every parameter and buffer is kept: where the calls that were found want it. `axes` are the
-        sample axes, where they are not for this network alone to decide."""
-        self.sample_axes = sample_axes(self.layers, self.plan) if axes is None else axes
+    def place_parameters(self) -> None:
+        """Decide where every parameter and buffer is kept: where the calls that were found want it."""
+        self.sample_axes = sample_axes(self.layers, self.plan)
         first, *more_graphs = self._graphs
         total = first.shape(first.inputs[0])[0]
         placement = self._place(first, balanced(total, self.num_sample_ranks))
@@ -247,7 +218,7 @@ class Network:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, form = arguments(self.model, args, kwargs, self._own_forward)
         inputs, samples = self.open_pass(inputs)
-        placement, program = self._program(self._signature(samples, inputs, None if form.is_plain else form))
+        placement, program = self._program(self._signature(samples, inputs, form))
         self.begin_pass(samples, inputs[0].device)
         outputs = self._run(placement, program, inputs)
         self.end_pass()
@@ -259,7 +230,7 @@ class Network:
         cast = self._unchanged.check(inputs)
         samples = self.samples_of_pass(inputs, call)
         if cast:
-            self.recast()
+            self._recast()
         if self.samples is None and not self.context.replays:
             if self.model.training and current_backward() != -1 and not self.undivided:
                 raise ConvoyError(
@@ -276,7 +247,7 @@ class Network:
         alone = self.loss == "part" or len(samples) == 1
         return 1.0 if alone else samples[self.sample_rank] / max(1, sum(samples))
 
-    def recast(self) -> None:
+    def _recast(self) -> None:
         """Take note that parameters have another type or device than before. All ranks call it."""
         if self.guard is not None:
             self.guard.unfollow()
@@ -367,17 +338,14 @@ class Network:
     def num_sample_ranks(self) -> int:
         return self.groups.mesh.size(self.sample_axes)
 
-    def placement(self, examples: Sequence[Tensor], samples: tuple[int, ...], training: bool) -> Placement:
-        """How the network is placed for a batch of which every sample rank has `samples`."""
-        return self._placement(Signature(training, samples, kinds(examples), self.form))
-
     def example_placement(self, training: bool, samples: Sequence[int] | None = None) -> Placement:
         """How the network is placed where every sample rank has as many samples as its example, or as is said."""
-        inputs = tuple((shape[1:], dtype) for shape, dtype in self.example)
-        signature = Signature(training, self.example_samples(samples), inputs, self.form)
-        return self._placement(signature)
+        return self._placement(self._signature_of_example(training, self.example_samples(samples)))
 
-    def example_samples(self, samples: Sequence[int] | None = None) -> tuple[int, ...]:
+    def _signature_of_example(self, training: bool, samples: tuple[int, ...]) -> Signature:
+        return Signature(training, samples, tuple((shape[1:], dtype) for shape, dtype in self.example), self.form)
+
+    def example_samples(self, samples: Sequence[int] | None) -> tuple[int, ...]:
         """The samples of every sample rank, by default the example's; ConvoyError for another number of ranks."""
         if samples is None:
             return (self.example[0][0][0],) * self.num_sample_ranks
@@ -422,7 +390,7 @@ class Network:
         watch = self.watch(placement) if self.watch is not None else None
         return dict(zip(program.outputs, program(tensors, watch), strict=True))
 
-    def _signature(self, samples: tuple[int, ...], inputs: Sequence[Tensor], form: Form | None = None) -> Signature:
+    def _signature(self, samples: tuple[int, ...], inputs: Sequence[Tensor], form: Form | None) -> Signature:
         return Signature(self.model.training, samples, kinds(inputs), form, *self.python_state())
 
     def _program(self, signature: Signature) -> tuple[Placement, Program]:

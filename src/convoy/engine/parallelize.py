@@ -24,25 +24,27 @@ from convoy.comm.groups import Groups
 from convoy.comm.joining import join, num_ranks
 from convoy.engine.agreement import Form, agree, arguments
 from convoy.engine.allocation import keep_freed_memory
-from convoy.engine.deferred import make_room
-from convoy.engine.gradients.norms import clip_grad_norm
+from convoy.engine.gradients.divided import clip_grad_norm
 from convoy.engine.gradients.reducer import GradientReducer
 from convoy.engine.guard import Guard
-from convoy.engine.network import Loss, Network, named_tensors, network_of
-from convoy.engine.output import differentiable_loss
-from convoy.engine.shards import part_name, same_part
-from convoy.engine.stages import StagedNetwork
+from convoy.engine.network import Loss, Network, network_of
+from convoy.engine.shards import make_room, named_tensors, part_name, same_part
+from convoy.engine.stages import StagedNetwork, differentiable_loss
 from convoy.engine.uncaptured import Uncaptured
 from convoy.errors import ConvoyError
-from convoy.graph.given import prepare_given
+from convoy.graph.capture import prepare_given
 from convoy.graph.graph import CaptureError, ChangedError, KeptError
 from convoy.ops.context import StepContext
+from convoy.ops.memory import memory_in_stages, predict_memory, what_is_recomputed
 from convoy.ops.recompute import Recompute, as_recompute
 from convoy.plans.fit import check_devices, check_patterns
 from convoy.plans.layout import balanced
 from convoy.plans.place import COMPUTE
 from convoy.plans.plan import Plan
-from convoy.plans.schedule import Schedule
+from convoy.plans.schedule import Schedule, bubble
+from convoy.plans.traffic import explain as text_of_placement
+from convoy.plans.traffic import setting_text
+from convoy.units import plural, rough_percent
 
 _MARK = "convoy: "
 
@@ -219,7 +221,6 @@ def take_part(
     with torch.inference_mode(False):
         make_room(model, world)
         network = _network(model, parsed, groups, examples, form, options)
-        network.check_hooks()
         _take_shards(network, examples[0].device, world)
         network.reducer = GradientReducer(network.reduced(), groups)
     # in place, where DistributedDataParallel wraps: names and hooks stay those of the plain network, which never exists
@@ -349,6 +350,50 @@ def local_samples(net: nn.Module, num_samples: int) -> slice:
     return slice(part.start, part.stop)
 
 
+def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
+    """The effect of a parallelized network's plan, layer by layer, as text.
+
+    For every layer its strategy, how its output lies over the ranks, what is sent for its input, and the bytes that a
+    rank sends and holds; which layers run whole on every rank, and why; how the network was captured. It holds for the
+    mode that the network is in, and for as many samples on each rank as the example had, unless `samples` says
+    otherwise. How long stages wait is said for the schedule of the last training pass. No rank waits for another.
+
+    >>> print(convoy.explain(net))  # doctest: +ELLIPSIS
+    plan sample=2
+    training, 8 samples (4 + 4), 2 ranks, captured as one program
+    <BLANKLINE>
+    layer  work    strategy  gives                sent for its input  forward  backward  gradients  parameters
+    0      conv    sample    samples over sample  -                         -         -      896 B       896 B
+    ...
+
+    Args:
+        net: what `convoy.parallelize` returned.
+        samples: number of samples of every sample rank, e.g. (96, 96, 64) where the batch is divided 3 : 3 : 2.
+
+    Raises:
+        ConvoyError: the network is not parallelized, or cannot run in this mode, or the batch is not divided into as
+            many parts as `samples` says.
+    """
+    network = network_of(net)
+    if isinstance(network, Uncaptured):
+        shares = network.example_samples(samples)
+        setting = setting_text(net.training, shares, network.plan.mesh.num_devices, network.captured)
+        return f"plan {network.plan}\n{setting}\n\nevery rank runs all layers on the whole batch"
+    placement = network.example_placement(net.training, samples)
+    staged = network.staged(placement)
+    memory = predict_memory(placement) if staged is None else memory_in_stages(placement, staged)
+    recomputed_text = None if network.undivided else what_is_recomputed(placement, staged)
+    notes = [] if recomputed_text is None else [recomputed_text]
+    if staged is not None and isinstance(network, StagedNetwork):
+        parts = network.example_parts(samples)
+        share = rough_percent(bubble(network.schedule, parts, staged.number))
+        notes.append(
+            f"a rank's samples go through the stages in {plural(parts, 'part')}, schedule {network.schedule}: stages "
+            f"of equal work wait {share} of the time"
+        )
+    return text_of_placement(placement, memory, network.plan, network.captured, staged, notes)
+
+
 def _check_option(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConvoyError(f"{name}={value!r} is unknown: it must be {', '.join(choices[:-1])} or {choices[-1]}")
@@ -364,8 +409,7 @@ def _examples(model: nn.Module, example: Any) -> tuple[tuple[Tensor, ...], Form 
             "arguments with such tensors in it"
         )
     named = example if isinstance(example, dict) else {}
-    inputs, form = arguments(model, args, named, vars(model).get("forward"))
-    return inputs, None if form.is_plain else form
+    return arguments(model, args, named, vars(model).get("forward"))
 
 
 def _network(
@@ -381,7 +425,7 @@ def _network(
             network: Network = StagedNetwork(*made_with, recompute=options.recompute, microbatches=options.microbatches)
         else:
             network = Network(*made_with, recompute=options.recompute)
-        network.look(examples, model.training, form)
+        network.look(examples, form)
     except CaptureError as error:
         if isinstance(error, KeptError) and plan.mesh.num_devices > 1:
             raise ConvoyError(
@@ -400,7 +444,7 @@ def _network(
             ) from error
         network = Uncaptured(*made_with, captured=f"whole on every rank, as {error}")
         network.counts_passes = isinstance(error, ChangedError)
-        network.look(examples, model.training, form)
+        network.look(examples, form)
     modules = [name for name, _ in model.named_modules()]
     check_patterns(plan, [name for name, op in network.layers if op in COMPUTE], modules, network.borrowed)
     network.place_parameters()

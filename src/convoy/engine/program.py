@@ -40,7 +40,7 @@ from convoy.plans.stages import Crossing
 from convoy.plans.transfer import Step
 
 
-def overwriting(placed: PlacedCall, readers: Readers, local_values: Container[str] | None = None) -> Kernel | None:
+def overwriting(placed: PlacedCall, readers: Readers, local_values: Container[str] | None) -> Kernel | None:
     """The version of a call that writes its result over an input that nobody else reads; None where it must not. In a
     stretch that will run again, only the stretch's own results, `local_values`, may be overwritten."""
 

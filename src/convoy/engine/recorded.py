@@ -31,8 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from convoy.comm.memory import lack_of_memory
-from convoy.comm.position import current
+from convoy.comm.position import current, lack_of_memory
 from convoy.engine.gradients.divided import plain
 from convoy.ops.context import KeyTape, StepContext
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from convoy.comm.collectives import gather_ints
 from convoy.comm.stage_links import Arriving, Sent, StageLinks
-from convoy.engine.agreement import Form, Signature
+from convoy.engine.agreement import PASS, Form, Signature
 from convoy.engine.allocation import trim_heap
 from convoy.engine.network import Network
 from convoy.engine.program import Program
@@ -25,7 +25,6 @@ from convoy.graph.tree import replace as replace_leaves
 from convoy.ops import work
 from convoy.ops.postponed import PostponedGradients
 from convoy.plans.layout import Layout, Split
-from convoy.plans.mesh import Axes
 from convoy.plans.place import Placement
 from convoy.plans.schedule import Action, Schedule, actions, taken_back
 from convoy.plans.stages import Crossing, StagedGraph, Stages
@@ -81,10 +80,10 @@ class Stage(Network):
         self._running = self._asked = 0  # parts that have not gone back yet, and of how many gradients are asked for
         self._used: list[bool] | None = None  # which parameters had a gradient in any stage
 
-    def place_parameters(self, axes: Axes | None = None) -> None:
+    def place_parameters(self) -> None:
         """Decide which stage keeps every parameter and buffer, and how it lies over the stage's ranks."""
         graphs = self._graphs
-        super().place_parameters(axes)
+        super().place_parameters()
         number = self.plan.mesh.sizes[self._axis]
         first = max(graphs, key=lambda graph: len(graph.calls))  # heads that only training has count
         self.stages = Stages.of(first, number, getattr(self.plan, "stages", ()), work(first))
@@ -99,6 +98,16 @@ class Stage(Network):
             name: self._of_one_stage(layout, self.shapes[name][0], self._owners_of.get(name))
             for name, layout in self.layouts.items()
         }
+
+    def open_pass(self, inputs: Sequence[Tensor], call: str = PASS) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        # What was asked for cannot be taken back, and would get the next values; for another size gloo ends a process.
+        # The other ranks send none yet, as they wait for this one.
+        if self._expected or self._asked:
+            raise ConvoyError(
+                "a pass broke off between the stages, where some values had been asked for: build the network anew, as "
+                "those of the next pass would be taken for them"
+            )
+        return super().open_pass(inputs, call)
 
     def owns(self, name: str) -> bool:
         return self._owners_of.get(name, self.stage) == self.stage

@@ -18,17 +18,16 @@ from torch.autograd.function import once_differentiable
 from convoy.comm.collectives import all_reduce, broadcast
 from convoy.engine.agreement import SCHEDULED, Form, Signature, arguments
 from convoy.engine.coupling import why_together
-from convoy.engine.network import writable
-from convoy.engine.output import differentiable_loss
+from convoy.engine.gradients.reducer import writable
 from convoy.engine.stage import Flight, Stage
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Ref
 from convoy.graph.tree import leaves
 from convoy.graph.tree import replace as replace_leaves
 from convoy.plans.layout import balanced
-from convoy.plans.mesh import Axes
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule
 from convoy.plans.stages import why_not_sent
+from convoy.units import shorten
 
 
 @dataclass
@@ -43,22 +42,15 @@ class StagedNetwork(Stage):
         self._reasons: dict[Any, str] = {}  # why passes are not cut into parts, by mode
         self._anchor = torch.zeros((), requires_grad=True)
 
-    def place_parameters(self, axes: Axes | None = None) -> None:
+    def place_parameters(self) -> None:
         graphs = self._graphs
-        super().place_parameters(axes)
+        super().place_parameters()
         if self.model.training:  # layers may be put into evaluation later, and are then asked again
             for graph in graphs:
                 self._check_parts(why_together(graph, self.context.batch_norm) if graph.training else "")
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, form = arguments(self.model, args, kwargs, self._own_forward)
-        values, output, samples = self._whole_pass(inputs, None if form.is_plain else form)
-        return replace_leaves(output, Ref, lambda ref: writable(self.weigh(values[ref.name], samples)))
-
-    def _whole_pass(
-        self, inputs: Sequence[Tensor], form: Form | None = None
-    ) -> tuple[dict[str, Tensor], Any, tuple[int, ...]]:
-        """The network's outputs by name, what it returns with references to them, and every sample rank's samples."""
         inputs, samples = self.open_pass(inputs)
         parts = self._parts(inputs, samples, form)
         self.begin_update("gpipe", parts)
@@ -73,7 +65,7 @@ class StagedNetwork(Stage):
         output = flights[0].placement.graph.output
         values = self._deliver(inputs, flights)
         self.links.release(lambda send: not send.back)  # the last stage is through with all parts, so all has arrived
-        return values, output, samples
+        return replace_leaves(output, Ref, lambda ref: writable(self.weigh(values[ref.name], samples)))
 
     def run_schedule(
         self, args: Sequence[Tensor], targets: Any, loss: Callable[[Any, Any], Tensor], schedule: Schedule
@@ -81,8 +73,7 @@ class StagedNetwork(Stage):
         """Forward and backward passes of all parts of a batch; see `convoy.forward_backward`."""
         if not torch.is_grad_enabled():
             raise ConvoyError("convoy.forward_backward runs a backward pass: call it outside of torch.no_grad()")
-        inputs, given_form = arguments(self.model, args, {}, self._own_forward)
-        form = None if given_form.is_plain else given_form
+        inputs, form = arguments(self.model, args, {}, self._own_forward)
         for target in leaves(targets, Tensor):
             if not target.dim() or len(target) != len(inputs[0]):
                 raise ConvoyError(
@@ -166,7 +157,7 @@ class StagedNetwork(Stage):
     def begin_pass(self, samples: tuple[int, ...], device: torch.device) -> None:
         """Parts are announced one by one."""
 
-    def example_parts(self, samples: Sequence[int] | None = None) -> int:
+    def example_parts(self, samples: Sequence[int] | None) -> int:
         """Into how many parts a pass is cut with as many samples as the example has, or as are said of every rank."""
         counts = self.example_samples(samples)
         inputs = [torch.empty(counts[0], *shape[1:], dtype=dtype, device="meta") for shape, dtype in self.example]
@@ -295,3 +286,21 @@ class _Delivered(torch.autograd.Function):
 def _part(x: Tensor, samples: range) -> Tensor:
     """A part of an input, with a gradient of its own."""
     return x.detach()[samples.start : samples.stop].requires_grad_(x.requires_grad)
+
+
+def differentiable_loss(loss: Any, kind: str) -> Tensor:
+    """The result of a user's loss function, if a backward pass can begin at it; ConvoyError otherwise. `kind` is `mean`
+    or `part`, as `convoy.parallelize` takes it."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        loss_text = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise ConvoyError(
+            f"the loss function given to convoy.forward_backward returned {shorten(loss_text, 80)}: let it return a "
+            f"scalar, {'the mean' if kind == 'mean' else 'a sum'} over the samples that it is given"
+        )
+    if not loss.requires_grad or not loss.is_floating_point():
+        loss_text = f"{str(loss.dtype).removeprefix('torch.')} with{'' if loss.requires_grad else 'out'} a gradient"
+        raise ConvoyError(
+            f"the loss function given to convoy.forward_backward returned {loss_text}: let it return a real number, "
+            "computed from what the network gives by operations that torch differentiates"
+        )
+    return loss.reshape(())

@@ -17,27 +17,27 @@ from torch.nn.modules.conv import _ConvNd
 
 from convoy.comm.redistribution import redistribute
 from convoy.engine.agreement import Form, arguments
-from convoy.engine.network import Network, writable
+from convoy.engine.gradients.reducer import writable
+from convoy.engine.network import Network
 from convoy.graph.tree import leaves, replace
 from convoy.ops.random_bits import fold
-from convoy.plans import Layout, transfer
-from convoy.plans.layout import WHOLE, consecutive
-from convoy.plans.mesh import Axes
+from convoy.plans.layout import WHOLE, Layout, consecutive
 from convoy.plans.place import Batch, own_samples, sample_axes
+from convoy.plans.transfer import transfer
 
 
 class Uncaptured(Network):
     """Runs the model's own forward pass on the samples of all ranks, and gives each rank the outputs of its own."""
 
-    def look(self, examples: Sequence[Tensor], training: bool, form: Form | None = None) -> None:
+    def look(self, examples: Sequence[Tensor], form: Form | None) -> None:
         """Note the layers, of which a plan may name some."""
         self.example, self.form = tuple((tuple(x.shape), x.dtype) for x in examples), form
         kinds = ((name, _op(layer)) for name, layer in self.model.named_modules())
         self.layers = tuple((name, op) for name, op in kinds if op)
 
-    def place_parameters(self, axes: Axes | None = None) -> None:
+    def place_parameters(self) -> None:
         """Every rank has all parameters, and computes their whole gradients."""
-        self.sample_axes = sample_axes(self.layers, self.plan) if axes is None else axes
+        self.sample_axes = sample_axes(self.layers, self.plan)
         self.layouts = dict.fromkeys(self.shapes, WHOLE)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ class Uncaptured(Network):
         for size, key in self._microbatches(total):
             start, end = end, end + size
             tensors = whole if size == total else [writable(x[start:end]) for x in whole]
-            positional, named = form.fill(tensors)
+            positional, named = (tensors, {}) if form is None else form.fill(tensors)
             with self.plain_forward(), drawing(key, device):
                 parts.append(self.model.forward(*positional, **named))
         self.end_pass()

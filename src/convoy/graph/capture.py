@@ -3,13 +3,14 @@
 The network runs once on tensors without numbers while every torch function it calls is written down, so python's own
 control flow over shapes and modes is followed as it is. A graph therefore holds for one mode and one size of input.
 Fake tensors stand in for parameters and buffers, and the pass leaves no trace: in modules, in what they keep in lists
-and dicts, in random states.
+and dicts, in random states. What is no network that can be divided is refused before (`check_given`).
 
 Not by torch.fx, which stops where code looks at a shape, nor by torch.export, which takes seconds to minutes and fixes
 the batch size: a run takes 0.3 s for ResNet-50. Of torchvision's 68 classifiers all are captured, of timm's 98 families
 95 in training.
 """
 
+import copy
 import gc
 import inspect
 import random
@@ -18,19 +19,85 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import CheckpointFunction
 
+from convoy.errors import ConvoyError
 from convoy.graph import tree
 from convoy.graph.fake import Constants, Fakes
 from convoy.graph.graph import Apply, Call, CaptureError, ChangedError, Graph, KeptError, LayerStack, Recognize, Ref
 from convoy.graph.reads import Reads, Texts, described
 from convoy.graph.recorder import Recorder
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The network that `torch.compile`, DataParallel or DistributedDataParallel wraps and computes the same as."""
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        return unwrapped(cast(nn.Module, model.module))
+    return unwrapped(cast(nn.Module, model._modules["_orig_mod"])) if _is_compiled(model) else model
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy, also with tensors that the network computed (`torch.nn.utils.weight_norm`), which torch does not copy."""
+    tensors = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf})
+
+
+def prepare_given(model: nn.Module, needs_numbers: bool = True) -> None:
+    """Let parts that are compiled or in DataParallel run as they are; ConvoyError for what is no network to divide."""
+    check_given(model, needs_numbers)
+    for module in model.modules():
+        if isinstance(module, DataParallel):
+            module.device_ids = []  # it then calls its network
+        elif _is_compiled(module):
+            module.forward = cast(nn.Module, module._modules["_orig_mod"]).__call__
+        elif compiled := vars(module).get("forward"):
+            module.forward = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+        module._compiled_call_impl = None
+
+
+def check_given(model: nn.Module, needs_numbers: bool = False) -> None:
+    """Refuse what is no network that can be divided, in a sentence that says what to give in its place."""
+    if not isinstance(model, nn.Module):
+        raise ConvoyError(f"the network is of type {type(model).__name__}: give an nn.Module")
+    if _is_compiled(model):
+        raise ConvoyError(
+            "the network is what torch.compile returned: give the network that it was given (net._orig_mod), with "
+            "compile=True if it is to be compiled"
+        )
+    for name, module in model.named_modules():
+        layer = f"layer {name}" if name else "the network"
+        if why := _refused(module):
+            raise ConvoyError(f"{layer} {why}")
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and is_lazy(tensor):
+                why = "has no shape before a first pass: call the network once, net(example), then convoy.parallelize"
+            elif needs_numbers and tensor is not None and tensor.is_meta:
+                why = "is on the meta device and has no numbers: build the network within convoy.deferred() instead"
+            if why:
+                raise ConvoyError(f"{key} of {layer} {why}")
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return "_orig_mod" in module._modules
+
+
+def _refused(module: nn.Module) -> str:
+    kind = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is TorchScript, which does not show what it calls: give the module that was scripted or traced"
+    if kind in ("DistributedDataParallel", "FullyShardedDataParallel"):
+        return f"is in {kind}, which adds up gradients as Convoy does: give the network in it (net.module)"
+    if isinstance(module, fx.GraphModule) and "train" in vars(module):
+        return "comes from torch.export, which fixes its mode: give the module that was exported"
+    return ""
 
 
 @contextmanager

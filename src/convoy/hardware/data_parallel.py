@@ -1,12 +1,140 @@
-"""Data parallelism of a network on a machine that is not at hand, in closed form."""
+"""Data parallelism of a network on a machine that is not at hand, in closed form: rings add gradients beside the
+backward pass.
+
+What that costs is counted by the bytes that pass each link (Thakur, Rabenseifner and Gropp, 2005; Patarasuk and Yuan,
+2009); factors near 1 on these counts are fitted to published measurements (`coefficients.json`), with the older ways of
+`benchmarks/measuring/published_schemes.py`.
+"""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from convoy.hardware.catalog import Device, Machine
-from convoy.hardware.exchange import Site, Step, is_through_host, several, site_of
-from convoy.hardware.speed import Software, Work, coefficients_of, times
+from convoy.hardware.catalog import Device, Hop, Machine, link_named
+from convoy.hardware.speed import Factor, Software, Times, Work, coefficients_of, times
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where devices stand."""
+
+    per_host: int  # devices of a host
+    # name of the link between devices of a host. With `-host` at the end all passes through the host's memory, with
+    # `-shared` two devices share the way to it, with `-bridge` pairs have a link of their own beside it
+    link: str
+    network: str = ""  # name of the link between hosts, `-N` at the end for N cards in each
+    sockets: int = 2  # processors of a host, over which its devices are spread
+    memory: float = 140.0  # GB/s of the host's memory, shared by all copies through it
+    cores: int = 32  # of a host, to decode pictures
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of an update of several devices."""
+
+    seconds: float
+    alone: float  # one device with its images
+    exchange: float  # adding gradients, if there were nothing else
+    exposed: float  # the part of `exchange` that the update waits for
+    feed: float  # the host's, to get the input of its devices ready, if there were nothing else
+    slower: float  # what else takes several devices longer
+    times: Times  # of one device
+    inside: float  # of the exchange, on the links of a host, and between hosts
+    between: float
+
+
+def several(alone: Times, work: Work, precision: str, framework: str, count: int, site: Site) -> Step:
+    """How long an update takes on each of `count` devices, by the times of `one` of them with its images."""
+    if count == 1:
+        return Step(alone.total, alone.total, 0.0, 0.0, 0.0, 0.0, alone, 0.0, 0.0)
+    messages = max(1.0, work.parameters * 4 / MESSAGE)
+    inside, between = ring(work.parameters * 4, count, site, fitted, messages)
+    exposed = beside(inside + between, alone, fitted) + starting(messages, fitted)
+    late = lateness(alone.total, precision, framework, count, site, fitted)
+    return Step(alone.total + exposed + late, alone.total, inside + between, exposed, 0.0, late, alone, inside, between)
+
+
+MESSAGE = 32e6  # bytes of gradients that share one
+
+
+def beside(exchange: float, alone: Times, factor: Factor) -> float:
+    """What an update waits for of an exchange beside its backward pass."""
+    busy = float(alone.backward.sum()) * alone.total / alone.device * (1 - 0.2)
+    power = 1.0 + factor("beside")
+    return float((busy**power + exchange**power) ** (1 / power) - busy + 0.05 * exchange)
+
+
+def starting(messages: float, factor: Factor) -> float:
+    """A message is a kernel on all devices that waits for the last of them, and holds up what they compute."""
+    return 5e-5 * factor("message") * messages
+
+
+def lateness(alone: float, precision: str, framework: str, count: int, site: Site, factor: Factor) -> float:
+    """What keeping several devices in step takes."""
+    local, hosts = min(count, site.per_host), -(-count // site.per_host)
+    share = 0.01 * factor("slower") * factor(f"slower {framework}")
+    share *= factor("slower halves") if precision == "fp16" else 1.0
+    # of many hosts the slowest is as late as the largest of so many random delays: their logarithm's root. With the
+    # logarithm, 2,048 V100 were to take 172 s where 74.7 were published; so it is 75
+    doublings = math.log2(local) + 0.3 * factor("hosts") * math.log2(hosts) ** 0.5
+    return float((alone * share + 1e-3 * factor("sync")) * doublings)
+
+
+def ring(
+    size: float, count: int, site: Site, factor: Factor, messages: float = 1.0, faster: float = 1.0
+) -> tuple[float, float]:
+    """Seconds of an all-reduce of so many bytes, on the links of a host and between hosts."""
+    local, hosts = min(count, site.per_host), -(-count // site.per_host)
+    inside = between = 0.0
+    if local > 1:
+        link = inside_link(site, local, factor, faster)
+        inside = 2 * (local - 1) * (size / local / link.rate + link.latency * messages)
+    if hosts > 1:
+        network = network_link(site, factor)
+        between = 2 * (hosts - 1) * (size / hosts / network.rate + network.latency * messages**0.5)
+    return inside, between
+
+
+def inside_link(site: Site, local: int, factor: Factor, faster: float = 1.0) -> Hop:
+    """The link between devices of a host where `local` of them send at once. `faster` is how many times as fast as
+    NCCL's ring something else uses links between peers."""
+    name = re.sub("-(host|shared|bridge)$", "", site.link)
+    link, way = link_named(name), site.link[len(name) :]
+    if way == "-bridge" and local == 2:
+        return Hop(link.latency, 4e10)
+    if not way:
+        return Hop(link.latency, link.rate * factor(f"link {name}") * faster)
+    # without peer-to-peer NCCL passes all through the host's memory (its NCCL_SHM_DISABLE): a chunk is copied in, then
+    # out, which leaves half of what PCIe 3.0 carries; cards of PCIe 4.0 were no faster. Every byte is written and read
+    # there, by all devices at the same time
+    rate = min(link.rate, 6e9) * factor("link host")
+    rate = min(rate, 0.5e9 * site.memory * factor("host memory") / (2 * local))
+    if way == "-shared":
+        rate /= max(1.0, min(local, 4) / 2)
+    return Hop(link.latency, rate)
+
+
+def network_link(site: Site, factor: Factor) -> Hop:
+    """The link between hosts."""
+    link = link_named(site.network)
+    return Hop(link.latency, link.rate * factor("network"))
+
+
+def fitted(name: str) -> float:
+    """A fitted factor on what several devices cost; 1 where nothing was fitted."""
+    return math.exp(coefficients_of("several devices").get(name, 0.0))
+
+
+def is_through_host(machine: Machine) -> bool:
+    """Whether what its devices send each other passes through their host's memory."""
+    return machine.link.startswith("pcie") and not all(device.peer for device in machine.devices)
+
+
+def site_of(machine: Machine) -> Site:
+    """Where the devices of a machine stand."""
+    through = ("-shared" if machine.per_host > 4 else "-host") if is_through_host(machine) else ""
+    return Site(machine.per_host, machine.link + through, machine.between)
 
 
 @dataclass(frozen=True)

@@ -90,10 +90,21 @@ class HostLoad:
     gpu: GpuLoad | None  # None where the device is no NVIDIA GPU
 
     @property
-    def is_disturbed(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether others had so much of the cores that times of this interval do not hold for the machine by itself."""
         taken_s = self.wall_s * (self.others_cores or 0.0)
-        return os.environ.get(SHARED) != "1" and taken_s > _DISTURBED * self.cores * self.wall_s + _TICKS_S
+        return taken_s > _DISTURBED * self.cores * self.wall_s + _TICKS_S
+
+    @property
+    def is_disturbed(self) -> bool:
+        """The same, unless the user says that it is never otherwise."""
+        return self.is_shared and os.environ.get(SHARED) != "1"
+
+    @property
+    def occupation(self) -> str:
+        """How many cores others kept busy, and who most, in words."""
+        who = f", {self.others[0].name} (process {self.others[0].pid}) most" if self.others else ""
+        return f"{self.others_cores or 0.0:.2g} of {self.cores:g} cores busy{who}"
 
 
 class _Process(NamedTuple):
@@ -272,10 +283,9 @@ def beside_others(loads: Sequence[HostLoad]) -> list[str]:
     if not disturbed:
         return []
     peak = max(disturbed, key=lambda load: load.others_cores or 0.0)
-    who = f", {peak.others[0].name} (process {peak.others[0].pid}) most" if peak.others else ""
     return [
-        f"other processes kept {peak.others_cores:.2g} of {peak.cores:g} cores busy{who}: what was measured meanwhile "
-        f"is not kept for later plans, as it would be wrong for the machine by itself ({SHARED}=1 keeps it)"
+        f"other processes kept {peak.occupation}: what was measured meanwhile is not kept for later plans, as it would "
+        f"be wrong for the machine by itself ({SHARED}=1 keeps it)"
     ]
 
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from convoy.errors import ConvoyError, reason
 from convoy.failure import INSTALLED
-from convoy.graph.given import unwrapped
+from convoy.graph.capture import unwrapped
 from convoy.models.registry import REGISTRY, ModelInfo, Registered, UnknownOptionError, check_name
 from convoy.models.weights import RUN as CONFIG
 from convoy.models.weights import classifier_names, first_convolution

@@ -20,8 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from convoy.ops.batch_norm_torch import Norm, Saved, combined
-from convoy.ops.constants import Constants
-from convoy.ops.gpu import Launch, counters
+from convoy.ops.gpu import Constants, Launch, counters
 from convoy.ops.statistics import Running
 
 PROGRAMS = 1024  # about as many as fill a GPU several times
@@ -381,7 +380,7 @@ def moments(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def normalize(
     x: Tensor, moments: Tensor, norm: Norm, running: Running | None, sizes: Sequence[int], wants_terms: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """As in `batch_norm_torch`."""
     work, parts = _of(x, sizes), len(moments) if len(sizes) == 1 else 1
     if parts > MANY:
@@ -394,10 +393,10 @@ def normalize(
     settings = norm.eps, momentum or 0.0, norm.relu, *work.tile, lanes, work.type
     numbers = *work.writing, parts, moments.stride(0), *settings
     work.launch(_normalize, work.many_grid, (*tensors, statistics, terms), *numbers)
-    return y, statistics, statistics.new_empty(0) if terms is None else terms
+    return y, statistics, terms
 
 
-def gradient_sums(gradient: Tensor, saved: Saved, copies: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def gradient_sums(gradient: Tensor, saved: Saved, copies: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """As in `batch_norm_torch`."""
     x, y, weight, bias, statistics, sizes, relu = saved
     work = _of(x, sizes)
@@ -407,7 +406,7 @@ def gradient_sums(gradient: Tensor, saved: Saved, copies: bool = False) -> tuple
     tensors = gradient, x, y, weight, bias, statistics, work.starts(x), counters(x, work.counters), partial, sums
     numbers = *work.summing, relu, *work.tile, work.lanes, work.type
     work.launch(_gradient_sums, work.grid, (*tensors, copy, masked), *numbers)
-    return sums, *(gradient.new_empty(0) if result is None else result for result in (copy, masked))
+    return sums, copy, masked
 
 
 def input_gradient(gradient: Tensor, saved: Saved, sums: Tensor, total: int | None) -> Tensor:

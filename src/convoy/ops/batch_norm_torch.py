@@ -88,12 +88,12 @@ def combined(moments: Tensor) -> Tensor:
     return torch.stack([total, mean, (squares + (means - mean).square() * counts).sum(0)])[None]
 
 
-def gradient_sums(gradient: Tensor, saved: Saved, copies: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def gradient_sums(gradient: Tensor, saved: Saved, copies: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The sums of dy and of dy · x̂ over every microbatch, [microbatches, 2, channels], their copy if wanted, and the
-    gradient behind the ReLU, or nothing where its result is not given."""
+    gradient behind the ReLU where its result is given."""
     x, y, weight, bias, statistics, sizes, relu = saved
-    masked = gradient.new_empty(0) if y is None else gradient.masked_fill(y <= 0, 0)
-    dy = gradient if y is None else masked
+    masked = None if y is None else gradient.masked_fill(y <= 0, 0)
+    dy = gradient if masked is None else masked
     sums = []
     for part_dy, part, numbers in _by_run(sizes, dy, x, statistics=statistics):
         mean, inverse = numbers.unbind(1)
@@ -102,7 +102,7 @@ def gradient_sums(gradient: Tensor, saved: Saved, copies: bool = False) -> tuple
         slope = (wide * _normalized(part, mean, inverse, None, None)).sum(dims)
         sums.append(torch.stack([wide.sum(dims), slope], 1))
     total_sums = _joined(sums)
-    return total_sums, total_sums.clone() if copies else total_sums.new_empty(0), masked
+    return total_sums, total_sums.clone() if copies else None, masked
 
 
 def input_gradient(gradient: Tensor, saved: Saved, sums: Tensor, total: int | None) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from convoy.errors import ConvoyError
-from convoy.ops.constants import Constants
+from convoy.ops.gpu import Constants
 from convoy.ops.postponed import PostponedGradients
 from convoy.ops.random_bits import sample_keys
 from convoy.ops.statistics import RunningStatistics

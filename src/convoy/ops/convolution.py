@@ -1,7 +1,9 @@
-"""Convolutions, plain, grouped and transposed: split by samples, filters, input channels, rows or columns.
+"""Convolutions, plain, grouped and transposed, split by samples, filters, input channels, rows or columns; linear
+layers, which are 1 × 1 convolutions (column- and row-parallel), and products of matrices.
 
 The strategies are those of Dryden et al., "Channel and Filter Parallelism for Large-Scale CNN Training" (SC 2019) and
-"Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism" (IPDPS 2019)."""
+"Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism" (IPDPS 2019).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall, each
+from convoy.ops import opaque
 from convoy.ops.kernel import Kernel, Part, Site, flat_padding, postponing, with_bias
 from convoy.ops.layouts import even, follow, groups_in, members
-from convoy.ops.onednn import DILATED, POINT, is_torchs, pointwise
-from convoy.ops.operation import Operation, Shape, keeps_operands
+from convoy.ops.operation import Operation, Shape, keeps_inputs, keeps_operands
 from convoy.ops.postponed import Weighted
 from convoy.plans.fit import axis_names, check_size
 from convoy.plans.layout import Layout, Split
@@ -43,7 +45,8 @@ def _convolution(call: TorchCall, transposed: bool) -> Recognized | None:
         padding = tuple((p, p) for p in each(attributes["padding"], spatial))
     attributes |= {"stride": each(attributes["stride"], spatial), "padding": padding, "dilation": dilation}
     attributes |= {"transposed": transposed, "output_padding": each(attributes.get("output_padding", 0), spatial)}
-    attributes["by_torch"] = is_torchs(call.module)
+    # Torch's own layer computes with its image as it is given; only such layers are called dilated.
+    attributes["by_torch"] = type(call.module) is nn.Conv2d and call.module.padding_mode == "zeros"
     return Recognized("conv", attributes)
 
 
@@ -189,8 +192,8 @@ def _local(site: Site) -> Callable[..., Tensor]:
     flat = flat_padding([(before, after) for _, before, after in paddings])
     layer = weighted(function, options)
     sizes = site.graph.shape(attributes["weight"])[2:], options["stride"], options["dilation"]
-    if attributes["by_torch"] and sizes == (POINT, POINT, POINT):
-        layer = pointwise(layer, weighted(function, options | {"dilation": DILATED}))
+    if attributes["by_torch"] and sizes == (_POINT, _POINT, _POINT):
+        layer = _pointwise(layer, weighted(function, options | {"dilation": _DILATED}))
     compute = postponing(site, layer)
     return (lambda x, weight, bias: compute(F.pad(x, flat), weight, bias)) if any(flat) else compute
 
@@ -263,6 +266,127 @@ def bias_option(part: Part) -> dict[str, Any]:
     return {"bias": part.is_first(axes)} if axes and part.call.attributes["bias"] is not None else {}
 
 
+# 1 × 1 convolutions of small passes on CPUs, which torch leaves to a slower kernel than oneDNN's.
+
+_POINT, _DILATED = (1, 1), (2, 2)
+_FEW_SAMPLES = 16
+# numbers of a single sample up to which torch computes it without oneDNN in any case (`use_mkldnn`)
+_SMALL_IMAGE = 20480
+# multiplications for which oneDNN is worth the 100 µs that it takes to begin; measured from 2**20 to 2**25
+_WORTH_ONEDNN = 2**22
+
+
+def is_better_dilated(x: Tensor, weight: Tensor) -> bool:
+    """Whether a convolution with filters of 1 × 1 is faster when it is called dilated, which changes nothing else.
+
+    With one thread and fewer than 16 samples, torch 2.13 computes such a convolution in float32 without oneDNN, by a
+    matrix product for each sample (`use_mkldnn` in its Convolution.cpp), which takes a pass of 8 images through
+    ResNet-50 up to 2.26 times as long (docs/benchmarks/small-passes.md). A dilated convolution goes to oneDNN, but for
+    a single small image. `torch.mkldnn_convolution` would, too, but its backward pass chooses anew.
+
+    >>> x, weight = torch.ones(8, 1024, 4, 4), torch.ones(256, 1024, 1, 1)
+    >>> torch.equal(F.conv2d(x, weight, dilation=2), F.conv2d(x, weight))
+    True
+    """
+    if torch.compiler.is_compiling() or x.dtype != torch.float32 or x.device.type != "cpu":
+        return False
+    samples, _, *pixels = x.shape
+    if samples >= _FEW_SAMPLES or prod(pixels) == 1 or samples * prod(pixels) * weight.numel() < _WORTH_ONEDNN:
+        return False
+    if (samples == 1 and x.numel() <= _SMALL_IMAGE) or torch.is_autocast_enabled("cpu"):
+        return False
+    has_onednn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    return has_onednn and torch.get_num_threads() == 1
+
+
+def _pointwise(plain: Weighted, dilated: Weighted) -> Weighted:
+    """A convolution with filters of 1 × 1, called as is faster; its gradients go the way of its forward pass."""
+
+    def of(x: Tensor, weight: Tensor) -> Weighted:
+        return dilated if is_better_dilated(x, weight) else plain
+
+    return Weighted(
+        lambda x, weight, bias: of(x, weight).compute(x, weight, bias),
+        lambda gradient, x, weight: of(x, weight).input_gradient(gradient, x, weight),
+        lambda gradient, x, weight, biased: of(x, weight).weight_gradients(gradient, x, weight, biased),
+    )
+
+
+# Linear layers, and products of matrices.
+
+
+def _linear(call: TorchCall) -> Recognized | None:
+    arguments = call.bound(input=None, weight=None, bias=None)
+    if len(call.shape(arguments["weight"])) != 2 or len(call.shape(arguments["input"])) < 2:
+        return None
+    return Recognized("linear", arguments)
+
+
+def _matmul(call: TorchCall) -> Recognized | None:
+    if len(call.operands) != 2:
+        return None
+    return Recognized("matmul", call.bound(input=None, **{"other" if call.name == "matmul" else "mat2": None}))
+
+
+def _place_linear(situation: Situation) -> Placed:
+    """Input [samples, ..., features]; rows and columns stay where they are, since each is worked on by itself."""
+    call = situation.call
+    source, weight, bias = (call.attributes[name] for name in ("input", "weight", "bias"))
+    last = len(situation.shape(source)) - 1
+    splits = _kept(situation, source, last)
+    shared = {axis for split in splits.values() for axis in split.axes}
+    channels = channels_of(situation, last)
+    in_splits, out_splits = (
+        splits | ({} if split is None else {last: split}) for split in (channels.input, channels.output)
+    )
+    inputs = {source: Layout.of(in_splits, copied=channels.copied), weight: Layout.of(channels.weight, copied=shared)}
+    if bias is not None:
+        inputs[bias] = Layout.of({0: channels.output} if channels.output else {}, copied=shared)
+    return Placed(inputs, {call.outputs[0]: Layout.of(out_splits, partial=channels.partial)})
+
+
+def _kept(situation: Situation, source: str, last: int) -> dict[int, Split]:
+    """Splits of samples, rows and columns under which the layer works."""
+    axes = situation.axes("sample", "height", "width")
+    layout = situation.given.get(source, Layout())
+    splits = {dim: split for dim, split in layout.splits if dim != last and set(split.axes) <= set(axes)}
+    samples = situation.axes("sample")
+    if last > 0 and situation.shape(source)[0] == situation.batch.num_samples and samples:
+        splits = {dim: split for dim, split in splits.items() if not set(split.axes) & set(samples)}
+        split = situation.batch.split(samples)
+        assert split is not None
+        splits[0] = split
+    return splits
+
+
+def _build_linear(site: Site) -> Kernel:
+    """Column-parallel parts give their own features, row-parallel ones a partial sum."""
+    compute = postponing(site, Weighted(F.linear, _input_gradient, _weight_gradients))
+    return with_bias(site, compute, len(site.graph.shape(site.call.outputs[0])) - 1)
+
+
+def _input_gradient(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return gradient @ weight
+
+
+def _weight_gradients(gradient: Tensor, x: Tensor, weight: Tensor, biased: bool) -> tuple[Tensor, Tensor | None]:
+    rows = gradient.flatten(0, -2)
+    return rows.t() @ x.flatten(0, -2), rows.sum(0) if biased else None
+
+
+def _place_matmul(situation: Situation) -> Placed:
+    """Products of a batch of matrices stay split by samples; everything else is whole."""
+    call = situation.call
+    a, b = call.attributes.values()
+    samples = situation.given[a].split(0) if a in situation.given else None
+    is_batched = len(situation.shape(a)) >= 3 and len(situation.shape(a)) == len(situation.shape(b))
+    same_length = situation.shape(a)[0] == situation.shape(b)[0] == situation.shape(call.outputs[0])[0]
+    if samples is None or not is_batched or not same_length:
+        return opaque.place(situation)
+    layout = Layout.of({0: samples})
+    return Placed({a: layout, b: layout}, {call.outputs[0]: layout})
+
+
 OPERATIONS = (
     Operation(
         "conv",
@@ -277,6 +401,25 @@ OPERATIONS = (
         multiplications=_multiplications,
         options=("stride", "dilation", "transposed"),
         local_options=_options,
+        is_lowered=True,
+    ),
+    Operation(
+        "linear",
+        _place_linear,
+        {"linear": _linear},
+        _build_linear,
+        keeps=keeps_operands,
+        gives_own=True,
+        multiplications=lambda operands, output, transposed: prod(operands[0][:-1]) * prod(operands[1]),
+        local_options=bias_option,
+        is_lowered=True,
+    ),
+    Operation(
+        "matmul",
+        _place_matmul,
+        dict.fromkeys(("matmul", "bmm", "mm"), _matmul),
+        keeps=keeps_inputs,
+        multiplications=lambda operands, output, transposed: prod(output) * operands[0][-1],
         is_lowered=True,
     ),
 )

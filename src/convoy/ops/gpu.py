@@ -1,4 +1,4 @@
-"""Convoy's own kernels on a GPU: where they can run, and on which of several GPUs."""
+"""Numbers that lie on a GPU already, and Convoy's own kernels there: where they can run, and how they are launched."""
 
 import contextlib
 import functools
@@ -10,10 +10,32 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from convoy.comm.memory import lack_of_memory
+from convoy.comm.position import lack_of_memory
+
+
+class Constants:
+    """Numbers as a tensor, copied once to each device that needs them: with a copy in every pass the host of a GPU
+    would wait for it."""
+
+    def __init__(self, numbers: Sequence[Any] | Tensor) -> None:
+        # numpy keeps whole numbers whole and others in double precision
+        self._numbers = numbers if isinstance(numbers, Tensor) else torch.from_numpy(np.array(numbers))
+        self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def like(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor on the device of `x`, in its type or another."""
+        key = x.device, dtype or x.dtype
+        tensor = self._copies.get(key)
+        if tensor is None:
+            with torch.inference_mode(False):  # a training pass may need what an evaluation has made
+                tensor = self._numbers.to(*key)
+            if not torch.compiler.is_compiling():
+                self._copies[key] = tensor
+        return tensor
 
 
 def triton_kernels(module: str, what: str, x: Tensor) -> ModuleType | None:
@@ -42,20 +64,10 @@ def _tried(module: str, what: str, device: torch.device) -> ModuleType | None:
     return kernels
 
 
-def on_its_gpu(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Launch kernels on the GPU of a tensor, which need not be the current one."""
-    return _on(x.device)
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def on_gpu(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Launch kernels on a GPU, which need not be the current one."""
     is_elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     return torch.cuda.device(device) if is_elsewhere else contextlib.nullcontext()
-
-
-def is_watched(x: Tensor) -> bool:
-    """Whether somebody sees what is dispatched, or the tensor stands for another one. Otherwise the function of an
-    operation is called by itself, which saves the host half of the time that a small one takes."""
-    return type(x) is not Tensor or bool(torch._C._len_torch_dispatch_stack())
 
 
 _counters: dict[tuple[torch.device, int, bool], Tensor] = {}
@@ -94,7 +106,7 @@ class Launch:
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         # a kernel is built for places divisible by 16 or for others
         is_aligned = not functools.reduce(operator.or_, [address for address in addresses if address], 0) % 16
-        with _on(self._device):
+        with on_gpu(self._device):
             if is_aligned and self._run is not None and self._stream is not None:
                 self._run(self._stream(self._device.index), *self._handles, *addresses, *self._numbers)
                 return

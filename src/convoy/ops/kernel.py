@@ -3,20 +3,23 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from convoy.comm.collectives import all_gather
 from convoy.comm.groups import Groups
 from convoy.graph.graph import Call, Graph, Ref
 from convoy.graph.tree import leaves, replace
-from convoy.ops.constants import Constants
-from convoy.ops.context import StepContext
+from convoy.ops.context import StepContext, exchanged
+from convoy.ops.gpu import Constants
 from convoy.ops.postponed import Weighted
 from convoy.plans.layout import Indices, Layout
-from convoy.plans.mesh import Coordinates, Mesh
+from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall
 
 # takes the rank's tensors of `call.inputs`, in order, and gives those of `call.outputs`, in order
@@ -96,6 +99,46 @@ class Site(Part):
     context: StepContext
     relu: bool = False  # whether its result is that of the ReLU that follows, which alone reads it
     addend: str | None = None  # is added to its result before that; the kernel takes it after `call.inputs`
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The ranks that hold parts of the same numbers. How many every rank has is known from the plan, so that a GPU's
+    host never waits."""
+
+    group: ProcessGroup
+    counts: tuple[int, ...]  # by rank, of those numbers that have a mean together, such as a channel's
+
+    @classmethod
+    def of(cls, site: Site, axes: Axes, dims: Iterable[int], factor: int = 1) -> "Holders | None":
+        """Those along some axes of a call's input, of numbers along `dims`; None where a rank has all."""
+        group, name = site.groups.of(axes), site.call.attributes["input"]
+        if group is None:
+            return None
+        shape, dims = site.graph.shape(name), tuple(dims)
+        places = site.mesh.group(site.coordinates, axes)
+        parts = ((site.layouts[name].parts(dim, site.mesh, place, shape[dim]) for dim in dims) for place in places)
+        return cls(group, tuple(factor * math.prod(map(len, parts_of_rank)) for parts_of_rank in parts))
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts)
+
+    @cached_property
+    def shares(self) -> Constants:
+        """Each rank's share of the total: [ranks]."""
+        return Constants([count / self.total for count in self.counts])
+
+    def times(self, samples: int) -> "Holders":
+        """The same where `counts` are those of one sample."""
+        return Holders(self.group, tuple(samples * count for count in self.counts))
+
+    def combined(self, local_moments: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and mean square deviation of what all have from those of this rank's part: [2, ...]."""
+        gathered = exchanged(all_gather, local_moments, self.group)
+        shares = self.shares.like(gathered).view(-1, *[1] * local_moments.dim())
+        mean, var = (gathered * shares).sum(0).unbind(0)
+        return mean, var + ((gathered[:, 0] - mean).square_() * shares[:, 0]).sum(0)
 
 
 def as_called(site: Site) -> Kernel:

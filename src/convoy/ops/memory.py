@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from convoy.graph.graph import Call, Graph, Ref
-from convoy.ops.convolution import paddings_of
 from convoy.ops.kernel import Part
 from convoy.ops.recompute import Kept, KeptTensors, inputs_of, kept_in, stretches, taken_by, with_recomputed
 from convoy.ops.registry import OPERATIONS
@@ -170,7 +169,10 @@ def _of_rank(placement: Placement, moments: list[_Moment], rank: int, in_flight:
         parts = tuple(tensor.layout.parts(dim, mesh, place, size) for dim, size in enumerate(whole))
         shape, padding = [len(part) for part in parts], [0] * len(parts)
         if tensor.padded:
-            paddings = paddings_of(Part.of(calls[tensor.padded], graph, mesh, place))
+            placed = calls[tensor.padded]
+            options = OPERATIONS[placed.call.op].local_options
+            assert options is not None
+            paddings = options(Part.of(placed, graph, mesh, place))["padding"]
             padding[2:] = [before + after for _, before, after in paddings]
         of_call = tensor.padded if any(padding) else ""
         size = math.prod(map(sum, zip(shape, padding, strict=True))) * tensor.itemsize

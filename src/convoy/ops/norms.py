@@ -1,4 +1,6 @@
-"""Group, instance, layer and RMS norm: whole on a rank, or over numbers of which several ranks hold parts."""
+"""Group, instance, layer and RMS norm: whole on a rank, or over numbers of which several ranks hold parts; and local
+response normalization, for which each channel needs its neighbors.
+"""
 
 import math
 from dataclasses import replace
@@ -12,12 +14,12 @@ from torch.autograd.function import once_differentiable
 
 from convoy.comm.collectives import all_reduce
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall
-from convoy.ops.kernel import Alone, Kernel, Site, by_role
-from convoy.ops.layouts import axes_along, by_channel, groups_in, resolved
-from convoy.ops.normalization import Holders
+from convoy.ops.kernel import Alone, Holders, Kernel, Site, by_role
+from convoy.ops.layouts import Follow, axes_along, by_channel, by_dim, groups_in, resolved
 from convoy.ops.operation import Operation, Shape, keeps_input
-from convoy.plans.layout import Layout
+from convoy.plans.layout import Layout, Split
 from convoy.plans.place import Placed, Situation
+from convoy.plans.windows import Window, halo_split
 
 
 class Normalize(torch.autograd.Function):
@@ -159,6 +161,41 @@ def _numbers_of_vectors(call: Call, shape: Shape) -> int:
     return 2 * math.prod(shape[: len(shape) - len(call.attributes["normalized_shape"])])
 
 
+def _lrn(call: TorchCall) -> Recognized:
+    return Recognized("lrn", call.bound(input=None, size=1, alpha=1e-4, beta=0.75, k=1.0))
+
+
+def _place_lrn(situation: Situation) -> Placed:
+    """Where ranks hold consecutive channels, each asks for a few more on both sides; otherwise for all channels."""
+    size, total = situation.call.attributes["size"], situation.shape(situation.call.attributes["input"])[1]
+    window = Window(total, size, before=size // 2, after=(size - 1) // 2)
+
+    def follow(dim: int, split: Split) -> Follow:
+        if dim != 1:
+            return split, (dim, split)
+        if not all(isinstance(part, range) for part in split.parts):
+            return ""
+        return halo_split(window, split), (dim, split)
+
+    return by_dim(situation, follow)
+
+
+def _build_lrn(site: Site) -> Kernel:
+    """Normalizes the channels of the rank's input, neighbours included, and gives its own."""
+    call = site.call
+    source = call.attributes["input"]
+    size, alpha, beta, k = (call.attributes[name] for name in ("size", "alpha", "beta", "k"))
+    input_channels, output_channels = site.parts(source, 1), site.parts(call.outputs[0], 1)
+    start = output_channels[0] - input_channels[0] if output_channels else 0
+    is_cut = len(output_channels) < len(input_channels)
+
+    def kernel(x: Tensor) -> list[Tensor]:
+        y = F.local_response_norm(x, size, alpha, beta, k) if x.numel() else x.clone()
+        return [y.narrow(1, start, len(output_channels)) if is_cut else y]
+
+    return kernel
+
+
 _ALIKE: dict[str, Any] = {"keeps": keeps_input, "follows": True, "passes": 1.0, "shared_dims": _shared_dims}
 _ALIKE |= {"whole_precision": frozenset({"cuda"})}
 _OF_VECTORS: dict[str, Any] = {"options": ("normalized_shape",), **_ALIKE}
@@ -189,5 +226,17 @@ OPERATIONS = (
         keeps_inside=1,
         statistics=_numbers_of_vectors,
         **_OF_VECTORS,
+    ),
+    Operation(
+        "lrn",
+        _place_lrn,
+        {"local_response_norm": _lrn},
+        _build_lrn,
+        keeps=keeps_input,
+        keeps_inside=3,
+        follows=True,
+        passes=4.0,
+        options=("size",),
+        whole_precision=frozenset({"cpu", "cuda"}),
     ),
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Recognized, TorchCall
-from convoy.ops.constants import Constants
+from convoy.ops.gpu import Constants
 from convoy.ops.kernel import Alone, Kernel, Site
 from convoy.ops.layouts import resolved
 from convoy.ops.operation import Operation

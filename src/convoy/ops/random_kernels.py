@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from convoy.ops.gpu import on_its_gpu
+from convoy.ops.gpu import on_gpu
 from convoy.ops.random_bits import FIRST, SECOND, STRIDE
 
 BLOCK = 1024  # numbers that a program holds at a time
@@ -51,6 +51,6 @@ def random_bits(keys: Tensor, layer: int, elements: int, part: Tensor | None) ->
     if bits.numel():
         width = min(BLOCK, triton.next_power_of_2(elements))
         blocks = triton.cdiv(elements, width)
-        with on_its_gpu(keys):
+        with on_gpu(keys.device):
             _random_bits[(len(keys) * blocks,)](keys, layer, part, bits, elements, blocks, width=width)
     return bits

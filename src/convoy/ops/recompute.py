@@ -37,7 +37,8 @@ class Kept:
     layout: Layout
     itemsize: int  # bytes of each element
     inside: bool = False
-    padded: str = ""  # the convolution that keeps it with padding, on ranks where it pads the two ends unlike
+    # the convolution or pooling that keeps it with padding, on ranks where a kernel does not pad by itself
+    padded: str = ""
 
 
 class KeptTensors:
@@ -87,14 +88,16 @@ def kept_by(placed: PlacedCall, placement: Placement) -> Iterator[Kept]:
         layout = placed.placed.inputs.get(name) or placed.placed.outputs.get(name, Layout())
         padded = call.name if _pads(placed, name) else ""
         yield Kept(name, _where(layout), itemsize or values[name].dtype.itemsize, padded=padded)
-    for name in call.outputs if operation.keeps_inside else ():
+    masks_elements = operation.keeps_inside and not call.attributes.get("channels")  # one number masks a whole channel
+    for name in call.outputs if masks_elements else ():
         itemsize = operation.keeps_inside * values[name].dtype.itemsize
         yield Kept(name, _where(placed.placed.outputs[name]), itemsize, inside=True)
 
 
 def _pads(placed: PlacedCall, name: str) -> bool:
     call = placed.call
-    if call.op != "conv" or call.attributes["transposed"] or name != call.attributes["input"]:
+    pads = call.op in ("conv", "max_pool", "avg_pool") and not call.attributes.get("transposed")
+    if not pads or name != call.attributes["input"]:
         return False
     return any(dim > 1 for dim, _ in placed.placed.outputs[call.outputs[0]].splits)
 

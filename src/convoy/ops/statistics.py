@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from convoy.comm.collectives import all_gather, all_reduce
 from convoy.comm.groups import Groups
-from convoy.ops.constants import Constants
+from convoy.ops.gpu import Constants
 from convoy.plans.mesh import Axes
 
 

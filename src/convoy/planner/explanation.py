@@ -1,21 +1,33 @@
 """All that is said of a plan, computed once, for text, page and JSON, whose names the fields have: where its time goes,
-what holds it up, and the one change that would help most."""
+what holds it up, and the one change that would help most; and its text for a terminal."""
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from convoy.errors import ConvoyError
 from convoy.ops.memory import what_is_recomputed
-from convoy.planner.cost.link import Collective, Curve, Link, Links
 from convoy.planner.cost.prediction import RankMemory, Scored, predict
-from convoy.planner.layers import Layer, Stage, alternatives, layers_of, stages_of, times_of_layers
-from convoy.planner.planner import Planned
+from convoy.planner.layers import (
+    HOST_WAIT,
+    STAGES_WAIT,
+    Layer,
+    Part,
+    Stage,
+    alternatives,
+    layers_of,
+    parts_of,
+    stages_of,
+    times_of_layers,
+)
+from convoy.planner.planner import Planned, passes_of
+from convoy.plans.place import COMPUTE
 from convoy.plans.timeline import ENGINE
-from convoy.units import rough_percent, seconds, times_as_fast
+from convoy.plans.traffic import stage_cells
+from convoy.units import extra, per_second, plural, rough_percent, seconds, shape, shorten, size, table, times_as_fast
 
 # `batch` is too small a batch for each device: a larger one is predicted to be faster, or the engine's own work shows.
 # `division` is computing that takes longer in parts, `repeated` what runs whole on every device, `host` that GPUs wait
@@ -29,27 +41,11 @@ _ISSUING = 0.25  # part of an update in which a GPU waits for its host, from whi
 _SPENT_WELL = 0.9  # efficiency from which on computing itself is what takes the time
 _FASTER_BATCH = 1.05  # gain of twice the batch from which on the batch is too small
 _WORTH_SAYING = 1.02  # gain from which on a change is advised
-_ROUNDING = 1e-9
 _TOO_GOOD = 1.5  # efficiency beyond what caches explain
 _TOO_SLOW = 1.5  # a device's computing beside all of it on one device, beyond what a plan explains
 _AGAIN = "the machine was busy while times were measured; measure again when it is quiet (convoy profile --clear)"
-_HOST, _OTHERS = "waiting for the host", "waiting for other stages"
 _COMPUTING = ("forward", "backward", "loss and the rest of a pass")
 _SENDING = ("packing for messages", "exposed communication")
-# The parts of an update for people, in the order of a step, by the kinds of a timeline (`Timeline.by_kind`)
-PARTS = {
-    "input": "input",
-    "forward": "forward",
-    "loss and the rest of a pass": "around",
-    "backward": "backward",
-    "packing for messages": "copy",
-    "exposed communication": "exposed",
-    "optimizer": "update",
-    ENGINE: "engine",
-    _HOST: "issuing",
-    "idle": "idle",
-    _OTHERS: "idle",
-}
 
 
 @dataclass(frozen=True)
@@ -60,15 +56,6 @@ class Change:
     change: str  # a noun
     gain: float  # how many times as many samples a second
     update_s: float
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of an update's time."""
-
-    part: str  # for people
-    seconds: float  # of the rank that computes longest
-    even_share_s: float  # of one device's time
 
 
 @dataclass(frozen=True)
@@ -222,19 +209,6 @@ def _memory(memory: RankMemory) -> dict[str, int]:
     return {"total": memory.total, **asdict(memory)}
 
 
-def parts_of(planned: Planned, scored: Scored) -> tuple[Part, ...]:
-    """Where the time goes, beside an even share of one device's."""
-    kinds, serial = scored.timeline.by_kind(), planned.serial.timeline.by_kind()
-    parts = []
-    for part, kind in PARTS.items():
-        waits_for_stages = part == _OTHERS
-        seconds_of = kinds.get(kind, 0.0) if kind != "idle" or waits_for_stages == (scored.staging is not None) else 0.0
-        even_share_s = 0.0 if waits_for_stages else serial.get(kind, 0.0) / planned.devices
-        if max(seconds_of, even_share_s) > _ROUNDING * scored.seconds:
-            parts.append(Part(part, seconds_of, even_share_s))
-    return tuple(parts)
-
-
 def _changes(answer: Explanation) -> Iterator[Change]:
     """What the same plan is predicted to take with one thing changed."""
     planned, scored, costs, total = answer.planned, answer.scored, answer.planned.costs, answer.scored.seconds
@@ -244,7 +218,7 @@ def _changes(answer: Explanation) -> Iterator[Change]:
         return Change(kind, text, total / update_s if update_s else 1.0, update_s)
 
     if any(span.task.stream != "compute" for span in scored.timeline.spans):
-        yield again("links", "links twice as fast", links=_faster(costs.links, 2.0))
+        yield again("links", "links twice as fast", links=costs.links.faster(2.0))
     if (update_s := _twice_the_batch(planned, scored)) is not None:
         text = f"a batch of {2 * planned.workload.batch} (another training)"
         yield Change("batch", text, 2 * total / update_s, update_s)
@@ -272,29 +246,13 @@ def _twice_the_batch(planned: Planned, scored: Scored) -> float | None:
     return None
 
 
-def _faster(links: Links, factor: float) -> Links:
-    """Links that carry every message in 1/`factor` of the time."""
-
-    def link(measured: Link) -> Link:
-        curves: dict[str, Any] = {kind: getattr(measured, kind) for kind in get_args(Collective)}
-        for kind, curve in curves.items():
-            curves[kind] = curve and Curve(tuple((size, seconds / factor) for size, seconds in curve.points))
-        return replace(measured, **curves)
-
-    otherwise = links.otherwise
-    return Links(
-        {ranks: link(measured) for ranks, measured in links.measured.items()},
-        None if otherwise is None else lambda ranks: link(otherwise(ranks)),
-    )
-
-
 def _kind(answer: Explanation) -> tuple[Bottleneck, Layer | None]:
     """What takes most of the time that a perfect division would not take."""
     planned, scored, layers = answer.planned, answer.scored, answer.layers
     total, devices, lost = scored.seconds, planned.devices, answer.lost
     if answer.spent("input") > 0.5 * total:
         return "input", None
-    if answer.spent(_HOST) > _ISSUING * total:
+    if answer.spent(HOST_WAIT) > _ISSUING * total:
         return "host", None
     if total <= planned.serial.seconds / devices / _SPENT_WELL or devices == 1:
         longest = max(layers, key=lambda layer: layer.work_s, default=None)
@@ -305,7 +263,7 @@ def _kind(answer: Explanation) -> tuple[Bottleneck, Layer | None]:
         "compute": lost(*_COMPUTING, ENGINE) - contention,
         "optimizer": lost("optimizer"),
         "input": lost("input"),
-        "stages": lost(_OTHERS),
+        "stages": lost(STAGES_WAIT),
     }
     most = max(losses, key=lambda name: losses[name])
     if most == "communication":
@@ -369,7 +327,7 @@ def _sentence(answer: Explanation, kind: Bottleneck, layer: Layer | None) -> str
         computing=share(answer.spent(*_COMPUTING)),
         sending=share(answer.spent(*_SENDING)),
         optimizer=share(answer.spent("optimizer")),
-        host=share(answer.spent(_HOST)),
+        host=share(answer.spent(HOST_WAIT)),
         input=share(answer.spent("input")),
         engine=f", {ENGINE} {share(engine_s)} of an update" if engine_s else "",
         samples=answer.planned.workload.samples,
@@ -380,3 +338,132 @@ def _sentence(answer: Explanation, kind: Bottleneck, layer: Layer | None) -> str
         stage_waits=share(stage.waits_s) if stage is not None else "",
         begins=(stage.begins if stage is not None else "") or "the beginning",
     )
+
+
+_LONGEST = 90  # characters of a plan in the table of candidates
+_WORTH_A_ROW = 0.02  # part of an update from which on a layer without a strategy has a row
+_HELD = ("parameters", "gradients", "optimizer", "activations", "buffers", "messages", "workspace")
+
+
+def explanation_text(answer: Explanation, first: Sequence[str] = ()) -> str:
+    """Verdict, figures, time, candidates and layers, as aligned tables, after the notes that are to come `first`; the
+    other notes are at the end."""
+    planned, scored, verdict = answer.planned, answer.scored, answer.verdict
+    workload, shares, several = planned.workload, planned.shares(scored.plan), planned.devices > 1
+    passes = f" in {scored.passes} passes of {scored.placement.batch.num_samples}" if scored.passes > 1 else ""
+    on = f"{workload.name} on {planned.devices} device{'s' * several}"
+    lead = f"{on}, {workload.batch} samples an update{passes}, images of {shape(workload.sample)}"
+    plan = [
+        f"plan {scored.plan}",
+        f"with --shares {','.join(map(str, shares))}" if shares is not None else "",
+        _passes(answer),
+        verdict.sentence,
+        verdict.advice,
+    ]
+    changes = [(change.change, f"{change.gain:.2f} ×", seconds(change.update_s)) for change in answer.changes]
+    total, headers = scored.seconds or 1.0, ("time", "seconds", "of the update", "even share of one device's")
+    parts = [
+        (row.part, seconds(row.seconds), rough_percent(row.seconds / total), seconds(row.even_share_s))[: 3 + several]
+        for row in answer.parts
+    ]
+    sections: tuple[Iterable[str], ...] = (
+        [*first, "; ".join(filter(None, (lead, planned.warning(scored.seconds))))],
+        filter(None, plan),
+        _figures(answer),
+        table(headers[: 3 + several], parts, headers[1:]),
+        table(("what if", "samples/s", "update"), changes, ("samples/s", "update")) if changes else (),
+        _candidates(answer) if several or len(planned.candidates) > 1 else (),
+        _stages(answer) if answer.stages else (),
+        _layers(answer) if several else (),
+        [note for note in answer.notes if note not in first],
+    )
+    return "\n\n".join(filter(None, map("\n".join, sections))) + "\n"
+
+
+def _passes(answer: Explanation) -> str:
+    """How the batch goes through the stages, and whether `convoy train` does so where the plan is given; empty without
+    stages."""
+    scored, workload = answer.scored, answer.planned.workload
+    if scored.staging is None:
+        return ""
+    best = f"{plural(scored.passes, 'pass', 'passes')}, schedule {scored.staging.schedule}"
+    number = passes_of(workload, scored.plan) or 1
+    requested = f"{plural(number, 'pass', 'passes')}, schedule {workload.default_schedule}"
+    more = f", as convoy train runs it with --plan auto; given as a plan, it runs in {requested}"
+    return f"in {best}{more if best != requested else ''}"
+
+
+def _figures(answer: Explanation) -> Iterator[str]:
+    planned, scored, memory = answer.planned, answer.scored, answer.scored.memory
+    raced_s = planned.measured.get(scored.plan)
+    race = f" ({seconds(raced_s)} in a race of plans)" if raced_s is not None else ""
+    rows = {"update": f"{seconds(scored.seconds)}, {per_second(answer.samples_per_second)} samples/s{race}"}
+    if planned.devices > 1:
+        alone = f"{seconds(planned.serial.seconds)} on one device"
+        rows["speed-up"] = f"{planned.speedup:.2f} × ({alone}), efficiency {rough_percent(answer.efficiency)}"
+    if answer.stages:
+        rows["bubble"] = f"{rough_percent(scored.bubble)} of the devices' time, waiting for other stages"
+    held = ", ".join(f"{name} {size(getattr(memory, name))}" for name in _HELD if getattr(memory, name))
+    rows["memory"] = f"{size(memory.total)} on the rank that needs most: {held}"
+    width = max(map(len, rows))
+    return (f"{name.ljust(width)}  {text}" for name, text in rows.items())
+
+
+def _candidates(answer: Explanation) -> list[str]:
+    planned, raced = answer.planned, answer.planned.measured
+    serial = [] if any(plan.placement.mesh.num_devices == 1 for plan in planned.candidates) else [planned.serial]
+    rows = [
+        (
+            "→" if plan is answer.scored else " ",
+            seconds(plan.seconds),
+            f"{planned.speedup_of(plan):.2f} ×",
+            size(plan.memory.total),
+            *([seconds(raced[plan.plan]) if plan.plan in raced else "-"] if raced else []),
+            shorten(str(plan.plan), _LONGEST),
+        )
+        for plan in (*planned.candidates, *serial)
+    ]
+    headers = ("", "update", "speed-up", "memory", *(["measured"] if raced else []), "plan")
+    return table(headers, rows, headers[1:-1])
+
+
+def _stages(answer: Explanation) -> list[str]:
+    headers = ("stage", "begins at", "ranks", "takes the output of", "computes", "waits", "share", "sends", "memory")
+    rows = []
+    for number, stage in enumerate(answer.stages, 1):
+        share = rough_percent(stage.waits_s / (answer.scored.seconds or 1.0))
+        sends, memory = size(stage.sent_bytes), size(stage.memory.total)
+        rows.append(
+            (*stage_cells(number, stage), seconds(stage.computes_s), seconds(stage.waits_s), share, sends, memory)
+        )
+    return table(headers, rows, headers[4:])
+
+
+def _layers(answer: Explanation) -> list[str]:
+    mesh, least_s = answer.scored.placement.mesh, _WORTH_A_ROW * answer.scored.seconds
+    axes = ",".join(mesh.beside_stages(mesh.names))
+    costs = ("computes", "waits", "sends", "next best", "would cost")
+    headers = ("stage", "layer", "work", f"strategy ({axes})" if axes else "strategy", "gives", *costs)
+    with_row = [layer for layer in answer.layers if layer.strategy or layer.computes_s + layer.exposed_s >= least_s]
+    rows: list[Sequence[str]] = [
+        (
+            str(layer.stage),
+            layer.layer or "-",
+            next((op for op in layer.ops if op in COMPUTE), layer.ops[0] if layer.ops else ""),
+            ",".join(mesh.beside_stages(layer.strategy)) or "-",
+            shape(layer.gives),
+            seconds(layer.computes_s),
+            seconds(layer.exposed_s),
+            size(layer.sent_bytes),
+            ",".join(mesh.beside_stages(layer.next_best.strategy)) if layer.next_best is not None else "-",
+            extra(layer.next_best.extra_s) if layer.next_best is not None else "-",
+        )
+        for layer in with_row
+    ]
+    if small_layers := [layer for layer in answer.layers if layer not in with_row]:
+        computes_s, waits_s = (sum(getattr(row, name) for row in small_layers) for name in ("computes_s", "exposed_s"))
+        sent = size(sum(layer.sent_bytes for layer in small_layers))
+        name = f"{len(small_layers)} other{'s' * (len(small_layers) > 1)}"
+        rows.append(("", name, "", "", "", seconds(computes_s), seconds(waits_s), sent, "", ""))
+    first = 0 if answer.stages else 1
+    return table(headers[first:], [row[first:] for row in rows], ("computes", "waits", "sends", "would cost"))

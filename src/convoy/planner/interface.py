@@ -13,21 +13,20 @@ from torch import Tensor, nn
 
 from convoy.comm.joining import join, num_ranks
 from convoy.comm.ranks import Ranks
-from convoy.engine.deferred import lacks_numbers
 from convoy.engine.parallelize import Options, accumulate, forward_backward, local_samples, take_part
 from convoy.engine.profiling import steady
+from convoy.engine.shards import lacks_numbers
 from convoy.errors import ConvoyError
-from convoy.graph.given import check_given, copied
+from convoy.graph.capture import check_given, copied
 from convoy.graph.tree import leaves
 from convoy.ops.recompute import Recompute, as_recompute
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.local_op import BatchNorm
 from convoy.planner.cost.prediction import Scored
-from convoy.planner.cost.store import ProfileStore
-from convoy.planner.explanation import Explanation
+from convoy.planner.explanation import Explanation, explanation_text
 from convoy.planner.planner import Planned, Question, make_plan
 from convoy.planner.profiling import autocast
-from convoy.planner.text import explanation_text
+from convoy.planner.store import ProfileStore
 from convoy.planner.workload import MakeOptimizer, Workload, momentum, workload_of
 from convoy.plans.plan import Plan
 from convoy.progress import ConsoleReporter

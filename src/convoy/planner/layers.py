@@ -1,4 +1,4 @@
-"""What each layer and each stage of a plan costs: seconds, what it sends, and its next best strategy.
+"""Where the time of a plan goes: parts of an update, layers, stages; what they send, and a layer's next best strategy.
 
 The fields are called as `convoy plan --json` has them.
 """
@@ -14,10 +14,50 @@ from convoy.planner.cost.step import ADDING
 from convoy.planner.planner import Planned
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import AXIS_STRATEGIES, Strategy, is_choosing
-from convoy.plans.explain import StageRow, rows_of_stages
 from convoy.plans.mesh import ranks_of
 from convoy.plans.place import PlacedCall
-from convoy.plans.traffic import cut_traffic, gradient_traffic, transfer_traffic
+from convoy.plans.timeline import ENGINE
+from convoy.plans.traffic import StageRow, cut_traffic, gradient_traffic, rows_of_stages, transfer_traffic
+
+_ROUNDING = 1e-9
+HOST_WAIT, STAGES_WAIT = "waiting for the host", "waiting for other stages"
+# The parts of an update for people, in the order of a step, by the kinds of a timeline (`Timeline.by_kind`)
+PARTS = {
+    "input": "input",
+    "forward": "forward",
+    "loss and the rest of a pass": "around",
+    "backward": "backward",
+    "packing for messages": "copy",
+    "exposed communication": "exposed",
+    "optimizer": "update",
+    ENGINE: "engine",
+    HOST_WAIT: "issuing",
+    "idle": "idle",
+    STAGES_WAIT: "idle",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an update's time."""
+
+    part: str  # for people
+    seconds: float  # of the rank that computes longest
+    even_share_s: float  # of one device's time
+
+
+def parts_of(planned: Planned, scored: Scored) -> tuple[Part, ...]:
+    """Where the time goes, beside an even share of one device's."""
+    kinds, serial = scored.timeline.by_kind(), planned.serial.timeline.by_kind()
+    parts = []
+    for part, kind in PARTS.items():
+        waits_for_stages = part == STAGES_WAIT
+        seconds_of = kinds.get(kind, 0.0) if kind != "idle" or waits_for_stages == (scored.staging is not None) else 0.0
+        even_share_s = 0.0 if waits_for_stages else serial.get(kind, 0.0) / planned.devices
+        if max(seconds_of, even_share_s) > _ROUNDING * scored.seconds:
+            parts.append(Part(part, seconds_of, even_share_s))
+    return tuple(parts)
+
 
 _PREDICTIONS = 30  # strategies that are tried one by one, where no search says what they would cost
 _COMPUTING = ("forward", "backward", "copy")
@@ -174,6 +214,9 @@ def alternatives(planned: Planned, scored: Scored, layers: Iterable[str]) -> dic
             changed = replace(scored, placement=workload.place(compact(mesh, {**strategy_of, layer: strategies})))
         except ConvoyError:
             continue
+        pairs = zip(changed.placement.calls, scored.placement.calls, strict=True)
+        if all(one.placed == other.placed for one, other in pairs if one.call.layer == layer):
+            continue  # the same by another name, such as `height` for a linear layer, which then follows its input
         extra_s = changed.again(planned.costs) - scored.seconds
         if layer not in best or extra_s < best[layer].extra_s:
             best[layer] = NextBest(strategies, extra_s)

@@ -31,15 +31,13 @@ from convoy.launch.host import HostLoad, HostWatch
 from convoy.ops import OPERATIONS
 from convoy.ops.memory import predict_memory
 from convoy.planner.cost.calibrated import Calibrated
-from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times
-from convoy.planner.cost.gradients import Update, issuing
+from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times, Update, issuing, mean
 from convoy.planner.cost.link import Links, links_named, ring
 from convoy.planner.cost.local_op import VIEWS, LocalOp
-from convoy.planner.cost.store import Device, ProfileStore, this_device
-from convoy.planner.link_probe import measured_links
-from convoy.planner.profiling import ALIKE, Profiled, local_op_of, mean, profile, with_overhead
+from convoy.planner.profiling import ALIKE, Profiled, local_op_of, measured_links, profile, with_overhead
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import Strategy, is_choosing
+from convoy.planner.store import Device, ProfileStore, this_device
 from convoy.planner.workload import MakeOptimizer, Workload, memory_of_updates
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch, Placement, Situation

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 
 import torch
 
@@ -17,9 +18,8 @@ from convoy.launch.host import HostWatch, beside_others
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.link import Links
-from convoy.planner.cost.pipeline import Staging
-from convoy.planner.cost.prediction import Scored, most, rank_memory, scored
-from convoy.planner.cost.store import ProfileStore, device_memory
+from convoy.planner.cost.prediction import Scored, most, nothing_fits, rank_memory, scored
+from convoy.planner.cost.step import Staging
 from convoy.planner.measured import (
     ASSUMED_LINKS,
     LONGEST,
@@ -31,12 +31,11 @@ from convoy.planner.measured import (
     jobs_for,
     plan_job,
 )
-from convoy.planner.remembered import remember, unlike_runs
 from convoy.planner.search.layers import Constraints, Layers
-from convoy.planner.search.memory import nothing_fits
 from convoy.planner.search.prices import meshes as meshes_of
 from convoy.planner.search.search import SearchResult, search
 from convoy.planner.search.stages import in_best_passes, search_stages
+from convoy.planner.store import ProfileStore, device_memory, remember, unlike_runs
 from convoy.planner.workload import Workload, memory_of_updates
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.place import sample_axes
@@ -54,6 +53,7 @@ _RACE_ROOM = {"cpu": 1.0, "cuda": 0.6}
 # race is for, times that were measured beside other work, predicted a factor of two
 _RACERS = 2
 _SETTLED = 0.02  # the part of a plan's computing time that need not be measured
+_BUSY = 2.0  # times that differ so much between prediction and race, in the median, were taken on a busy machine
 
 
 @dataclass(frozen=True)
@@ -323,6 +323,7 @@ def _raced(
     """The plan that is measured to be fastest comes first: of those that are predicted to be so, of plain `sample`, of
     the rivals, and of any that is predicted to be faster than the one which wins. All ranks call it; a ConvoyError
     where none can be run."""
+    # One device is none of them: no plan of several ranks is that, and its prediction is its own profile, made afresh.
     times, notes, failure = dict[Plan, float](), list(planned.notes), None
     longest_s, device, wanted = 0.0, planned.workload.device, {Plan.by_samples(planned.devices), *rivals}
     gpus, room = [device] if device.type == "cuda" else [], _RACE_ROOM[device.type] * measured.room
@@ -356,6 +357,13 @@ def _raced(
     times = {plan: seconds for plan, seconds in times.items() if seconds < math.inf}
     if not times and failure is not None:
         raise TooLargeError(str(failure)) if getattr(failure, "out_of_memory", False) else failure
+    ratio = median([times[racer.plan] / racer.seconds for racer in fit if racer.plan in times] or [1.0])
+    if not 1 / _BUSY <= ratio <= _BUSY:
+        notes.append(
+            f"in the race updates took {ratio:.2g} times as long as predicted, so the order of these plans is not to "
+            "be relied on: the machine was probably busy while times were measured; plan again when it is idle "
+            "(convoy profile --clear forgets what was measured)"
+        )
     order = sorted(planned.candidates, key=lambda plan: (plan.plan not in times, times.get(plan.plan, plan.seconds)))
     return replace(planned, candidates=tuple(order), notes=tuple(notes), measured=times)
 

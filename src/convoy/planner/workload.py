@@ -19,7 +19,7 @@ from convoy.graph.tree import leaves
 from convoy.ops import capture, place
 from convoy.ops.recompute import Recompute, check_recompute, recomputing
 from convoy.ops.registry import under_autocast
-from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.costs import Update
 from convoy.planner.cost.local_op import BatchNorm
 from convoy.plans.layout import balanced, consecutive
 from convoy.plans.place import Batch, Placement, sample_axes

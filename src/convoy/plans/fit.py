@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
-from convoy.plans.plan import Plan, strategies_on
-from convoy.plans.strategies import STRATEGIES, of_layer, strategy_error
+from convoy.plans.plan import STRATEGIES, Plan, of_layer, strategies_on, strategy_error
 from convoy.terminal import brief, did_you_mean
 from convoy.units import plural
 
@@ -57,7 +56,8 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 def _no_layer(pattern: str, names: Sequence[str]) -> str:
     """What a pattern that matches none of the layers may mean, or some layers that there are."""
     tops = list(dict.fromkeys(name.partition(".")[0] for name in names if name))
-    return nearest(pattern, names) or f"its layers are {', '.join(tops[:6]) + (', …' if len(tops) > 6 else '')}"
+    more = ", … (convoy plan NET lists all)" if len(tops) > 6 else ""
+    return nearest(pattern, names) or f"its layers are {', '.join(tops[:6])}{more}"
 
 
 def nearest(pattern: str, names: Sequence[str]) -> str:

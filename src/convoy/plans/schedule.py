@@ -8,6 +8,7 @@ the end, where it can for several parts at once. In all of them gradients are th
 the update.
 """
 
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 Schedule = Literal["gpipe", "1f1b", "zero-bubble"]
@@ -81,3 +82,20 @@ def bubble(schedule: Schedule, parts: int, stages: int) -> float:
     work."""
     work = 3 * parts if schedule == "zero-bubble" else parts
     return (stages - 1) / (work + stages - 1)
+
+
+def in_order(schedule: Schedule, passes: int, stages: int) -> Iterator[tuple[int, Action]]:
+    """What all stages do in an update, each as far as the passes that it is sent by the stage before (of gradients, by
+    the one after) have been listed."""
+    orders = [iter(actions(schedule, passes, stage, stages)) for stage in range(stages)]
+    following = [next(order, None) for order in orders]
+    done: set[tuple[int, Action]] = set()
+    while any(following):
+        for stage, order in enumerate(orders):
+            while (action := following[stage]) is not None:
+                sender = stage - 1 if action[0] == "forward" else stage + 1
+                if action[0] != "weights" and 0 <= sender < stages and (sender, action) not in done:
+                    break
+                done.add((stage, action))
+                following[stage] = next(order, None)
+                yield stage, action

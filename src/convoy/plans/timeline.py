@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import Literal
+from typing import Any, Literal, get_args
 
 # `transfers` carries what layers wait for, `gradients` what is added while layers compute, `stages` what a rank sends
 # to other stages, as it is predicted, and waits for from them, as it is measured
@@ -213,3 +213,48 @@ class Timeline:
     def contention(self) -> float:
         """Seconds by which messages have made the busiest rank's computing longer."""
         return sum(span.end - span.start - span.task.seconds for span in self._of(None)[0])
+
+
+_COLORS = {
+    "forward": "thread_state_running",
+    "backward": "thread_state_runnable",
+    "transfer": "terrible",
+    "gradient": "bad",
+    "copy": "yellow",
+    "update": "good",
+    "around": "grey",
+}
+
+
+def trace(**sources: Timeline) -> dict[str, Any]:
+    """The trace of one or several steps as JSON has it, by where they come from: `predicted=…, measured=…`. Each rank
+    of each is a process, and the processes of a rank stand below each other."""
+    events: list[dict[str, Any]] = []
+    for number, (source, timeline) in enumerate(sources.items()):
+        pairs = {(span.task.rank, span.task.stream) for span in timeline.spans}
+        streams = [stream for stream in get_args(Stream) if any(stream == other for _, other in pairs)]
+        threads = {stream: place for place, stream in enumerate(streams, 1)}
+        # viewers treat process 0 as the kernel's
+        processes = {rank: 1 + rank * len(sources) + number for rank in sorted({rank for rank, _ in pairs})}
+        for rank, process in processes.items():
+            names: list[tuple[str, int, dict[str, Any]]] = [
+                ("process_name", 0, {"name": f"{source} rank {rank}"}),
+                ("process_sort_index", 0, {"sort_index": process}),
+            ]
+            for stream in (stream for stream in streams if (rank, stream) in pairs):
+                names.append(("thread_name", threads[stream], {"name": stream}))
+                names.append(("thread_sort_index", threads[stream], {"sort_index": threads[stream]}))
+            events += [
+                {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": arguments}
+                for what, thread, arguments in names
+            ]
+        for span in timeline.spans:
+            task = span.task
+            # in whole nanoseconds, as viewers count, so that events that follow each other do not overlap
+            start, end = round(span.start * 1e9), round(span.end * 1e9)
+            arguments = {"layer": task.layer, "kind": task.kind} | ({"bytes": task.num_bytes} if task.num_bytes else {})
+            event: dict[str, Any] = {"ph": "X", "name": task.name or task.layer or task.kind, "cat": task.kind}
+            event |= {"pid": processes[task.rank], "tid": threads[task.stream]}
+            event |= {"ts": start / 1e3, "dur": (end - start) / 1e3, "args": arguments}
+            events.append(event | ({"cname": _COLORS[task.kind]} if task.kind in _COLORS else {}))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

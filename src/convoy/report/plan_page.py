@@ -16,14 +16,14 @@ from convoy import units
 from convoy.files import to_json
 from convoy.graph.graph import Call, Graph
 from convoy.ops import OPERATIONS
-from convoy.planner.explanation import PARTS, Explanation, parts_of
-from convoy.planner.layers import Layer, busiest_ranks, stages_of_calls
+from convoy.planner.explanation import Explanation
+from convoy.planner.layers import PARTS, Layer, busiest_ranks, parts_of, stages_of_calls
 from convoy.planner.machines import Prediction
 from convoy.planner.search.prices import is_choosing
-from convoy.plans.explain import listed, some_ranks
 from convoy.plans.mesh import Mesh
-from convoy.plans.strategies import STRATEGIES
+from convoy.plans.plan import STRATEGIES
 from convoy.plans.timeline import ENGINE, Span, Stream, Task, Timeline
+from convoy.plans.traffic import listed, some_ranks
 from convoy.report import axes as ax
 from convoy.report import pages
 from convoy.report.pages import Tile, data_uri

@@ -15,7 +15,7 @@ from convoy import units
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
 from convoy.planner.comparison import WORDS, Both, Comparison, Group, apart, difference, shown
-from convoy.plans.explain import listed, some_ranks
+from convoy.plans.traffic import listed, some_ranks
 from convoy.report import pages
 from convoy.report.pages import Download, read_picture
 from convoy.report.plots import draw_panels

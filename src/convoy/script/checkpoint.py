@@ -118,7 +118,8 @@ def load(
         about: dict[str, Any] = values["about"]
         saved: dict[str, Any] = unpacked(values["state"], tensors)
         things = _things(net, optimizer, scheduler, anything)
-        saved |= {name: replace(saved[name], Tensor, received) for name in saved if not _is_cut(things.get(name))}
+        in_parts = {name for name, thing in things.items() if isinstance(thing, _Module | _Optimizer)}  # one by one
+        saved |= {name: replace(saved[name], Tensor, received) for name in saved if name not in in_parts}
         for name, thing in things.items():
             if name not in saved:
                 raise ConvoyError(f"{path} holds {', '.join(saved)} and no {name}: leave {name} away")
@@ -238,11 +239,6 @@ class _Optimizer(_Object):
 
     def load(self, saved: Any, about: Mapping[str, Any]) -> None:
         self.named.load(saved["state"], saved["param_groups"])
-
-
-def _is_cut(thing: _Thing | None) -> bool:
-    """Whether it takes its parts of tensors one after the other."""
-    return isinstance(thing, _Module | _Optimizer)
 
 
 def _things(net: nn.Module, optimizer: Any, scheduler: Any, anything: Mapping[str, Any]) -> dict[str, _Thing]:

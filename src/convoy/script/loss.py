@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 
 from convoy.comm.collectives import Group, all_reduce
+from convoy.engine.gradients.reducer import gradient_scale, graph_of
 from convoy.engine.network import Network, network_of
-from convoy.engine.output import gradient_scale, graph_of
 from convoy.errors import ConvoyError
 
 

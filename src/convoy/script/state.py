@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from convoy.comm.ranks import received
 from convoy.engine.agreement import agree
+from convoy.engine.gradients.divided import ELEMENTWISE, PART
 from convoy.engine.network import Network, network_of
-from convoy.engine.optimizers import ELEMENTWISE, PART
 from convoy.errors import ConvoyError
 from convoy.script.ranks import alike, together
 

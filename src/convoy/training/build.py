@@ -17,19 +17,18 @@ from convoy.comm.ranks import Ranks
 from convoy.data import DataSet, Normalize, evaluation_batches
 from convoy.data.config import DataConfig
 from convoy.data.pixels import PixelSource
-from convoy.engine import Probe, probe
-from convoy.engine.coupling import coupled, coupled_in_training, coupling, microbatch_sizes
-from convoy.engine.deferred import deferred
+from convoy.engine.coupling import Probe, coupled, coupled_in_training, coupling, microbatch_sizes, probe
 from convoy.engine.recorded import graph_on
+from convoy.engine.shards import deferred
 from convoy.errors import ConvoyError
 from convoy.failure import place_of
 from convoy.graph import tree
-from convoy.graph.given import prepare_given
+from convoy.graph.capture import prepare_given
 from convoy.graph.graph import CaptureError, Graph, Ref
 from convoy.models.weights import first_convolution
 from convoy.ops import capture
-from convoy.planner import workload_of
-from convoy.planner.cost.pipeline import Staging
+from convoy.planner.cost.step import Staging
+from convoy.planner.workload import workload_of
 from convoy.plans.fit import check_patterns
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE
@@ -57,7 +56,6 @@ class NetworkInput:
 
     @staticmethod
     def of(data: DataSet) -> "NetworkInput":
-        """That of the networks which are trained on some data."""
         in_memory = isinstance(data.train, PixelSource)
         return NetworkInput(data.classes, data.channels, data.image_size, data.resize, data.mean, data.std, in_memory)
 
@@ -126,6 +124,8 @@ def whiten(model: nn.Module, given: DataSet | NetworkInput, config: DataConfig, 
             + ": leave it out, or choose airbench94"
         )
     convolution.weight.requires_grad_(False)
+    if convolution.bias is not None:
+        nn.init.zeros_(convolution.bias)
     if isinstance(given, NetworkInput) or convolution.weight.is_meta:
         return
     some = given.train.subset(np.arange(min(num_pictures, len(given.train))))
@@ -269,7 +269,6 @@ class TriedNetwork:
         return TriedNetwork(recipe, model, image_shape, device, result)
 
     def divisible_sizes(self, parts: int, useful: int | None = None) -> tuple[tuple[int, ...], str | None]:
-        """As `divisible_sizes`."""
         return divisible_sizes(self.recipe, self.model, parts, self.probe, useful)
 
     def microbatches_in_pass(self, sizes: tuple[int, ...], sharing: int = 1, passes: int = 1) -> tuple[int, str]:

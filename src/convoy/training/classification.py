@@ -213,7 +213,6 @@ class Evaluation:
         ).model_dump()
 
     def add(self, batch: Batch, logits: Tensor) -> None:
-        """Count the samples of a batch."""
         num_classes = len(self.confusion)
         self.bad += batch.bad
         if len(batch.labels) == 0:

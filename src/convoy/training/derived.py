@@ -60,10 +60,7 @@ def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
     not fit into the run.
     """
     updates_per_epoch = num_train_samples // recipe.batch
-    if updates_per_epoch == 0:
-        raise ConvoyError(
-            f"the batch of {recipe.batch} is larger than the {num_train_samples} training samples: lower --batch"
-        )
+    check_batch(recipe.batch, num_train_samples, "training samples")
     total = recipe.epochs.updates(updates_per_epoch)
     lr = learning_rate(recipe.optimizer, recipe.batch)
     schedule = create_schedule(
@@ -90,6 +87,12 @@ def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
         log_every=updates(recipe.log_every) if recipe.log_every != "auto" else often,
         group_ends=tuple(updates(g.until) if g.until is not None else total for g in recipe.optimizer.groups),
     )
+
+
+def check_batch(batch: int, most: int, what: str) -> None:
+    """Refuse a batch of more samples than there are."""
+    if batch > most:
+        raise ConvoyError(f"the batch of {batch} is larger than the {most} {what}: lower --batch")
 
 
 def left_out_of_epochs(batch: int, num_train_samples: int) -> list[str]:

@@ -40,12 +40,11 @@ class Division:
         return list(accumulate(self.sizes, initial=0))
 
     def microbatches(self, rank: int) -> range:
-        """The numbers of a rank's microbatches."""
         start = sum(self.counts[:rank])
         return range(start, start + self.counts[rank])
 
     def positions(self, rank: int) -> range:
-        """A rank's positions in the global batch."""
+        """In the global batch."""
         numbers = self.microbatches(rank)
         return range(self._starts[numbers.start], self._starts[numbers.stop])
 

@@ -9,8 +9,7 @@ from datetime import UTC, datetime
 import torch
 
 from convoy import resources
-from convoy.comm.backend import gpus
-from convoy.comm.joining import join
+from convoy.comm.joining import gpus, join
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
 from convoy.errors import ConvoyError

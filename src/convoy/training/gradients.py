@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 
 from convoy.comm.collectives import all_gather
 from convoy.comm.ranks import Ranks
-from convoy.engine.gradients.local_sgd import LocalSgd
-from convoy.engine.gradients.norms import WholeNorms, clip_grad_norm, global_norm
-from convoy.engine.gradients.reducer import GradientReducer
+from convoy.engine.gradients.divided import WholeNorms, clip_grad_norm, global_norm
+from convoy.engine.gradients.reducer import GradientReducer, LocalSgd
 from convoy.engine.gradients.tree import TreeReducer
 from convoy.engine.network import Network
 from convoy.engine.parallelize import Options, take_part
@@ -111,7 +110,7 @@ class Exchange:
             self.network.finish_update()
 
     def abandon(self) -> None:
-        """Forget the passes of an update that broke off before `finish`."""
+        """Forget the passes of an update that broke off."""
         self.is_due = False
         self.network.abandon()
         if self._tree is not None:
@@ -133,7 +132,6 @@ class Exchange:
         return WholeNorms(self._split, self.network.groups)
 
     def updated(self, update: int) -> None:
-        """The optimizer has changed the weights in an update."""
         if self._local is not None:
             self._local.step(update)
 

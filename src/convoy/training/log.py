@@ -210,12 +210,13 @@ class Log:
         correct = sum(_read([number for update in finite_updates for number in update.correct]))
         wait_s, own_s = sum(update.wait_s for update in updates), sum(update.own_s for update in updates)
         pictures = [picture for update in updates for picture in update.unreadable]
-        everyone = ranks.gather((losses_of_updates, correct, wait_s, pictures, own_s + wait_s))
+        everyone = ranks.gather((losses_of_updates, correct, wait_s, pictures, own_s + wait_s, self._slow.load()))
         parts = ranks.of_parts(everyone)
         for of_update in zip(*(part[0] for part in parts), strict=True):
             for value in itertools.chain.from_iterable(of_update):
                 sums.loss += value
         self._ranks_s = [seconds + rank[4] for seconds, rank in zip(self._ranks_s, everyone, strict=True)]
+        self._slow.hear(rank[5] for rank in everyone)
         sums.num_correct += sum(part[1] for part in parts)
         sums.data_wait_s += max(part[2] for part in parts)
         sums.before_s += sum(update.seconds for update in updates) + time.perf_counter() - began
@@ -250,7 +251,6 @@ class Log:
         self.show(done, None if done == 1 else f"{self._place(done, '.2f')}  {line}")
 
     def test(self, done: int, result: Evaluation) -> None:
-        """A line on an evaluation."""
         speed = result.num_images / max(result.seconds, 1e-9)
         scores = {"loss": result.loss, "top1": result.top1, "top5": result.top5}
         self._write("test", done, **scores, images=result.num_images, images_per_s=speed)

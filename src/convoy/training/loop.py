@@ -282,7 +282,9 @@ class Loop:
             if interrupt.agreed is None:
                 self._tell_of_target()
             self._save()
-            self._finish_saving(or_raise=interrupt.agreed is not None)
+            self.saver.finish(or_raise=interrupt.agreed is not None)
+            self.progress.checkpoints = asdict(self.saver.tally)
+            self.reporter.say(str(self.saver.tally))
             if self._subscriber is not None:
                 self._subscriber.end()
         return interrupt.agreed
@@ -343,7 +345,9 @@ class Loop:
         """What is due now: a line of metrics, an evaluation, a checkpoint."""
         if self.done == self._line_at:
             self._log.collect()
-            self._end_window()
+            if self._log.sums.num_updates:
+                self._check_loss(self._log.sums.mean_loss)
+            self._log.train(self.done)
             self._line_at = self._next_line()
         elif time.perf_counter() > self._log.shown + SHOW_EVERY_S:
             self._log.show(self.done)
@@ -365,12 +369,6 @@ class Loop:
             notes[:] = [note for note in notes if not note.startswith(subject)]
         notes.append(sentence)
         self.reporter.say(sentence)
-
-    def _end_window(self) -> None:
-        """Write the line of the updates since the last one."""
-        if self._log.sums.num_updates:
-            self._check_loss(self._log.sums.mean_loss)
-        self._log.train(self.done)
 
     def _check_loss(self, loss: float) -> None:
         if not math.isfinite(loss):
@@ -433,9 +431,3 @@ class Loop:
         values = {"progress": vars(self.progress), "window": window, "code": self.session.code}
         tensors, rest = self.session.state.contents(values)
         self.saver.save(self.done, self.identity, tensors, rest, self.progress.best_step)
-
-    def _finish_saving(self, or_raise: bool = False) -> None:
-        """Wait for what is on its way, and say what all of them took."""
-        self.saver.finish(or_raise)
-        self.progress.checkpoints = asdict(self.saver.tally)
-        self.reporter.say(str(self.saver.tally))

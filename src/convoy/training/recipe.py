@@ -233,11 +233,8 @@ class Recipe(Section):
                 "shorten the warm-up, e.g. --set schedule.warmup=5%"
             )
 
-    def notes(self) -> list[str]:
+    def notes(self) -> Iterator[str]:
         """A sentence for each option that has no effect here and does no harm."""
-        return list(self._without_effect())
-
-    def _without_effect(self) -> Iterator[str]:
         length = f"the training, epochs={self.epochs}"
         if self.model.zero_init_residual and self.model.weights is not None:
             yield "model.zero_init_residual has no effect: model.weights replaces the fresh weights"

@@ -22,17 +22,14 @@ from convoy.engine.stages import StagedNetwork
 from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.files import to_json, write_text
 from convoy.launch.host import HostLoad, HostWatch, beside_others
-from convoy.planner import Scored
 from convoy.planner.comparison import Both, Comparison, Group, groups_beside, of_all_stages, parts_beside, stages_beside
-from convoy.planner.cost.costs import Times
+from convoy.planner.cost.costs import Times, mean
 from convoy.planner.cost.local_op import LocalOp
-from convoy.planner.cost.store import ProfileStore
+from convoy.planner.cost.prediction import Scored
 from convoy.planner.layers import busiest_ranks
-from convoy.planner.profiling import mean
-from convoy.planner.remembered import measured_ops, recalled, remember_run
-from convoy.planner.text import trace
+from convoy.planner.store import ProfileStore, measured_ops, recalled, remember_run
 from convoy.plans.place import Placement
-from convoy.plans.timeline import Summary, Timeline
+from convoy.plans.timeline import Summary, Timeline, trace
 from convoy.training.session import Session
 from convoy.training.step import StepPart, TrainingStep, Update, wait_for
 from convoy.training.workloads import measuring

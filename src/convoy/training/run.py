@@ -12,8 +12,7 @@ import torch
 from convoy.checkpoint.files import write_tensors
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.joining import meeting_store
-from convoy.comm.memory import memory_explained
-from convoy.comm.position import current
+from convoy.comm.position import current, memory_explained
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError

@@ -228,7 +228,7 @@ def _explain(details: Sequence[ErrorDetails], place: _Place, model: type[BaseMod
     """What is wrong with a value; the members of a union have a detail each."""
     key, problem, context, value = place.key, details[0]["type"], details[0].get("ctx", {}), show(details[0]["input"])
     if problem == "extra_forbidden":
-        return _unknown(place, model)
+        return _unknown(place, details[0]["input"], model)
     if problem == "value_error":
         return _in_its_words(str(context["error"]), place)
     if problem == "missing" and key in ("model", "model.name"):
@@ -256,16 +256,26 @@ def _in_its_words(message: str, place: _Place) -> str:
     return f"{key}{message[len(name) :]}" if message.startswith((f"{name} ", f"{name}=")) else f"{key}: {message}"
 
 
-def _unknown(place: _Place, model: type[BaseModel]) -> str:
-    key, name, parents = place.key, str(place.path[-1]), place.path[:-1]
+def _unknown(place: _Place, value: Any, model: type[BaseModel]) -> str:
+    """Names like the whole path that was set are proposed, or else all keys of its level."""
+    name, parents, rest = str(place.path[-1]), place.path[:-1], ""
+    while isinstance(value, dict) and len(value) == 1:  # `mix: {mixup: 0.2}` is the path mix.mixup
+        ((part, value),) = value.items()
+        rest += f".{part}"
+    key = dotted([*parents, f"{name}{rest}"])
     keys, siblings = list(dict.fromkeys(name for name, _, _ in fields_of(model))), list(place.section.model_fields)
     owner = f"{dotted(parents)} with name {place.kind}" if place.kind else dotted(parents) or "a recipe"
-    near = [dotted([*parents, match]) for match in difflib.get_close_matches(name, siblings, 1, cutoff=0.7)]
-    near = near or [other for other in keys if other.rpartition(".")[2] == name and other != key][:3]
-    if not near and key in keys:
+    matches = [dotted([*parents, match]) for match in difflib.get_close_matches(name, siblings, 1, cutoff=0.7)]
+    paths = [f"{match}{rest}" for match in matches if f"{match}{rest}" in keys]
+    paths = paths or [other for other in keys if f".{other}".endswith(f".{name}{rest}") and other != key][:3]
+    if not paths and not matches and key in keys:
         return f"{key} would be ignored: {owner} has only {', '.join(siblings)}"
-    near = near or difflib.get_close_matches(key, keys, 1, cutoff=0.75)
-    return f"{key} is unknown: " + (f"did you mean {_either(near)}?" if near else f"{owner} has {', '.join(siblings)}")
+    if not paths and not parents and (rest or not matches):  # in a section, keys are alike by its name alone
+        paths = difflib.get_close_matches(key, keys, 1, cutoff=0.7)
+    matches = paths or matches
+    return f"{key} is unknown: " + (
+        f"did you mean {_either(matches)}?" if matches else f"{owner} has {', '.join(siblings)}"
+    )
 
 
 def _either(words: Sequence[str]) -> str:

@@ -21,19 +21,18 @@ from convoy.engine.uncaptured import Uncaptured
 from convoy.errors import TooLargeError
 from convoy.ops.memory import memory_in_stages, what_is_recomputed
 from convoy.ops.registry import under_autocast
-from convoy.planner import Scored
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs
-from convoy.planner.cost.pipeline import Staging
+from convoy.planner.cost.prediction import Scored, rank_memory
 from convoy.planner.cost.prediction import most as most_of
-from convoy.planner.cost.prediction import rank_memory
-from convoy.planner.cost.store import ProfileStore
+from convoy.planner.cost.step import Staging
+from convoy.planner.store import ProfileStore
 from convoy.planner.workload import memory_of_updates
-from convoy.plans.explain import rows_of_stages
 from convoy.plans.fit import note_on_hosts
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, bubble
+from convoy.plans.traffic import rows_of_stages
 from convoy.training.build import TriedNetwork, has_batch_norm
 from convoy.training.classification import Evaluation, InputPipeline, evaluate
 from convoy.training.derived import Quantities, derive

@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import torch
 
-from convoy.comm.backend import own
+from convoy.comm.joining import identify
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet, open_data
 from convoy.data.sources import Progress
 from convoy.engine.coupling import microbatch_sizes
-from convoy.engine.deferred import lacks_numbers
 from convoy.engine.recorded import graph_on, leave_default_stream
+from convoy.engine.shards import lacks_numbers
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE
 from convoy.training.build import TriedNetwork, build_for, divisible_sizes, has_batch_norm, on_meta
-from convoy.training.derived import left_out_of_epochs, num_microbatches, resolve
+from convoy.training.derived import check_batch, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import divide
 from convoy.training.parallel_config import check_shares, plan_of
 from convoy.training.precision import check_precision, set_numerics, settle
@@ -54,9 +54,10 @@ def set_up(
     check_precision(recipe.precision, device)
     if data is None:
         say("opening the data", 0, 1)
-        data = open_data(recipe.data, say)
+        batch = recipe.batch
+        data = open_data(recipe.data, say, check=lambda most: check_batch(batch, most, "samples of the data"))
         check_ranks(data, ranks)
-    gpu = own(device).gpu
+    gpu = identify(device).gpu
     gpus = ranks.gather(gpu)
     sharing = gpus.count(gpu) if gpu else ranks.on_host  # ranks that share the memory of the GPU, or of the host
     quantities = resolve(recipe, len(data.train))

@@ -19,12 +19,14 @@ from convoy.comm.ranks import Ranks
 from convoy.data import num_workers
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError, TooLargeError
-from convoy.graph.given import copied
-from convoy.planner import Planned, Question, Scored, Workload, make_plan, workload_of
+from convoy.graph.capture import copied
 from convoy.planner.cost.costs import HostCost
-from convoy.planner.cost.store import Device, device_memory, this_device
+from convoy.planner.cost.prediction import Scored
 from convoy.planner.explanation import Explanation
+from convoy.planner.planner import Planned, Question, make_plan
 from convoy.planner.profiling import try_out
+from convoy.planner.store import Device, device_memory, this_device
+from convoy.planner.workload import Workload, workload_of
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import SCHEDULES, Schedule

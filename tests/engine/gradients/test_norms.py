@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.groups import Groups
-from convoy.engine.gradients.norms import WholeNorms
+from convoy.engine.gradients.divided import WholeNorms
 from convoy.plans.mesh import Mesh
 from convoy.training.optim import LambConfig, LarsConfig, create_optimizer
 from ranks import run_ranks

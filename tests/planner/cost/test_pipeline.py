@@ -7,12 +7,12 @@ import pytest
 from torch import nn
 
 from convoy.ops.recompute import with_recomputed
-from convoy.planner.cost.costs import Costs, HostCost, Times
-from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.costs import Costs, HostCost, Times, Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp
-from convoy.planner.cost.pipeline import StageTimes, Staging, pipeline_seconds
 from convoy.planner.cost.prediction import Scored, scored
+from convoy.planner.cost.simulation import StageTimes, pipeline_seconds
+from convoy.planner.cost.step import Staging
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import bubble
 from plans.made_graph import chain, placed

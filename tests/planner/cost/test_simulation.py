@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from convoy.models import create
-from convoy.planner import score, workload_of
-from convoy.planner.cost.costs import Costs, HostCost, Times
-from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.costs import Costs, HostCost, Times, Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.simulation import simulate
+from convoy.planner.planner import score
+from convoy.planner.workload import workload_of
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import Task
 

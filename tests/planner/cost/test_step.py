@@ -15,12 +15,11 @@ from convoy.graph.graph import Graph
 from convoy.ops.memory import predict_memory
 from convoy.planner.cost import step
 from convoy.planner.cost.additive import Additive
-from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times
-from convoy.planner.cost.gradients import Update, exchange, weights_of
+from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times, Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp, local_op
 from convoy.planner.cost.prediction import predict, rank_memory
-from convoy.planner.cost.program import internal_messages, program, running_statistics
+from convoy.planner.cost.program import exchange, internal_messages, program, running_statistics, weights_of
 from convoy.planner.cost.step import step_tasks
 from convoy.plans.buckets import Sizes
 from convoy.plans.place import Placement
@@ -161,6 +160,9 @@ def test_gradients_go_in_the_order_of_the_backward_pass_and_hide_behind_it() -> 
     assert len(one) == len(three) > 0  # the last pass alone sends them
     kinds = predict(placement, costs, 3).by_kind()
     assert (kinds["around"] + kinds["input"], kinds["forward"]) == pytest.approx((3 * (0.25 + 4 * 0.125), 9))
+    copying = Costs(lambda op: Times(float(op.op == "copy")), links(), sizes=Sizes(1 << 30, 1 << 30, 1 << 30))
+    assert predict(placement, copying).by_kind()["copy"] == 1.0  # into the one message; nothing out of it
+    assert additive_seconds(placement, Additive(copying, THREE)) == pytest.approx(6.0, abs=1e-3)
     evaluated = chain((8, 4, 9, 9), training=False, a=nn.Conv2d(4, 6, 3))  # the forward passes alone
     assert predict(placed(evaluated, "sample=2"), Costs(layers_only, links(), Update(fixed=1.0))).total == 1.0
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from convoy.errors import ConvoyError
 from convoy.hardware.catalog import Hop
 from convoy.planner.cost.additive import Additive, sums_of_calls
-from convoy.planner.cost.costs import Costs, Roofline
-from convoy.planner.cost.gradients import Update
+from convoy.planner.cost.costs import Costs, Roofline, Update
 from convoy.planner.cost.link import assumed
 from convoy.planner.search.prices import CHOOSING, Strategy
 from convoy.planner.workload import Workload, workload_of

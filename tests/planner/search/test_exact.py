@@ -7,7 +7,7 @@ import pytest
 
 from convoy.errors import ConvoyError
 from convoy.planner.cost.prediction import most, rank_memory
-from convoy.planner.search import solve as solving
+from convoy.planner.search import search as searching
 from convoy.planner.search.layers import Constraints
 from convoy.planner.search.prices import AXIS_STRATEGIES, meshes
 from convoy.planner.search.search import search
@@ -151,6 +151,6 @@ def test_where_much_meets_layers_of_one_role_are_tied_and_the_result_says_so(mon
     ]
     assert result.best.seconds == pytest.approx(min(seconds), rel=1e-12)
     exact = search(workload(nets.Nested()), 2, COSTS, within(ONE), tolerance=0.0)
-    monkeypatch.setattr(solving, "LIMIT", 40)  # what is too wide otherwise is tied as well
+    monkeypatch.setattr(searching, "LIMIT", 40)  # what is too wide otherwise is tied as well
     small = search(workload(nets.Nested()), 2, COSTS, within(ONE), tolerance=0.0)
     assert (exact.exact, small.exact) == (True, False) and small.best.seconds >= exact.best.seconds

@@ -13,7 +13,7 @@ from convoy.hardware.catalog import Hop
 from convoy.planner.cost.additive import Additive, sums_of_calls
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Links, ring
-from convoy.planner.cost.pipeline import StageTimes, pipeline_seconds
+from convoy.planner.cost.simulation import StageTimes, pipeline_seconds
 from convoy.planner.search.cuts import Chain, cuts_of
 from convoy.planner.search.layers import Constraints
 from convoy.planner.search.stages import search_stages

@@ -1,8 +1,9 @@
 """Adds the ranks' gradients: during the backward pass, or at its end where they go through shared memory.
 
 Each parameter's gradient is added over the axes on which ranks have only a part of it. Gradients come scaled by the
-rank's share of the global batch, so that the sum over all ranks is the gradient of the mean loss. All ranks start the
-same collectives in the same order, that of the parameters backwards, whatever becomes ready first.
+rank's share of the global batch (`scale_gradient`), so that the sum over all ranks is the gradient of the mean loss.
+All ranks start the same collectives in the same order, that of the parameters backwards, whatever becomes ready first.
+Local SGD, which is approximate, averages weights in their place (`LocalSgd`).
 
 The end of a backward pass is known to torch's engine alone, which tells it to `queue_callback`, a private function that
 DistributedDataParallel rests on too; which pass is running, to another. They are used here and nowhere else.
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node, get_gradient_edge
 
 from convoy.comm.collectives import Group, Pending, gather_ints, start_all_reduce
 from convoy.comm.groups import Groups
@@ -287,3 +289,100 @@ class GradientReducer(Reducer):
         for bucket, message in zip(self.buckets, messages, strict=True):
             self._give(bucket, message, is_used)
         self.abandon()
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.factor, None
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """The tensor itself, with a gradient multiplied by `factor`. A rank's loss is the mean over its own n samples of N;
+    times n / N, the ranks' gradients add up to that of the mean over all N, however unevenly they are divided."""
+    return _ScaleGradient.apply(x, factor)  # type: ignore[no-any-return]
+
+
+class _UndoScale(_ScaleGradient):
+    """The inverse, which `gradient_scale` does not take for a network's output."""
+
+
+def undo_scale(x: Tensor, factor: float) -> Tensor:
+    """The tensor itself, with a gradient divided by `factor` if the output of a network on several ranks went into it.
+    One network's output may be another's input. The gradient that comes back there has been multiplied by the rank's
+    share of the samples at the second one's output, and would be again at that of the first."""
+    if x.grad_fn is None or factor == 0 or not any(gradient_scale(node) is not None for node in graph_of([x.grad_fn])):
+        return x
+    return _UndoScale.apply(x, 1 / factor)  # type: ignore[no-any-return]
+
+
+def writable(x: Tensor) -> Tensor:
+    """The tensor itself, or a copy of a view: autograd does not let users change in place what a function of ours
+    gives as a view, though they may with what a plain layer gives."""
+    return x.clone() if x.requires_grad and x._is_view() else x
+
+
+def graph_of(roots: Sequence[Node]) -> list[Node]:
+    """The nodes of autograd's graph from `roots` to the outputs of networks on several ranks."""
+    nodes = dict.fromkeys(roots)
+    queue = list(roots)
+    while queue:
+        node = queue.pop()
+        if gradient_scale(node) is not None:
+            continue
+        for next_node, _ in node.next_functions:
+            if next_node is not None and next_node not in nodes:
+                nodes[next_node] = None
+                queue.append(next_node)
+    return list(nodes)
+
+
+def gradient_scale(node: Node) -> float | None:
+    """The factor, where a node of autograd's graph is that of `scale_gradient`; None for any other."""
+    is_scale = getattr(type(node), "_forward_cls", None) is _ScaleGradient
+    return node.factor if is_scale else None  # type: ignore[attr-defined]
+
+
+class LocalSgd:
+    """Averages weights over `axes` after every `every` updates, from the first one on.
+
+    Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2018: algorithm 1. Each rank takes steps of its own
+    optimizer on the mean gradient of its own samples: its gradients must be reduced over the other axes only. The
+    optimizer's momentum stays local. The result is another one than that of the global batch, and depends on the number
+    of ranks.
+
+    Every rank makes it at the same time. `tensors` are the weights and the buffers to average with them, and `weight`
+    is this rank's in the average: its number of samples.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], groups: Groups, axes: Axes, *, every: int, weight: int) -> None:
+        self._tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
+        self._group = groups.of(axes)
+        self._every = every
+        self._share = weight / sum(count for (count,) in gather_ints([weight], self._group))
+        self._alike = False
+
+    def step(self, update: int) -> bool:
+        """Call it after each update, counted from 0; whether weights were averaged."""
+        self._alike = False
+        if (update + 1) % self._every:
+            return False
+        self.average()
+        return True
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Give all ranks the same weights now, as must be done before they are saved or evaluated."""
+        if self._group is None or not self._tensors or self._alike:
+            return
+        self._alike = True
+        messages = [(tensor.detach() * self._share).contiguous() for tensor in self._tensors]
+        pending = [start_all_reduce(message, self._group) for message in messages]
+        for tensor, work in zip(self._tensors, pending, strict=True):
+            tensor.copy_(work.wait())

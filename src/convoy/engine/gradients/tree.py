@@ -142,7 +142,7 @@ class TreeReducer(Reducer):
 
     Each parameter comes with the axes over which its gradient is added; axes that are not sample axes are added last,
     in the order of the ranks. `shares` are the microbatches of each rank of the sample axes, in order, and `passes` the
-    backward passes of every rank in an update, by default those of its share.
+    backward passes of every rank in an update.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class TreeReducer(Reducer):
         *,
         sample_axes: Axes,
         shares: Sequence[int],
-        passes: int | None = None,
+        passes: int,
         sizes: Sizes | None = None,
     ) -> None:
         entries = [(parameter, axes) for parameter, axes in parameters if parameter.requires_grad]
@@ -161,13 +161,13 @@ class TreeReducer(Reducer):
         super().__init__(entries, groups, groups.of(axes_of_all | self._sample_axes), sizes)
         self.set_shares(shares, passes)
 
-    def set_shares(self, shares: Sequence[int], passes: int | None = None) -> None:
+    def set_shares(self, shares: Sequence[int], passes: int) -> None:
         """Divide the microbatches of the next updates otherwise."""
         place = self._groups.mesh.index(self._groups.coordinates, tuple(sorted(self._sample_axes)))
         assert len(shares) == self._groups.mesh.size(tuple(self._sample_axes)), "one share for each rank"
         self._share = shares[place]
         self._leaves = range(sum(shares[:place]), sum(shares[: place + 1]))
-        self._passes = self._share if passes is None else passes
+        self._passes = passes
         total = sum(shares)
         ends = [sum(shares[:rank]) for rank in range(len(shares) + 1)]
         self._spans = [subtrees(range(a, b), total) for a, b in pairwise(ends)]

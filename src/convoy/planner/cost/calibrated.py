@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from convoy.planner.cost.costs import Roofline, Times
-from convoy.planner.cost.gradients import least_squares
+from convoy.planner.cost.costs import Roofline, Times, least_squares
 from convoy.planner.cost.local_op import VIEWS, LocalOp
 
 Way = Literal[0, 1]  # forward or backward

@@ -1,12 +1,12 @@
 """What a device and its links cost, in one place: all that a step is predicted from."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
-from convoy.planner.cost.gradients import Update
 from convoy.planner.cost.link import Link, Links
 from convoy.planner.cost.local_op import BatchNorm, LocalOp
 from convoy.plans.buckets import Sizes
@@ -40,6 +40,58 @@ class Times:
     @property
     def host(self) -> float:
         return self.host_forward + self.host_backward
+
+
+def mean(times: Sequence[Times]) -> Times:
+    """The mean; of none, no time."""
+    total, part = sum(times, Times()), 1 / max(1, len(times))
+    return Times(*(seconds * part for seconds in total.numbers))
+
+
+@dataclass(frozen=True)
+class Update:
+    """Seconds of an optimizer on a device, and the memory of its state."""
+
+    per_byte: float = 0.0  # of the parameters: one pass over weights, gradients and state
+    per_tensor: float = 0.0
+    fixed: float = 0.0  # with whatever else is done once in an update
+    state: float = 1.0  # bytes of state for each byte of a parameter: 1 for a momentum, 2 for Adam's two averages
+    host: float = 0.0  # for the host to issue it once, with whatever else it does once in an update
+    host_per_tensor: float = 0.0
+
+    def seconds(self, num_bytes: float, tensors: int) -> float:
+        """Of the optimizer, without what is done once."""
+        return self.per_byte * num_bytes + self.per_tensor * tensors
+
+    def issuing(self, tensors: int) -> float:
+        return self.host + self.host_per_tensor * tensors
+
+    @staticmethod
+    def fit(measured: Sequence[tuple[int, int, float]], *, state: float = 1.0) -> "Update":
+        """From measured updates: bytes of the parameters, how many they are, and seconds. The rates for a byte and for
+        a tensor are the least squares of relative errors."""
+        rows = [(num_bytes / seconds, tensors / seconds) for num_bytes, tensors, seconds in measured if seconds > 0]
+        per_byte, per_tensor = least_squares(rows, [1.0] * len(rows))
+        return Update(per_byte, per_tensor, state=state)
+
+
+def issuing(measured: Sequence[tuple[int, float]]) -> list[float]:
+    """Seconds of a host once and for each parameter, from the number of parameters and its seconds for some updates."""
+    return least_squares([(1.0, float(tensors)) for tensors, _ in measured], [seconds for _, seconds in measured])
+
+
+def least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float], count: int = 2) -> list[float]:
+    """The `count` rates by which the rows come nearest to the targets; of one that would be below zero the column
+    goes."""
+    rates, columns = [0.0] * count, list(range(count))
+    while rows and columns:
+        solution = np.linalg.lstsq(np.array(rows)[:, columns], np.array(targets), rcond=None)[0].tolist()
+        if min(solution) >= 0:
+            for column, rate in zip(columns, solution, strict=True):
+                rates[column] = rate
+            break
+        columns.remove(columns[solution.index(min(solution))])
+    return rates
 
 
 # Says how long a rank takes for an operation, while nobody takes its cores away

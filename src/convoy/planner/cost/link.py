@@ -7,7 +7,7 @@ be measured, `ring` gives the α-β cost of the usual algorithms (Thakur, Rabens
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Literal, get_args
 
@@ -82,6 +82,12 @@ class Link:
     cpu_share: float = 0.0
     host: float = 0.0  # for the host to issue a collective; 0 where it is the device
 
+    def faster(self, factor: float) -> "Link":
+        """One that carries every message in 1/`factor` of the time."""
+        points = {kind: getattr(self, kind).points for kind in KINDS}
+        curves: dict[str, Any] = {kind: Curve(tuple((n, s / factor) for n, s in points[kind])) for kind in KINDS}
+        return replace(self, **curves)
+
     def seconds(self, kind: Collective, num_bytes: float) -> float:
         return (self.all_reduce if kind == "all_reduce" else self.exchange)(num_bytes)
 
@@ -100,6 +106,14 @@ class Links:
     measured: Mapping[Ranks, Link] = field(default_factory=dict)
     # for groups that were not measured; without it, the slowest of the measured links serves
     otherwise: Callable[[Ranks], Link] | None = None
+
+    def faster(self, factor: float) -> "Links":
+        """Links that carry every message in 1/`factor` of the time."""
+        otherwise = self.otherwise
+        return Links(
+            {ranks: link.faster(factor) for ranks, link in self.measured.items()},
+            None if otherwise is None else lambda ranks: otherwise(ranks).faster(factor),
+        )
 
     def of(self, mesh: Mesh, axes: Axes) -> Link:
         """The link of the groups over some axes of a mesh; a ConvoyError where nothing is known of any link."""

@@ -18,8 +18,8 @@ from convoy.graph.tree import leaves
 from convoy.ops import OPERATIONS
 from convoy.ops.kernel import Part
 from convoy.ops.memory import Readers, overwritten
-from convoy.ops.placing import sharing_axes
-from convoy.plans.layout import WHOLE, Layout
+from convoy.ops.registry import sharing_axes
+from convoy.plans.layout import Layout
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import needs_gradient
 
@@ -242,13 +242,6 @@ def local_op(
         options["ranks"] = mesh.size(pixel_axes)
         options["parts"] = -(-samples // microbatch) if batch_norm == "microbatch" and microbatch else 1
     return LocalOp(call.op, function, inputs, outputs, tuple(sorted(options.items())))
-
-
-def local_bytes(placement: Placement, name: str, rank: int) -> int:
-    """Bytes of a rank's part of a value."""
-    value, mesh = placement.graph.values[name], placement.mesh
-    shape = placement.layouts.get(name, WHOLE).local_shape(value.shape, mesh, mesh.coordinates(rank))
-    return prod(shape) * value.dtype.itemsize
 
 
 def _called(call: Call) -> Option:

@@ -3,15 +3,16 @@
 from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
+from convoy.errors import TooLargeError
 from convoy.ops.memory import predict_memory
 from convoy.ops.postponed import postpones
+from convoy.ops.recompute import kept_by, with_recomputed
 from convoy.planner.cost.costs import Costs, HostCost
-from convoy.planner.cost.gradients import gradient_axes, held_bytes, weights_of
-from convoy.planner.cost.local_op import local_bytes
-from convoy.planner.cost.pipeline import Staging
+from convoy.planner.cost.program import gradient_axes, held_bytes, weights_of
 from convoy.planner.cost.simulation import simulate
-from convoy.planner.cost.step import samples_of, step_tasks
+from convoy.planner.cost.step import Staging, samples_of, step_tasks
 from convoy.plans.mesh import ranks_of
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.plan import Plan
@@ -19,6 +20,7 @@ from convoy.plans.schedule import returning
 from convoy.plans.stages import Crossing
 from convoy.plans.timeline import Timeline
 from convoy.plans.traffic import needs_gradient
+from convoy.units import size
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def _of_part(placement: Placement, costs: Costs, staging: Staging | None, stage:
             memory.parameters,
             memory.gradients + (max(weights, default=0) if passes > 1 else 0),
             memory.buffers,
-            max(memory.activations, passes * sum(local_bytes(placement, name, rank) for name in later)),
+            max(memory.activations, passes * sum(placement.local_bytes(name, rank) for name in later)),
             int(costs.update.state * sum(weights)),
             messages,
             max((workspace(call, placement, rank) for call in placement.calls if costs.on_cpu), default=0),
@@ -93,7 +95,7 @@ def _sent_and_received(
     passes, in_flight = len(staging.samples), staging.in_flight(stage)
 
     def size(crossing: Crossing, gradient: bool) -> int:
-        return 0 if gradient and crossing.value not in differentiable else local_bytes(placement, crossing.value, rank)
+        return 0 if gradient and crossing.value not in differentiable else placement.local_bytes(crossing.value, rank)
 
     total = min(2, in_flight) * sum(size(crossing, True) for crossing in staging.staged.sent(stage))
     for crossing in staging.staged.received(stage):
@@ -114,7 +116,7 @@ def workspace(placed: PlacedCall, placement: Placement, rank: int) -> int:
         return 0
     name = call.attributes["weight"]
     plain = set(placement.graph.shape(name)[2:]) == {1} and set(call.attributes["stride"]) == {1}
-    return 0 if plain else 2 * local_bytes(placement, name, rank)
+    return 0 if plain else 2 * placement.local_bytes(name, rank)
 
 
 def most(memory: Sequence[RankMemory]) -> RankMemory:
@@ -184,3 +186,43 @@ def scored(plan: Plan, placement: Placement, costs: Costs, passes: int = 1, stag
         of_stages.setdefault(plan.mesh.stage_of(rank), []).append(of_rank)
     by_stage = tuple(most(of_stages[stage]) for stage in sorted(of_stages))
     return Scored(plan, placement, timeline, most(memory), passes, staging, by_stage)
+
+
+def nothing_fits(
+    placement: Placement,
+    costs: Costs,
+    needed: float,
+    limit: float,
+    what: str = "no plan fits: the smallest",
+    staging: Staging | None = None,
+) -> TooLargeError:
+    """The error for where even the smallest plan is too large."""
+    layers = defaultdict[str, float](float)
+    outputs: dict[str, int] = {}  # several layers may keep the same one
+    mesh, values, parameters = placement.mesh, placement.graph.values, 0.0
+    origin = (0,) * len(mesh.sizes)
+    for placed in placement.calls:
+        weights = [name for name in placed.call.inputs if values[name].origin == "parameter"]
+        held = (2 + costs.update.state) * sum(placement.local_bytes(name, 0) for name in weights)
+        parameters += held
+        layers[placed.call.layer] += held
+        for tensor in kept_by(placed, placement):
+            if values[tensor.value].origin in ("call", "input"):
+                num_bytes = tensor.itemsize * prod(tensor.layout.local_shape(values[tensor.value].shape, mesh, origin))
+                outputs[tensor.value] = max(num_bytes, outputs.get(tensor.value, 0))
+                layers[placed.call.layer] += num_bytes
+    largest = max(layers, key=lambda layer: layers[layer])
+    name = f"layer {largest}" if largest else "what the network itself computes"
+    parts = ""
+    if mesh.stage_axis is None:  # else a device has some of the layers
+        of_calls, of_parameters = size(sum(outputs.values())), size(int(parameters))
+        parts = f" ({of_calls} for outputs of {len(outputs)} calls, {of_parameters} for parameters and gradients)"
+    again = most(rank_memory(with_recomputed(placement, True), costs, staging)).total
+    recompute = f"; with --recompute it needs {size(int(again))}" if again <= limit else ""
+    more = "more devices" if mesh.stage_axis is None else "more stages on more devices"
+    return TooLargeError(
+        f"{what} needs {size(int(needed))} on a device{parts}, {size(int(needed - limit))} more than the "
+        f"{size(int(limit))} there are; {name} takes most, {size(int(layers[largest]))}: use {more}, smaller "
+        f"microbatches, smaller images, or a larger --memory-limit if the devices have more{recompute}",
+        needed,
+    )

@@ -1,4 +1,5 @@
-"""The engine's program of a placed network in numbers: calls and transfers in their order, with what each rank does.
+"""The engine's program of a placed network in numbers: calls and transfers in their order, with what each rank does,
+and the messages in which gradients are added up.
 
 It mirrors `convoy.engine.program`: a value is redistributed before the first call that wants it so, and the backward
 pass runs through the same items the other way round. It adds what the plan adds to the network: copies for the sake of
@@ -10,13 +11,18 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 
+import torch
+
 from convoy.graph.graph import Graph
 from convoy.ops import OPERATIONS
-from convoy.ops.placing import sharing_axes
 from convoy.ops.postponed import joins, postponed_part
 from convoy.ops.recompute import stretches
+from convoy.ops.registry import sharing_axes
 from convoy.planner.cost.link import Collective, Message
 from convoy.planner.cost.local_op import BatchNorm, LocalOp, Operand, Option, dtype_name, graph_facts, local_op
+from convoy.plans.buckets import Item as Gradient
+from convoy.plans.buckets import Sizes, plan_buckets
+from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.place import PlacedCall, Placement
 from convoy.plans.traffic import Sent, transfer_traffic
@@ -247,3 +253,81 @@ def _signature(placed: PlacedCall, place: Coordinates, mesh: Mesh) -> Iterator[o
                 yield (part[0], part[-1]) if dim > 1 and len(part) else len(part)
             if layout.partial:
                 yield all(place[axis] == 0 for axis in layout.partial)
+
+
+@dataclass(frozen=True)
+class GradientMessage(Message):
+    """One message of the exchange, over the axes over which its gradients are added."""
+
+    layer: str  # the first of those whose gradients are in it
+    parameters: tuple[str, ...]  # none in a message that only counts users
+    copied: tuple[int, ...]  # bytes that each rank copies into it; 0 where the gradient itself is sent
+
+    @property
+    def name(self) -> str:
+        more = f" and {len(self.parameters) - 1} more" if len(self.parameters) > 1 else ""
+        return f"{self.parameters[0]}{more}" if self.parameters else "users"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How the gradients of a step are added."""
+
+    messages: tuple[GradientMessage, ...]  # in the order in which they are sent
+    held: tuple[int, ...]  # bytes of parameters of each rank
+    tensors: int  # number of parameters
+
+
+def exchange(placement: Placement, order: Sequence[str], sizes: Sizes) -> Exchange:
+    """The messages of `engine.gradients.reducer`. `order` names the parameters that ranks hold, as their gradients
+    become ready."""
+    graph, mesh = placement.graph, placement.mesh
+    held = held_bytes(placement, order)
+    axes_of = {name: axes for name in order if (axes := gradient_axes(placement, name))}
+    names = list(axes_of)
+    dtypes = [graph.values[name].dtype for name in names]
+    items = [
+        Gradient(axes_of[name], dtype, torch.device("meta"), max(held[name]) // dtype.itemsize)
+        for name, dtype in zip(names, dtypes, strict=True)
+    ]
+    layers: dict[str, str] = {}
+    for placed in placement.calls:
+        for name in placed.call.inputs:
+            layers.setdefault(name, placed.call.layer)
+    messages = []
+    for bucket in plan_buckets(items, range(len(items)), sizes):
+        members = tuple(names[member] for member in bucket.members)
+        itemsize = items[(bucket.members or bucket.tally)[0]].dtype.itemsize
+        layer = layers.get(members[0], "") if members else ""
+        by_rank = tuple(sum(held[name][rank] for name in members) for rank in range(mesh.num_devices))
+        sent = tuple(size + len(bucket.tally) * itemsize for size in by_rank)
+        copies = (0,) * len(by_rank) if bucket.alone else by_rank
+        messages.append(GradientMessage(bucket.axes, "all_reduce", sent, layer, members, copies))
+    whole = tuple(sum(row[rank] for row in held.values()) for rank in range(mesh.num_devices))
+    return Exchange(tuple(messages), whole, len(held))
+
+
+def gradient_axes(placement: Placement, name: str) -> Axes:
+    """The axes of several ranks over which a parameter's gradient is added."""
+    layout, sizes = placement.layouts.get(name, WHOLE), placement.mesh.sizes
+    return tuple(sorted(axis for axis in layout.copied if sizes[axis] > 1))
+
+
+def weights_of(placement: Placement) -> list[str]:
+    """The parameters that ranks hold, in the order of the network: of a stage its own, else all, used or not."""
+    names = (value.name for value in placement.graph.parameters())
+    return [name for name in names if name in placement.layouts or not placement.is_part]
+
+
+def held_bytes(placement: Placement, parameters: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """The bytes of some parameters on each rank."""
+    mesh = placement.mesh
+    places = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
+    numels: dict[tuple[Layout, tuple[int, ...]], tuple[int, ...]] = {}  # blocks repeat
+    by_name = {}
+    for value in map(placement.graph.values.__getitem__, parameters):
+        layout = placement.layouts.get(value.name, WHOLE)
+        if (layout, value.shape) not in numels:
+            numels[layout, value.shape] = tuple(prod(layout.local_shape(value.shape, mesh, place)) for place in places)
+        by_name[value.name] = tuple(numel * value.dtype.itemsize for numel in numels[layout, value.shape])
+    return by_name

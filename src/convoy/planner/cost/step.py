@@ -1,22 +1,84 @@
 """From a placement to the tasks of a weight update: what each rank computes and sends, in its order.
 
-Of ranks that do the same, the tasks of one stand for all. A network that is not divided into stages is one stage.
+Of ranks that do the same, the tasks of one stand for all. A network that is not divided into stages is one stage; else
+its `Staging` says through which stages the passes go.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, count
 
+from convoy.graph.graph import Graph
+from convoy.ops import work
 from convoy.planner.cost.costs import Costs, HostCost, Times
-from convoy.planner.cost.gradients import GradientMessage, exchange, weights_of
 from convoy.planner.cost.link import Message
-from convoy.planner.cost.local_op import graph_facts, local_bytes
-from convoy.planner.cost.pipeline import Staging, in_order
-from convoy.planner.cost.program import Item, copied, joined, parameter_bytes, program, running_statistics
+from convoy.planner.cost.local_op import graph_facts
+from convoy.planner.cost.program import (
+    GradientMessage,
+    Item,
+    copied,
+    exchange,
+    joined,
+    parameter_bytes,
+    program,
+    running_statistics,
+    weights_of,
+)
 from convoy.planner.cost.simulation import rank_classes
-from convoy.plans.mesh import Axes, ranks_of
+from convoy.plans.mesh import Axes, Mesh, ranks_of
 from convoy.plans.place import Placement
-from convoy.plans.stages import Crossing
+from convoy.plans.plan import Plan
+from convoy.plans.schedule import Schedule, in_flight, in_order
+from convoy.plans.stages import Crossing, StagedGraph, Stages
 from convoy.plans.timeline import ENGINE, Kind, Stream, Task
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A network in stages, and the passes that go through them."""
+
+    mesh: Mesh  # with an axis of stages
+    staged: StagedGraph  # with the stage of every call
+    samples: tuple[int, ...]  # of every pass of an update
+    schedule: Schedule = "1f1b"
+
+    @staticmethod
+    def of(plan: Plan, graph: Graph, outputs: Sequence[str], samples: Sequence[int]) -> "Staging | None":
+        """The staging of a plan; None where it has no axis `stage`. The graph has the samples of the largest pass. A
+        network that cannot be cut so is a ConvoyError."""
+        axis = plan.mesh.stage_axis
+        if axis is None:
+            return None
+        number = plan.mesh.sizes[axis]
+        stages = Stages.of(graph, number, plan.stages, work(graph))
+        stages.owners(graph)
+        return Staging(plan.mesh, StagedGraph(graph, tuple(outputs), stages.of_calls(graph), number), tuple(samples))
+
+    def scheduled(self, schedule: Schedule) -> "Staging":
+        """The same in another order."""
+        return replace(self, schedule=schedule)
+
+    @property
+    def axis(self) -> int:
+        """Position of the stages' axis in the mesh."""
+        assert self.mesh.stage_axis is not None
+        return self.mesh.stage_axis
+
+    @property
+    def number(self) -> int:
+        """How many stages there are."""
+        return self.staged.number
+
+    def peer(self, rank: int, stage: int) -> int:
+        """The rank of another stage with which a rank exchanges what crosses between them."""
+        place = list(self.mesh.coordinates(rank))
+        place[self.axis] = stage
+        return self.mesh.rank(place)
+
+    def in_flight(self, stage: int) -> int:
+        """Passes whose activations a stage keeps at once, at most."""
+        return in_flight(self.schedule, len(self.samples), stage, self.number)
+
 
 ADDING = "add to earlier passes"  # the name of adding up the gradients of all layers, which is the work of none
 # What costs know of the slowest rank, or of none in particular, and what no CUDA graph replays
@@ -161,7 +223,7 @@ class _Builder:
             share = (link.cpu_share if link.overlap else 1.0) / 2  # one way of the two that a collective goes
             layer = graph.calls[staging.staged.calls(crossing.target)[0]].layer
             for rank in self.ranks:
-                num_bytes = round(self.part * local_bytes(self.placement, value, rank))
+                num_bytes = round(self.part * self.placement.local_bytes(value, rank))
                 seconds = link.exchange(num_bytes)
                 after, peer = self.chain[rank], self._peer(rank, receiver)
                 task = Task(
@@ -273,7 +335,11 @@ class _Builder:
     def _start(self, place: int) -> None:
         """Send the gradients that are ready after an item, those that travel beside the computation."""
         for message in self.stage.starts.get(place, ()):
-            self._copy(message)
+            # gradients are copied into their message, and stay in its memory
+            sizes = [message.copied[rank] for rank in self.ranks]
+            copies = [self.costs.time(copied(size)) if size else Times() for size in sizes]
+            seconds = [(of_rank.forward, of_rank.host_forward) for of_rank in copies]
+            self._compute("copy", message.layer, message.name, seconds)
             beside = self.costs.link(self.mesh, message.axes).overlap
             name = message.layer, message.name
             tasks = self._collective(message, "gradients", *name, blocks=False) if beside else None
@@ -291,15 +357,6 @@ class _Builder:
             count = len(message.parameters)
             engine = self.costs.per_parameter * count, self.costs.host_per_parameter * count
             self._compute("copy", message.layer, message.name, [engine] * len(self.ranks))
-            self._copy(message)
-
-    def _copy(self, message: GradientMessage) -> None:
-        """Copies of gradients into their message, or out of it."""
-        sizes = [message.copied[rank] for rank in self.ranks]
-        times = [self.costs.time(copied(size)) if size else Times() for size in sizes]
-        self._compute(
-            "copy", message.layer, message.name, [(of_rank.forward, of_rank.host_forward) for of_rank in times]
-        )
 
     def _add_to_earlier_passes(self) -> None:
         times = [self.costs.time(copied(self.stage.exchange.held[rank], 2)) for rank in self.ranks]

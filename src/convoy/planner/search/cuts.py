@@ -25,7 +25,7 @@ from convoy.ops.postponed import postponed_part
 from convoy.ops.recompute import KeptTensors
 from convoy.planner.cost.additive import Additive, OfParameter, sums_of_calls
 from convoy.planner.cost.link import Link
-from convoy.planner.cost.local_op import graph_facts, local_bytes
+from convoy.planner.cost.local_op import graph_facts
 from convoy.planner.cost.prediction import workspace
 from convoy.plans.place import COMPUTE, PlacedCall, Placement
 from convoy.plans.stages import cut_points, why_not_sent
@@ -80,12 +80,12 @@ class Chain:
         placement, more = self.placement, self.passes - 1
         part = postponed_part(placed, placement.graph, self._differentiable)
         later = (placed.call.attributes["input"], placed.call.outputs[0]) if part else ()
-        gradients = [local_bytes(placement, name, 0) for name in parameters] if more else []
+        gradients = [placement.local_bytes(name, 0) for name in parameters] if more else []
         return (
             seconds + more * sum(of.adding for of in parameters.values()),
             costs.postponing(placed, placement, part) if part else 0.0,
             sum(of.seconds for of in parameters.values()),
-            sum(local_bytes(placement, name, 0) for name in later),
+            sum(placement.local_bytes(name, 0) for name in later),
             sum(of.held for of in parameters.values()),
             max(gradients, default=0),
             workspace(placed, placement, 0) if costs.costs.on_cpu else 0,
@@ -103,7 +103,7 @@ class Chain:
                 units_of[name].add(unit)
         for name in units_of.keys() & self.placement.outputs.keys():
             units_of[name].add(len(self.cuts) - 2)
-        return [(name, local_bytes(self.placement, name, 0), tuple(sorted(units))) for name, units in units_of.items()]
+        return [(name, self.placement.local_bytes(name, 0), tuple(sorted(units))) for name, units in units_of.items()]
 
     def messages(self, link: Link) -> tuple[Numbers, Numbers]:
         """Seconds of the activations of a pass that a stage sends to later ones, each to the next that uses it, and of

@@ -6,7 +6,7 @@ Layouts have numbers here, and equal questions one answer; blocks that repeat ar
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -55,12 +55,6 @@ def strategies(mesh: Mesh, axes: Axes, among: Sequence[str] = AXIS_STRATEGIES) -
         for axis in mesh.axes
     ]
     return list(itertools.product(*choices))
-
-
-def used_axes(layers: Mapping[str, Strategy], ops: Mapping[str, str]) -> Axes:
-    """The axes on which some layer with weights is divided by samples; `ops` are the layers' kinds of work."""
-    rows = [strategy for layer, strategy in layers.items() if ops[layer] != "random"]
-    return tuple(axis for axis in range(len(rows[0]) if rows else 0) if any(s[axis] == "sample" for s in rows))
 
 
 def structure(call: Call, graph: Graph, differentiable: frozenset[str]) -> tuple[object, ...]:

@@ -21,9 +21,9 @@ Which function does which:
                                       says less than the layers that decide about it
     Elimination (elimination.py)      the least sum of tables: exact, one variable after the other
     tied (layers.py)                  where many features meet, layers of one role share a strategy; noted
-    Solver.solve (solve.py)           all of these for one mesh and one set of sample axes
-    Solver.simplest (solve.py)        the fewest redistributions within a budget of seconds
-    fitting (memory.py)               a price for bytes, raised until the plan fits: Lagrange multipliers
+    Solver.solve (here)               all of these for one mesh and one set of sample axes
+    Solver.simplest (here)            the fewest redistributions within a budget of seconds
+    fitting (here)                    a price for bytes, raised until the plan fits: Lagrange multipliers
     search (here)                     all meshes, and the order of the candidates
 
 Brute force over all plans of small networks holds the result: `tests/planner/search/test_exact.py`.
@@ -31,20 +31,167 @@ Brute force over all plans of small networks holds the result: `tests/planner/se
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+
+import numpy as np
 
 from convoy.errors import ConvoyError
 from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.costs import Costs
-from convoy.planner.search.layers import ANY, Constraints, Groups, Layers
-from convoy.planner.search.memory import fitting, nothing_fits
+from convoy.planner.cost.prediction import most, nothing_fits, rank_memory
+from convoy.planner.search.elimination import Elimination, Table, TooWideError, restricted
+from convoy.planner.search.layers import ANY, Constraints, Groups, Layers, alone, in_common, tied, tied_where_wide
 from convoy.planner.search.prices import Prices, Strategy, meshes, sample_axes_of
-from convoy.planner.search.solve import Solution, Solver
+from convoy.planner.search.problem import Choice, Problem, assigned, build
 from convoy.planner.workload import Workload
 from convoy.plans.mesh import Mesh
 from convoy.plans.place import Batch
+from convoy.plans.plan import Plan
+
+LIMIT = 20_000_000  # the most entries of a table: 64 MB
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A plan and what it is predicted to cost: a least sum, and what gives it."""
+
+    strategies: dict[str, Strategy]  # of every layer
+    seconds: float  # the sum of its costs
+    redistributions: int  # how often it brings a tensor from one layout to another
+    bytes: float  # on rank 0, as far as they add up
+    problem: Problem
+    elimination: Elimination
+    solver: "Solver"
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.solver.batch.mesh
+
+    @cached_property
+    def plan(self) -> Plan:
+        return self.solver.layers.plan(self.mesh, self.strategies)
+
+    @cached_property
+    def memory(self) -> float:
+        """Bytes on the rank that needs most; counted when first asked for."""
+        solver = self.solver
+        return most(rank_memory(solver.workload.place(self.plan), solver.prices.costs.costs)).total
+
+    @property
+    def is_of_its_axes(self) -> bool:
+        """Whether some layer with weights is divided by samples on each of the sample axes; else it is a plan of fewer
+        axes."""
+        ops = self.solver.layers.ops
+        rows = [strategy for layer, strategy in self.strategies.items() if ops[layer] != "random"]
+        return tuple(a for a in self.mesh.axes if any(row[a] == "sample" for row in rows)) == self.solver.batch.axes
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Of equally fast ones, that with fewer axes comes first."""
+        return float(f"{self.seconds:.10g}"), len(self.mesh.sizes)
+
+
+class Solver:
+    """Finds the best plan on one mesh, where the samples are divided over the axes of a batch. `groups` are layers that
+    have one strategy together, by default each by itself but where too many features meet."""
+
+    def __init__(
+        self, prices: Prices, batch: Batch, workload: Workload, layers: Layers, groups: Groups | None = None
+    ) -> None:
+        self.prices, self.batch, self.workload, self.layers = prices, batch, workload, layers
+        self.allowed = layers.allowed(batch.mesh, batch, prices)
+        graph = workload.graph
+        self.groups = groups or tied_where_wide(alone(graph), graph, 3 if len(batch.mesh.sizes) < 2 else 2)
+        self._problem: Problem | None = None
+
+    def solve(self, time_price: float = 1.0, byte_price: float = 0.0) -> Solution:
+        """The least sum of seconds, times a factor, and of bytes at a price in seconds each. A ConvoyError with a
+        rule's sentence where there is no plan."""
+        while True:
+            choices = [Choice(group, in_common(group, self.allowed)) for group in self.groups]
+            try:
+                if self._problem is None:
+                    self._problem = build(self.prices, self.batch, choices, self.workload.outputs)
+                problem = self._problem
+                tables = [
+                    table if price == 1 else Table(table.scope, table.numbers * price)
+                    for part, price in ((problem.seconds, time_price), (problem.bytes, byte_price))
+                    for table in part
+                    if price
+                ]
+                elimination = Elimination(tables, problem.sizes, LIMIT)
+                break
+            except TooWideError as error:
+                met = [layer for v in error.scope if v < len(choices) for layer in choices[v].layers]
+                self._problem, self.groups = None, tied(self.groups, met, self.workload.graph)
+        states = elimination.assignment()
+        if not np.isfinite(elimination.least) or states is None:
+            raise problem.refused or ConvoyError("no plan divides this network over these devices")
+        return self._solution(problem, elimination, states)
+
+    def _solution(self, problem: Problem, elimination: Elimination, states: Mapping[int, int]) -> Solution:
+        seconds, held, count = (_at(part, states) for part in (problem.seconds, problem.bytes, problem.redistributions))
+        return Solution(assigned(problem.choices, states), seconds, round(count), held, problem, elimination, self)
+
+    def simplest(self, solution: Solution, budget: float) -> Solution | None:
+        """Of the plans within a budget of seconds, the fastest of those with fewest redistributions; None where the
+        tables that count them would be too large. The budget is at least the seconds of `solution`, the fastest."""
+        if not solution.redistributions:
+            return solution
+        problem, budget = solution.problem, budget * (1 + 1e-12)
+        marginals = solution.elimination.min_marginals()
+        states_of = {v: np.flatnonzero(numbers <= budget).tolist() for v, numbers in marginals.items()}
+        seconds, counts = (restricted(tables, states_of) for tables in (problem.seconds, problem.redistributions))
+        sizes = {v: len(states) for v, states in states_of.items()}
+        try:
+            counting = Elimination(seconds, sizes, LIMIT, counts, solution.redistributions)
+        except TooWideError:
+            return None
+        simple = counting.assignment(budget)
+        if simple is None:
+            return solution
+        return self._solution(problem, solution.elimination, {v: states_of[v][state] for v, state in simple.items()})
+
+
+def _at(tables: Iterable[Table], states: Mapping[int, int]) -> float:
+    return float(sum(table.numbers[tuple(states[v] for v in table.scope)] for table in tables))
+
+
+_ROUNDS, _ONLY_BYTES = 24, 1e-12
+
+
+def fitting(fastest: Solution, limit: float) -> tuple[Solution, float]:
+    """The fastest plan found for ranks with `limit` bytes, or the smallest where none fits, and the seconds that no
+    plan that fits falls below, as far as bytes add up; `fastest` is the best plan whatever it needs.
+
+    Everett, "Generalized Lagrange multiplier method" (1963): the least sum of seconds and price × bytes is, among the
+    plans of at most as many bytes, the fastest; and for every price, that sum less price × limit is a bound for all
+    plans that fit. The price is raised until the plan fits.
+    """
+    if fastest.memory <= limit:
+        return fastest, fastest.seconds
+    solver, bound = fastest.solver, fastest.seconds
+    best = smallest = solver.solve(byte_price=1.0, time_price=_ONLY_BYTES)
+    if smallest.memory > limit:
+        return smallest, bound
+    # what is counted on rank 0 and what the busiest rank needs differ: the price is for bytes as they are counted
+    counted_limit = limit * fastest.bytes / fastest.memory
+    low, high = 0.0, max(smallest.seconds - fastest.seconds, 1e-9) / max(fastest.bytes - smallest.bytes, 1.0) * 1e3
+    for _ in range(_ROUNDS):
+        price = (low * high) ** 0.5 if low else high / 8
+        solution = solver.solve(byte_price=price)
+        bound = max(bound, solution.seconds + price * (solution.bytes - counted_limit))
+        if solution.memory <= limit:
+            high = price
+            best = min(best, solution, key=lambda plan: plan.seconds)
+        else:
+            low = price
+        if low and high / low < 1.01:
+            break
+    return best, min(bound, best.seconds)
+
 
 # Plans that are predicted to take so much longer than the fastest, as a share, count as equally fast: predictions are
 # not better than that, and the fastest of very many is the one whose prediction errs most in its favour
@@ -226,11 +373,11 @@ class _Search:
     def _fit(self, solutions: Sequence[Solution], limit: float) -> list[Solution]:
         """The plans that fit into memory, each made smaller where it must be; a ConvoyError where none does."""
         fittings = [fitting(solution, limit) for solution in solutions]
-        fits = sorted((fit.solution for fit in fittings if fit.solution.memory <= limit), key=lambda plan: plan.seconds)
+        fits = sorted((plan for plan, _ in fittings if plan.memory <= limit), key=lambda plan: plan.seconds)
         if not fits:
-            least = min((fit.solution for fit in fittings), key=lambda plan: plan.memory)
+            least = min((plan for plan, _ in fittings), key=lambda plan: plan.memory)
             raise nothing_fits(self.workload.place(least.plan), self.costs, least.memory, limit)
-        bound, first = min(fit.bound for fit in fittings), fits[0].seconds
+        bound, first = min(bound for _, bound in fittings), fits[0].seconds
         if bound < first * (1 - 1e-9):
             self.notes.append(
                 f"the memory limit leaves a gap: a plan that fits could take up to {1 - bound / first:.2%} less time"

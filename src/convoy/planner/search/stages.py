@@ -3,7 +3,7 @@
 For every number of stages that divides the devices, the layers' strategies are those of the least sum on the other
 axes (`search.py`): stages meet only at the cuts, so that what is best for the network is best for its parts. Of the
 best cuts (`cuts.py`) for several bounds on the slowest stage, and of numbers of passes, the schedules are simulated
-stage by stage (`cost/pipeline.py`), and the fastest counts.
+stage by stage (`cost/simulation.py`), and the fastest counts.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from convoy.errors import ConvoyError
 from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Link
-from convoy.planner.cost.pipeline import StageTimes, pipeline_seconds
+from convoy.planner.cost.simulation import StageTimes, pipeline_seconds
 from convoy.planner.search.cuts import Bounds, Chain, Numbers, best_cuts, cuts_of
 from convoy.planner.search.layers import ANY, Constraints
 from convoy.planner.search.search import search

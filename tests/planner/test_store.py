@@ -12,10 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from convoy.planner.cost import store as store_module
+from convoy.planner import store as store_module
 from convoy.planner.cost.costs import Times
 from convoy.planner.cost.local_op import LocalOp, Operand
-from convoy.planner.cost.store import Device, ProfileStore, this_device
+from convoy.planner.store import Device, ProfileStore, this_device
 
 DEVICE = Device("Some CPU @ 2.5 GHz", "2.13", "0.1", 1)
 
@@ -141,5 +141,5 @@ def test_devices_are_named_by_all_that_takes_another_time(monkeypatch: pytest.Mo
     cpu = torch.device("cpu")
     plain = this_device(cpu)
     assert (plain.threads, plain.torch, bool(plain.name)) == (torch.get_num_threads(), torch.__version__, True)
-    with patch("convoy.planner.cost.store.cores_allowed", lambda: torch.get_num_threads() / 2):
+    with patch("convoy.planner.store.cores_allowed", lambda: torch.get_num_threads() / 2):
         assert (this_device(cpu).share, "50% of the time" in this_device(cpu).describe()) == (0.5, True)
