@@ -95,7 +95,7 @@ def study_batches(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
         for batch in study.batches:
             progress(f"what an update of {batch} takes", len(study.trials), len(study.trials))
             for devices in ask.numbers(0) if ask.devices else (1, 2, 4, 8):
-                if time.monotonic() < until:
+                if devices == 1 or time.monotonic() < until:
                     _time_step(study, recipe.model_copy(update={"batch": batch}), devices, jobs)
         study.save(ask.folder)
 

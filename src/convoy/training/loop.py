@@ -392,7 +392,7 @@ class Loop:
             self.progress.reached, self.total = True, self.done
             self._log.collect()
             if self._log.sums.num_updates:
-                self._end_window()
+                self._log.train(self.done)
         for sample, reason in result.bad:
             self.progress.add_bad(self.session.data.test.name(sample), reason, "test")
         self._log.test(self.done, result)
