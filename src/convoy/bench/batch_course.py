@@ -18,7 +18,7 @@ from convoy.bench.study import machine_facts, plain_recipe
 from convoy.comm.ranks import Ranks
 from convoy.data import open_data
 from convoy.errors import ConvoyError
-from convoy.planner import Question, make_plan
+from convoy.planner.planner import Question, make_plan
 from convoy.plans.plan import Plan
 from convoy.training import Recipe, RunDirectory, choose_device
 from convoy.training.optim import ConstantConfig
