@@ -1,5 +1,7 @@
 """The next stretch of a run in several batches: up to which the loss over samples stays what it is with small ones."""
 
+import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from convoy.training.recipe import load_recipe
 from convoy.training.resume import check_extension
 from convoy.training.schema import Duration
 
-_PARTS = 4  # evaluations of a stretch
+_PARTS = 4  # of a stretch, whose losses are shown
 
 
 def branches_of(run: Path, batches: list[int], epochs: float, at: int | None) -> tuple[int, dict[int, Recipe]]:
@@ -43,7 +45,8 @@ def branches_of(run: Path, batches: list[int], epochs: float, at: int | None) ->
             "extends_at": steps[-1],
             "target": None,
             "epochs": Duration(round(steps[-1] / was.updates_per_epoch + epochs, 9), "ep"),
-            "evaluate_every": Duration(epochs / _PARTS, "ep"),
+            "evaluate_every": Duration(epochs, "ep"),
+            "log_every": Duration(epochs / (10 * _PARTS), "ep"),
             "optimizer": begun.optimizer.model_copy(update={"lr": float(f"{rate:.6g}"), "base_lr": None}),
             "schedule": ConstantConfig(name="constant"),
         }
@@ -53,9 +56,10 @@ def branches_of(run: Path, batches: list[int], epochs: float, at: int | None) ->
     return steps[-1], recipes
 
 
-def train_branches(folder: Path, recipes: dict[int, Recipe], jobs: Jobs) -> list[dict[str, Any]]:
-    """Train all branches, and give a row of each: the test loss after each part of the stretch, none where the rate was
-    too high."""
+def train_branches(folder: Path, recipes: dict[int, Recipe], epochs: float, jobs: Jobs) -> list[dict[str, Any]]:
+    """Train all branches, and give a row of each: the mean training loss of each part of the stretch, which are the
+    same samples in all; None where the rate was too high. They are compared by the last half of the parts, over which
+    it is less noise than a test."""
     failures: dict[str, str | None] = {}
     all_jobs = [Job(f"batch-{batch}", recipe) for batch, recipe in recipes.items()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,17 +69,23 @@ def train_branches(folder: Path, recipes: dict[int, Recipe], jobs: Jobs) -> list
         failure = failures[job.name]
         if failure is not None and ADVICE not in failure:
             raise ConvoyError(f"{job.name} was not trained: {failure}")
-        tests = read_metrics(folder / job.name / "metrics.jsonl").test if failure is None else []
-        losses = [line.loss for line in tests]
-        row: dict[str, Any] = {"batch": job.recipe.batch, "rate": job.recipe.optimizer.lr, "losses": losses[:-1]}
-        rows.append(row | {"test_loss": losses[-1] if losses else None, "top1": tests[-1].top1 if tests else None})
-    lowest = min((row["test_loss"] for row in rows if row["test_loss"] is not None), default=None)
+        metrics = read_metrics(folder / job.name / "metrics.jsonl")
+        parts: list[list[float]] = [[] for _ in range(_PARTS)]
+        for line in metrics.train:
+            done = ((line.epoch or 0.0) - job.recipe.epochs.value + epochs) / epochs
+            parts[min(_PARTS - 1, max(0, math.ceil(done * _PARTS - 1e-6) - 1))].append(line.loss or math.nan)
+        losses = [statistics.fmean(part) for part in parts if part] if failure is None else []
+        last = metrics.test[-1] if failure is None and metrics.test else None
+        row: dict[str, Any] = {"batch": job.recipe.batch, "rate": job.recipe.optimizer.lr, "losses": losses}
+        row |= {"loss": statistics.fmean(losses[-(_PARTS // 2) :]) if losses else None}
+        rows.append(row | {"test_loss": last and last.loss, "top1": last and last.top1})
+    lowest = min((row["loss"] for row in rows if row["loss"] is not None), default=None)
     if lowest is None:
         raise ConvoyError("the loss of every branch stopped being finite: name smaller batches")
-    return [row | {"over_the_lowest": row["test_loss"] and row["test_loss"] / lowest - 1} for row in rows]
+    return [row | {"over_the_lowest": row["loss"] and row["loss"] / lowest - 1} for row in rows]
 
 
 def largest_useful(rows: list[dict[str, Any]], tolerance: float) -> int:
-    """The largest batch whose loss at the end is within a share of the lowest."""
-    useful = [row for row in rows if row["test_loss"] is not None and row["over_the_lowest"] <= tolerance]
+    """The largest batch whose loss is within a share of the lowest."""
+    useful = [row for row in rows if row["loss"] is not None and row["over_the_lowest"] <= tolerance]
     return max(int(row["batch"]) for row in useful)

@@ -73,17 +73,18 @@ def command(
     with options.sigterm_as_interrupt(), ConsoleReporter(Console(stderr=True, highlight=False)) as reporter:
         jobs = Jobs(folder, choose_device(device).type, command=command_of(arguments))
         jobs.progress = lambda text: reporter.advance(0, text)
-        rows = train_branches(folder, recipes, jobs)
+        rows = train_branches(folder, recipes, epochs, jobs)
     words: dict[str, Callable[[Any], str]] = {
-        "test_loss": "{:.4f}".format,
+        **dict.fromkeys(("loss", "test_loss"), "{:.4f}".format),
         "top1": "{:.2%}".format,
         "over_the_lowest": "{:+.1%}".format,
     }
     words["losses"] = lambda losses: ", ".join(f"{loss:.4f}" for loss in losses)
     options.show(rows, as_json, [*rows[0]], words)
     if not as_json:
-        click.echo(f"test loss on the way and at the end of {epochs:g} epochs after update {step:,} of {run}")
+        useful = largest_useful(rows, tolerance)
         click.echo(
-            f"largest useful batch: {largest_useful(rows, tolerance)} (within {tolerance:.0%} of the lowest loss)"
+            f"training loss by quarters of {epochs:g} epochs after update {step:,} of {run}, and of the last two"
         )
+        click.echo(f"largest useful batch: {useful} (within {tolerance:.0%} of the lowest loss)")
     return 0
