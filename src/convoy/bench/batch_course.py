@@ -95,33 +95,30 @@ def study_batches(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
         for batch in study.batches:
             progress(f"what an update of {batch} takes", len(study.trials), len(study.trials))
             for devices in ask.numbers(0) if ask.devices else (1, 2, 4, 8):
-                if devices == 1 or time.monotonic() < until:
+                if time.monotonic() < until:
                     _time_step(study, recipe.model_copy(update={"batch": batch}), devices, jobs)
         study.save(ask.folder)
 
 
 def _time_step(study: BatchStudy, recipe: Recipe, devices: int, jobs: Jobs) -> None:
-    """What an update takes: on one device in the trainings, on as many as there are measured, on more predicted; and
-    nothing where the batch cannot be divided so."""
-    batch, of_optimizer = recipe.batch, study.of(recipe.optimizer.name, recipe.batch)
-    known = [step for step in study.step_times if (step.batch, step.devices) == (batch, devices)]
-    if devices > batch or (known and devices > 1):
+    """What an update takes, measured on as many devices as there are, predicted on more; nothing where the batch cannot
+    be divided so."""
+    batch = recipe.batch
+    if devices > batch or any((step.batch, step.devices) == (batch, devices) for step in study.step_times):
         return
     parallel = recipe.parallel.model_copy(update={"devices": devices, "plan": Plan.by_samples(devices)})
     recipe = recipe.model_copy(update={"parallel": parallel})
     task = MeasurementTask(CONVOY, recipe, None, jobs.device_type, _UPDATES, _WARM_UP)
     try:
-        if devices == 1:
-            took_s = statistics.median(trial.train_s / trial.updates for trial in of_optimizer if trial.updates)
-        elif devices <= jobs.number:
+        if devices <= jobs.number:
             ranks = run_ranks(measure_rank, jobs.places.of(devices), task, seconds=_PATIENCE_S)
             took_s = max(statistics.median(rank.seconds) for rank in ranks)
         else:
             (took_s,) = run_ranks(predict_step, jobs.places.of(1), task, seconds=_PATIENCE_S)
-    except (RankFailed, ConvoyError, statistics.StatisticsError):
+    except (RankFailed, ConvoyError):
         return
     new = StepTime(batch=batch, devices=devices, seconds=took_s, measured=devices <= jobs.number)
-    study.step_times = [*(step for step in study.step_times if step not in known), new]
+    study.step_times = [*study.step_times, new]
 
 
 def predict_step(task: MeasurementTask, say: Say) -> float:
