@@ -79,12 +79,10 @@ def command(
         "top1": "{:.2%}".format,
         "over_the_lowest": "{:+.1%}".format,
     }
-    words["losses"] = lambda losses: ", ".join(f"{loss:.4f}" for loss in losses)
+    words["losses"] = lambda losses: ", ".join(f"{loss:.3f}" for loss in losses)
     options.show(rows, as_json, [*rows[0]], words)
     if not as_json:
         useful = largest_useful(rows, tolerance)
-        click.echo(
-            f"training loss by quarters of {epochs:g} epochs after update {step:,} of {run}, and of the last two"
-        )
+        click.echo(f"training loss by quarters of {epochs:g}ep after update {step:,} of {run}, and of the last two")
         click.echo(f"largest useful batch: {useful} (within {tolerance:.0%} of the lowest loss)")
     return 0
