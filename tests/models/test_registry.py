@@ -36,10 +36,15 @@ TORCHVISION = {
     "densenet169": (14_149_480, "e2d0f02d9c0ce650", 12_493_450),
     "densenet201": (20_013_928, "0d234ad7e9a31b95", 18_104_458),
 }
-BY_HAND = {"lenet": 61_706, "cifar-quick": 145_706, "alexnet-2012": 60_965_224}
+BY_HAND = {"lenet": 61_706, "cifar-quick": 145_706, "airbench94": 1_972_792, "alexnet-2012": 60_965_224}
 """Parameters, multiplied out from the layers' sizes."""
 HEADS = {"lenet": ["classifier.4"], "cifar-quick": ["classifier.2"], "alexnet": ["classifier.6"], "resnet": ["fc"]}
-HEADS |= {"vgg": ["classifier.6"], "squeezenet": ["classifier.1"], "densenet": ["classifier"]}
+HEADS |= {
+    "vgg": ["classifier.6"],
+    "squeezenet": ["classifier.1"],
+    "densenet": ["classifier"],
+    "airbench94": ["classifier"],
+}
 HEADS |= {"googlenet": ["aux1.fc2", "aux2.fc2", "fc"]}
 BILLIONS = {"alexnet": 0.71, "googlenet": 1.50, "resnet18": 1.81, "resnet50": 4.09, "vgg16": 15.47, "densenet121": 2.83}
 """Of multiply-adds at 224x224, as torchvision's documentation gives them for its weights."""

@@ -80,6 +80,14 @@ FREE = (
 )
 
 
+# Keys that came later, with what runs of before had in effect, whose checksum is without them.
+LATER: dict[str, Any] = {
+    **dict.fromkeys(("extends", "data.decoder", "data.augment.padding", "model.whiten", "lookahead")),
+    "optimizer.groups": [],
+    "evaluation_views": 1,
+}
+
+
 def check_same(recipe: Recipe, begun: Recipe, run: RunDirectory) -> None:
     """Refuse to go on with a run under a recipe that would change its result; the ConvoyError names the first key that
     differs.
@@ -180,8 +188,7 @@ def differences(recipe: Recipe, begun: Recipe, free: Sequence[str] = ()) -> Iter
 def identity(recipe: Recipe, num_train: int, num_test: int) -> str:
     """A checksum of all that defines the result of a run: the recipe's keys, and how many samples the data has."""
     leaves = dict(_leaves(recipe))
-    new = {key for key in ("extends", "data.decoder") if leaves[key] is None}  # runs of before keep theirs
-    fixed = {key: value for key, value in leaves.items() if not _is_below(key, FREE) and key not in new}
+    fixed = {key: v for key, v in leaves.items() if not _is_below(key, FREE) and (key, v) not in LATER.items()}
     text = json.dumps([fixed, num_train, num_test], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
