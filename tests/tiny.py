@@ -45,7 +45,7 @@ class TinyWhite(TinyDouble):
 
     def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
         super().__init__(num_classes, in_channels)
-        self.conv = nn.Conv2d(in_channels, 8, 2, stride=2).double()
+        self.conv = nn.Conv2d(in_channels, 8, 2, stride=2, bias=False).double()
 
 
 class TinyCounting(TinyNet):
