@@ -177,11 +177,17 @@ def differences(recipe: Recipe, begun: Recipe, free: Sequence[str] = ()) -> Iter
             yield key, now.get(key), before.get(key)
 
 
+# Keys that recipes of before lack, with the values that say what these meant.
+ADDED: dict[str, Any] = dict.fromkeys(("extends", "lookahead", "model.whiten", "data.decoder", "data.augment.padding"))
+ADDED |= dict.fromkeys(("data.evaluation_size", "data.progressive", "loss.target_threshold"))
+ADDED |= {"evaluation_views": 1, "optimizer.groups": [], "data.repeats": 1, "loss.name": "cross-entropy"}
+
+
 def identity(recipe: Recipe, num_train: int, num_test: int) -> str:
     """A checksum of all that defines the result of a run: the recipe's keys, and how many samples the data has."""
     leaves = dict(_leaves(recipe))
-    new = {key for key in ("extends", "data.decoder") if leaves[key] is None}  # runs of before keep theirs
-    fixed = {key: value for key, value in leaves.items() if not _is_below(key, FREE) and key not in new}
+    as_ever = {key for key, value in ADDED.items() if leaves.get(key) == value}  # runs of before keep theirs
+    fixed = {key: value for key, value in leaves.items() if not _is_below(key, FREE) and key not in as_ever}
     text = json.dumps([fixed, num_train, num_test], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -18,7 +18,7 @@ from convoy.engine.network import Network
 from convoy.engine.recorded import Recorded, graph_on
 from convoy.engine.stages import StagedNetwork
 from convoy.engine.uncaptured import Uncaptured
-from convoy.errors import TooLargeError
+from convoy.errors import ConvoyError, TooLargeError
 from convoy.ops.memory import memory_in_stages, what_is_recomputed
 from convoy.ops.registry import under_autocast
 from convoy.planner import Scored
@@ -90,7 +90,7 @@ class Prepared(TriedNetwork):
         return training_batches(
             self.data,
             self.recipe.data,
-            Order(len(self.data.train), self.recipe.batch, self.recipe.seed),
+            Order(len(self.data.train), self.recipe.batch, self.recipe.seed, self.recipe.data.repeats),
             first_update=first_update,
             num_updates=num_updates,
             seed=self.recipe.seed,
@@ -292,7 +292,26 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
     )
     session.notes = [*recipe.notes(), *data.notes, *ready.notes, *chosen.notes, *_notes(session)]
     session.derived += _rows(session)
+    _check_sizes(session)
     return session
+
+
+def _check_sizes(session: Session) -> None:
+    """Refuse a plan that cannot have pictures of all sizes that training and evaluation show, before either begins."""
+    data, network, section = session.data, session.network, session.recipe.data
+    growing = section.progressive.sizes(data.image_size) if section.progressive is not None else set()
+    of_evaluation = {data.evaluation_size} - {None, data.image_size}
+    samples = max(tuple(map(len, piece.parts)) for piece in session.passes)
+    for training, sizes in ((True, growing - {data.image_size}), (False, of_evaluation)):
+        for size in sorted(filter(None, sizes)) if not isinstance(network, Uncaptured) else ():
+            try:
+                example = torch.empty(1, data.channels, size, size, device="meta")
+                network.staged(network.placement([example], samples, training))
+            except ConvoyError as error:
+                key = "progressive" if training else "evaluation_size"
+                raise ConvoyError(
+                    f"pictures of {size}×{size} pixels (data.{key}) cannot run under the plan {session.plan}: {error}"
+                ) from error
 
 
 def _notes(session: Session) -> Iterator[str]:
