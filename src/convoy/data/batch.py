@@ -49,8 +49,8 @@ class Filled:
 
 
 class BatchMaker:
-    """Makes the batches of one source; a sample's picture depends on nothing but (seed, epoch, sample). Further views of
-    a sample have numbers of their own, as `Order.update` says."""
+    """Makes the batches of one source; a sample's picture depends on nothing but (seed, epoch, sample). Further views
+    of a sample have numbers of their own, as `Order.update` says."""
 
     def __init__(
         self, source: Source, geometry: Geometry, channels: int, *, seed: int, skip_bad: bool, decoder: str = "pillow"

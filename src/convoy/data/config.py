@@ -128,7 +128,8 @@ class ProgressiveConfig(_Section):
         if epoch >= self.end:
             return image_size
         part = (epoch - self.begin) / (self.end - self.begin)
-        return round((self.from_size + (image_size - self.from_size) * part) / 32) * 32
+        nearest = round((self.from_size + (image_size - self.from_size) * part) / 32) * 32
+        return min(max(nearest, self.from_size), image_size)
 
     def sizes(self, image_size: int) -> set[int]:
         """Those of all epochs."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 class Blur(nn.Module):
     """What is in front of a convolution with a stride, so that it does not alias: the filter (1, 2, 1) in both
-    directions, over 16, with zeros around the border (Zhang: Making convolutional networks shift-invariant again, 2019).
+    directions, over 16, with zeros around the border (Zhang: Making CNNs shift-invariant again, 2019).
 
     Two means over 2x2 pixels are this filter, and under plans that divide channels nothing is sent for them.
     """

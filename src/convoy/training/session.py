@@ -303,14 +303,14 @@ def _check_sizes(session: Session) -> None:
     of_evaluation = {data.evaluation_size} - {None, data.image_size}
     samples = max(tuple(map(len, piece.parts)) for piece in session.passes)
     for training, sizes in ((True, growing - {data.image_size}), (False, of_evaluation)):
-        for size in sorted(filter(None, sizes)) if not isinstance(network, Uncaptured) else ():
+        for side in sorted(filter(None, sizes)) if not isinstance(network, Uncaptured) else ():
             try:
-                example = torch.empty(1, data.channels, size, size, device="meta")
+                example = torch.empty(1, data.channels, side, side, device="meta")
                 network.staged(network.placement([example], samples, training))
             except ConvoyError as error:
                 key = "progressive" if training else "evaluation_size"
                 raise ConvoyError(
-                    f"pictures of {size}×{size} pixels (data.{key}) cannot run under the plan {session.plan}: {error}"
+                    f"pictures of {side}×{side} pixels (data.{key}) cannot run under the plan {session.plan}: {error}"
                 ) from error
 
 
