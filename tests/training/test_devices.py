@@ -208,7 +208,13 @@ def test_whitening_lookahead_groups_and_views_are_those_of_one_device(data: Path
 
 GROWING = {"model.name": "tiny:TinyResidual", "data.repeats": "3", "loss.name": "bce", "loss.target_threshold": "0.2"}
 GROWING |= {"data.augment.crop": "random-resized", "data.progressive": "{from_size: 16, begin: 0, end: 1}"}
-GROWING |= {"data.evaluation_size": "32", "data.mix.mixup": "0.4", "data.mix.cutmix": "1", "epochs": "6ba"}
+GROWING |= {
+    "data.workers": "0",
+    "data.evaluation_size": "32",
+    "data.mix.mixup": "0.4",
+    "data.mix.cutmix": "1",
+    "epochs": "6ba",
+}
 
 
 def _with_shares_that_count_alike(data: Path, out: Path, settings: Settings) -> Ended:

@@ -75,9 +75,10 @@ class BatchMaker:
         geometry = self.geometry.at(epoch)
         if geometry == self.geometry:
             return self
-        side, options = geometry.image_size, {"seed": self.seed, "skip_bad": self.skip_bad, "decoder": self.decoder}
-        if side not in self._of_sizes:
-            self._of_sizes[side] = BatchMaker(self.source, geometry, self.channels, **options)
+        if (side := geometry.image_size) not in self._of_sizes:
+            self._of_sizes[side] = BatchMaker(
+                self.source, geometry, self.channels, seed=self.seed, skip_bad=self.skip_bad, decoder=self.decoder
+            )
         return self._of_sizes[side]
 
     @property

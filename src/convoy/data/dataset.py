@@ -99,8 +99,8 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
     mean, std = _statistics(config, contents, shape, channels)
     _check_augmentation(config, contents.name, image_size, resize, channels, shape)
     form = image_size, channels, mean, std, resize
-    more = tuple(notes), kind, fingerprint, config.evaluation_size
-    return DataSet(contents.name, contents.classes, train, test, *form, *more)
+    about = tuple(notes), kind, fingerprint, config.evaluation_size
+    return DataSet(contents.name, contents.classes, train, test, *form, *about)
 
 
 def _fingerprint(kind: str, contents: Opened) -> dict[str, Any]:
