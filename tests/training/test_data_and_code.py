@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,11 +16,13 @@ from PIL import Image
 from torch import nn
 
 from changing import CHANGES, Changing
-from convoy.data import DataConfig, pack
+from convoy.data import DataConfig, open_data, pack
 from convoy.data.dataset import open_files
 from convoy.data.packed import PackOptions
 from convoy.errors import ConvoyError
 from convoy.ops import capture
+from convoy.training.build import build_model
+from convoy.training.recipe import load_recipe
 from convoy.training.resume import code_difference, code_of
 from ranks import run_ranks
 from tiny import write_mnist, write_pictures
@@ -45,6 +48,26 @@ def test_other_classes_and_fewer_samples_are_refused_and_nothing_is_changed(data
     (out / "environment.json").write_text(json.dumps(begun))
     with pytest.raises(ConvoyError, match=rf"the data are not those that {out} was begun on \(other classes"):
         train_here(data, out, TWO, resume=True)
+
+
+def test_the_first_layer_whitens_patches_of_the_training_pictures(data: Path) -> None:
+    config = {"data.path": str(data), "model.name": "tiny:TinyWhite", "model.whiten": "80"}
+    recipe = load_recipe("default", [f"{key}={value}" for key, value in config.items()])
+    opened = open_data(recipe.data)
+    net, _ = build_model(recipe, opened)
+    images = torch.from_numpy(opened.train.subset(np.arange(80)).pixels).permute(0, 3, 1, 2).double() / 255
+    outputs = F.conv2d((images - opened.mean[0]) / opened.std[0], net.conv.weight).transpose(0, 1).flatten(1)
+    products, variances = outputs @ outputs.T / outputs.shape[1], outputs[:4].square().mean(1)
+    assert torch.allclose(products[:4, :4], torch.diag(variances), atol=1e-9) and variances.max() > 0.99
+    assert torch.equal(outputs[4:], -outputs[:4]) and not net.conv.weight.requires_grad and net.conv.bias.requires_grad
+    eigenvalues = 5e-4 * variances / (1 - variances)  # λ/(λ + ε), the largest first
+    assert torch.equal(eigenvalues.argsort(descending=True), torch.arange(4))
+    with pytest.raises(
+        ConvoyError, match=r"model.whiten needs a first convolution with twice as many filters .* 18 of 8"
+    ):
+        build_model(
+            load_recipe("default", [f"{k}={v}" for k, v in (config | {"model.name": "tiny:TinyNet"}).items()]), opened
+        )
 
 
 def repaint(folder: Path, pattern: str = "train/*/*.png") -> None:

@@ -179,7 +179,11 @@ class DataConfig(_Section):
         "error", description="a picture that cannot be read stops the run, or is skipped and counted"
     )
     validation_fraction: float | None = Field(
-        None, gt=0, lt=1, description="part held out for the test where the data has no split of its own (0.1)"
+        None,
+        gt=0,
+        lt=1,
+        description="part of the training samples held out and evaluated, in place of a test that the data has (0.1 if "
+        "it has none)",
     )
     split_seed: int | None = Field(None, ge=0, lt=2**63, description="seed of that split (0)")
     repeats: int = Field(

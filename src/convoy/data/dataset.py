@@ -73,15 +73,20 @@ def open_data(config: DataConfig, progress: Progress | None = None, *, to_evalua
             "set data.path to the folder or file that holds all of them"
             + "".join(f" ({note})" for note in contents.notes)
         )
-    for option in ("validation_fraction", "split_seed"):
-        if contents.test is not None and getattr(config, option) is not None:
-            raise ConvoyError(f"data.{option} would be ignored: {contents.name} has a split of its own; leave it out")
+    if contents.test is not None and config.split_seed is not None and config.validation_fraction is None:
+        raise ConvoyError(
+            f"data.split_seed would be ignored: {contents.name} has a split of its own; leave it out, or hold out "
+            "training samples with data.validation_fraction"
+        )
     fingerprint = _fingerprint(kind, contents)
     shape = _settle(contents, config.bad_images == "skip", progress)
     notes = list(contents.notes)
     if to_evaluate and contents.test is None and config.validation_fraction is None and config.split_seed is None:
         contents.test = contents.train
-    train, test = (contents.train, contents.test) if contents.test is not None else _split(contents, config, notes)
+    if contents.test is None or config.validation_fraction is not None:
+        train, test = _split(contents, config, notes)
+    else:
+        train, test = contents.train, contents.test
     if untrained := [contents.classes[label] for label in np.setdiff1d(test.labels, train.labels)]:
         more = f" and {len(untrained) - 3:,} more" if len(untrained) > 3 else ""
         notes.append(f"no training picture is of {', '.join(untrained[:3])}{more}, which the test has")
@@ -288,10 +293,15 @@ def _split(contents: Opened, config: DataConfig, notes: list[str]) -> tuple[Sour
     if len(source) < 2:
         raise ConvoyError(f"{contents.name} has only {len(source)} picture: it cannot be split into training and test")
     train, test = stratified_split(source.labels, fraction, seed)
-    notes.append(
-        f"{contents.name} has no split of its own: {len(test)} of its {len(source)} samples are held out for the test "
-        f"(validation_fraction {fraction:g}, split_seed {seed})"
-    )
+    settings = f"(validation_fraction {fraction:g}, split_seed {seed})"
+    if contents.test is None:
+        held_out = f"{len(test)} of its {len(source)} samples are held out for the test"
+        notes.append(f"{contents.name} has no split of its own: {held_out} {settings}")
+    else:
+        notes.append(
+            f"{len(test)} of the {len(source)} training samples are held out and evaluated in place of the "
+            f"{len(contents.test)} of the test, which are not looked at {settings}"
+        )
     return source.subset(train), source.subset(test)
 
 

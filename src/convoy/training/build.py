@@ -126,6 +126,8 @@ def whiten(model: nn.Module, given: DataSet | NetworkInput, config: DataConfig, 
             + ": leave it out, or choose airbench94"
         )
     convolution.weight.requires_grad_(False)
+    if convolution.bias is not None:
+        nn.init.zeros_(convolution.bias)
     if isinstance(given, NetworkInput) or convolution.weight.is_meta:
         return
     some = given.train.subset(np.arange(min(num_pictures, len(given.train))))
