@@ -35,9 +35,8 @@ def test_views_of_a_sample_are_in_one_batch_apart_and_an_epoch_is_of_fewer_sampl
         assert epoch == plain.update(k)[0] and views.tolist() == [0] * 4 + [1] * 4 + [2] * 4
         first = plain.samples(epoch)[k % 8 * 4 :][:4]
         assert samples.tolist() == [*first] * 3
-    assert all((Order(100, 12, seed=3, repeats=1).update(k)[1] == plain.update(k)[1]).all() for k in range(16))
-    whole = [number for k in range(7) for number in Order(10, 4, seed=0, repeats=3).update(k)[1].tolist()]
-    assert len(set(whole[:8])) == 8  # a batch may end between views of a sample: the others come in the next one
+    views_of_two = [number for k in range(2) for number in Order(10, 4, seed=0, repeats=3).update(k)[1].tolist()]
+    assert len(set(views_of_two)) == 8  # a batch may end between views of a sample: the others come in the next one
 
 
 def test_every_class_gives_its_share_to_what_is_held_out() -> None:

@@ -206,15 +206,10 @@ def test_whitening_lookahead_groups_and_views_are_those_of_one_device(data: Path
         assert distance(tmp_path / "other", tmp_path / "serial") > 1e-6
 
 
-GROWING = {"model.name": "tiny:TinyResidual", "data.repeats": "3", "loss.name": "bce", "loss.target_threshold": "0.2"}
+GROWING = {"model.name": "tiny:TinyResidual", "loss.name": "bce", "loss.target_threshold": "0.2", "epochs": "6ba"}
 GROWING |= {"data.augment.crop": "random-resized", "data.progressive": "{from_size: 16, begin: 0, end: 1}"}
-GROWING |= {
-    "data.workers": "0",
-    "data.evaluation_size": "32",
-    "data.mix.mixup": "0.4",
-    "data.mix.cutmix": "1",
-    "epochs": "6ba",
-}
+GROWING |= {"data.repeats": "3", "data.mix": "{mixup: 0.4, cutmix: 1}", "data.workers": "0"}
+GROWING |= {"data.evaluation_size": "32"}
 
 
 def _with_shares_that_count_alike(data: Path, out: Path, settings: Settings) -> Ended:
@@ -229,7 +224,7 @@ def _with_shares_that_count_alike(data: Path, out: Path, settings: Settings) -> 
 
 
 @pytest.mark.parametrize("plan", ["filter=2", "height=2", "sample=2", "stage=2"])
-def test_growing_repeated_pictures_with_binary_cross_entropy_train_as_on_one_device(
+def test_growing_repeated_pictures_and_binary_losses_train_as_on_one_device(
     data: Path, tmp_path: Path, plan: str
 ) -> None:
     settings = GROWING | ({"parallel.shares": "[3,1]"} if plan == "sample=2" else {})

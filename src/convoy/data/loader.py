@@ -333,10 +333,10 @@ def _filler(maker: BatchMaker, buffers: Buffers) -> Callable[..., tuple[int, lis
         cv2.setNumThreads(1)
 
     def fill(batch: int, slot: int, start: int, end: int, epoch: int) -> tuple[int, list[tuple[int, str]]]:
-        samples, its_epoch = buffers.samples[slot, start:end], None if epoch == _NO_EPOCH else epoch
-        its_maker = maker.at(its_epoch)
-        rows = rows_of(buffers[slot], its_maker.shape)
-        filled = its_maker.fill(rows[start:end], samples.copy(), its_epoch)
+        samples, epoch_or_none = buffers.samples[slot, start:end], None if epoch == _NO_EPOCH else epoch
+        maker_of_size = maker.at(epoch_or_none)
+        rows = rows_of(buffers[slot], maker_of_size.shape)
+        filled = maker_of_size.fill(rows[start:end], samples.copy(), epoch_or_none)
         samples[: len(filled.samples)] = filled.samples
         return len(filled.samples), filled.bad
 

@@ -215,6 +215,8 @@ MAY_CHANGE = (
     "clip_norm",
     "data.augment",
     "data.mix",
+    "data.progressive",
+    "data.repeats",
     "reproducible",
     "threads",
     "compile",
