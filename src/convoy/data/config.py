@@ -154,7 +154,7 @@ class DataConfig(_Section):
         None, ge=1, le=4096, description="height and width of the net's input (the data set's own; photographs: 224)"
     )
     evaluation_size: int | None = Field(
-        None, ge=1, le=4096, description="the same in evaluation, with crop=random-resized (image_size if not said)"
+        None, ge=1, le=4096, description="height and width in evaluation, for crop=random-resized (image_size)"
     )
     progressive: ProgressiveConfig | None = Field(None, description="let training pictures grow, with that crop too")
     resize: int | None = Field(

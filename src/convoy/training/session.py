@@ -310,7 +310,8 @@ def _check_sizes(session: Session) -> None:
             except ConvoyError as error:
                 key = "progressive" if training else "evaluation_size"
                 raise ConvoyError(
-                    f"pictures of {side}×{side} pixels (data.{key}) cannot run under the plan {session.plan}: {error}"
+                    f"pictures of {side}×{side} pixels (data.{key}) cannot run under the plan {session.plan}: {error}: "
+                    "choose another size, plan or network"
                 ) from error
 
 
