@@ -320,8 +320,8 @@ def _notes(session: Session) -> Iterator[str]:
     recipe, plan, network, passes = session.recipe, session.plan, session.network, session.passes
     yield from note_on_hosts(plan, session.ranks.on_host)
     if recipe.data.progressive is not None:
-        size = f"{session.data.image_size}×{session.data.image_size}"
-        yield f"training pictures grow to {size} pixels: what is predicted is an update of these, not of smaller ones"
+        side = session.data.image_size
+        yield f"training pictures grow to {side}×{side} pixels: what is predicted is an update of the largest"
     if recipe.parallel.shares is not None and session.ranks.num_sample_ranks == 1:
         yield "--shares has no effect: the plan does not divide the batch"
     limit = recipe.parallel.memory_bytes
