@@ -304,8 +304,7 @@ def _check_sizes(session: Session) -> None:
     for training, sizes in ((True, growing - {data.image_size}), (False, of_evaluation)):
         for side in sorted(filter(None, sizes)) if not isinstance(network, Uncaptured) else ():
             try:
-                example = torch.empty(1, data.channels, side, side, device="meta")
-                network.staged(network.placement([example], samples, training))
+                network.staged(network.example_placement(training, samples, (side, side)))
             except ConvoyError as error:
                 key = "progressive" if training else "evaluation_size"
                 raise ConvoyError(
