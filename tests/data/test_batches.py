@@ -76,6 +76,17 @@ def test_alternating_mirrors_show_each_picture_both_ways_in_two_epochs_and_refle
     assert not torch.equal(black.make(SAMPLES, 0).images, reflect.make(SAMPLES, 0).images)
 
 
+def test_further_views_are_of_the_same_sample_with_other_draws() -> None:
+    files = Listed([encoded(picture(seed=i), "JPEG") if i != 3 else b"" for i in range(12)])
+    for data in (source(), files):
+        made = maker(data, skip=True, **ALL)
+        one, other = (made.make(SAMPLES + 12 * view, 0) for view in (0, 1))
+        assert torch.equal(one.samples, other.samples) and torch.equal(one.labels, other.labels)
+        assert one.bad == other.bad and not any(
+            torch.equal(*pair) for pair in zip(one.images, other.images, strict=True)
+        )
+
+
 def test_a_samples_picture_depends_on_seed_epoch_and_sample_only() -> None:
     files = Listed([encoded(picture(seed=i), "JPEG") for i in range(12)])
     for made in (

@@ -21,7 +21,8 @@ PHOTOS = 30, 1
 
 def section(path: Path, number: int = 2) -> DataConfig:
     augment = {"crop": "random-resized", "flip": True}
-    return DataConfig(path=str(path), image_size=24, workers=number, augment=augment)
+    growing = {"from_size": 16, "begin": 0, "end": 2}
+    return DataConfig(path=str(path), image_size=24, workers=number, augment=augment, progressive=growing, repeats=2)
 
 
 def left() -> list[int]:
@@ -58,6 +59,7 @@ def test_batches_in_pieces_are_the_same_for_any_number_of_workers(
         assert same(trained(section(photos, 3), num=7, batch=40), plain)
     before = left()
     assert same(trained(section(photos, 2), num=2, batch=40), plain[:2])
+    assert [made.images.shape[2] for made in plain] == [16, 16, 24, 24, 24, 24, 24]
     assert left() == before
 
     def careless(self: Buffers, slot: int, copied: bool) -> np.ndarray:

@@ -65,7 +65,7 @@ def test_the_first_layer_whitens_patches_of_the_training_pictures(data: Path) ->
     outputs = F.conv2d((images - opened.mean[0]) / opened.std[0], net.conv.weight).transpose(0, 1).flatten(1)
     products, variances = outputs @ outputs.T / outputs.shape[1], outputs[:4].square().mean(1)
     assert torch.allclose(products[:4, :4], torch.diag(variances), atol=1e-9) and variances.max() > 0.99
-    assert torch.equal(outputs[4:], -outputs[:4]) and not net.conv.weight.requires_grad and net.conv.bias.requires_grad
+    assert torch.equal(outputs[4:], -outputs[:4]) and not net.conv.weight.requires_grad
     eigenvalues = 5e-4 * variances / (1 - variances)  # λ/(λ + ε), the largest first
     assert torch.equal(eigenvalues.argsort(descending=True), torch.arange(4))
     with pytest.raises(

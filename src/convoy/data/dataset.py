@@ -58,6 +58,7 @@ class DataSet:
     format: str = ""  # as `data.format` calls it; "class" is a folder of one class
     # identifies its files (`difference`); empty where there are none
     fingerprint: dict[str, Any] = field(default_factory=dict)
+    evaluation_size: int | None = None  # height and width in an evaluation, where that is another
 
 
 def open_data(
@@ -111,7 +112,8 @@ def open_data(
     mean, std = _statistics(config, contents, shape, channels)
     _check_augmentation(config, contents.name, image_size, resize, channels, shape)
     form = image_size, channels, mean, std, resize
-    return DataSet(contents.name, contents.classes, train, test, *form, tuple(notes), kind, fingerprint)
+    about = tuple(notes), kind, fingerprint, config.evaluation_size
+    return DataSet(contents.name, contents.classes, train, test, *form, *about)
 
 
 def _fingerprint(kind: str, contents: Opened) -> dict[str, Any]:
@@ -313,16 +315,18 @@ def _split(contents: Opened, config: DataConfig, notes: list[str]) -> tuple[Sour
 
 def _sizes(config: DataConfig, shape: tuple[int, int, int] | None) -> tuple[int, int]:
     """Side of the network's input, and short side before the center is taken."""
-    if shape is not None:
-        image_size = config.image_size or min(shape[:2])
-        resize = config.resize or image_size
-    else:
-        image_size = config.image_size or PHOTOGRAPH_SIZE
-        resize = config.resize or round(image_size * 8 / 7)
-    if resize < image_size:
+    image_size = config.image_size or (PHOTOGRAPH_SIZE if shape is None else min(shape[:2]))
+    size, key = (config.evaluation_size, "evaluation_size") if config.evaluation_size else (image_size, "image_size")
+    resize = config.resize or (round(size * 8 / 7) if shape is None else size)
+    if resize < size:
         raise ConvoyError(
-            f"data.resize={resize} is smaller than the image size {image_size}, so there is no center to take: set "
-            f"data.resize to at least {image_size}, or data.image_size to at most {resize}"
+            f"data.resize={resize} is smaller than the image size {size}, so there is no center to take: set "
+            f"data.resize to at least {size}, or data.{key} to at most {resize}"
+        )
+    if config.progressive is not None and config.progressive.from_size > image_size:
+        raise ConvoyError(
+            f"data.progressive.from_size={config.progressive.from_size} is larger than data.image_size={image_size}, "
+            "to which training pictures grow: lower it"
         )
     return image_size, resize
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageEnhance
 from torch import Tensor
 
-from convoy.data.config import AugmentConfig, MixConfig
+from convoy.data.config import AugmentConfig, MixConfig, ProgressiveConfig
 from convoy.data.decode import CropBox, finish_picture, least_size, upright_size
 from convoy.data.order import Purpose, keys, normals, uniforms
 from convoy.errors import ConvoyError
@@ -33,6 +33,17 @@ class Geometry:
     image_size: int  # side of the result
     resize: int  # short side before the center, or crop=pad's piece, is taken
     augment: AugmentConfig  # for training
+    evaluation_size: int | None = None  # side of the result in an evaluation, where that is another
+    progressive: ProgressiveConfig | None = None
+
+    def at(self, epoch: int | None) -> "Geometry":
+        """That of an epoch, or, without one, of an evaluation."""
+        side = self.image_size
+        if epoch is None:
+            side = self.evaluation_size or side
+        elif self.progressive is not None:
+            side = self.progressive.size(epoch, side)
+        return Geometry(side, self.resize, self.augment)
 
     @property
     def _resample(self) -> Image.Resampling:

@@ -62,10 +62,20 @@ class ModelConfig(Section):
 
 
 class LossConfig(Section):
-    """Cross-entropy."""
+    """Cross-entropy, or binary cross-entropy of each class; an evaluation's loss is always the former."""
 
+    name: Literal["cross-entropy", "bce"] = "cross-entropy"
+    target_threshold: float | None = Field(
+        None, ge=0, lt=1, description="with bce: targets above become 1, others 0, after mixup and CutMix"
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Szegedy et al., 2016, section 7")
     aux_weight: float = Field(0.3, ge=0, description="weight of auxiliary heads (Szegedy et al., 2015, section 5)")
+
+    @model_validator(mode="after")
+    def _refuse_ignored(self) -> Self:
+        if self.target_threshold is not None and self.name != "bce":
+            raise ValueError("loss.target_threshold would be ignored with cross-entropy: set loss.name=bce")
+        return self
 
 
 class CheckpointConfig(Section):

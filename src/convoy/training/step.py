@@ -100,7 +100,8 @@ class TrainingStep:
         self.num_samples = self.recipe.batch
         self._mixing = self.recipe.data.mix if self.recipe.data.mix.on else None
         self._autocast = autocast_of(self.recipe, self.pipeline.device)
-        self._loss = ClassificationLoss(self.recipe.loss.label_smoothing, self.recipe.loss.aux_weight)
+        self._loss = ClassificationLoss(**dict(self.recipe.loss))
+        self._recorded_size: torch.Size | None = None  # height and width of the pictures of the recording
 
     def __call__(self, batch: Batch, update: int) -> Update:
         """Do weight update number `update` (counted from 0) with this rank's samples of a global batch."""
@@ -191,6 +192,9 @@ class TrainingStep:
         inputs = partial(self._input, batch, labels, update)
         if self.recorded is None or not (replays and self.records) or self.separate:
             return self._passes(update, inputs)
+        if batch.images.shape[2:] != self._recorded_size:
+            self._recorded_size = batch.images.shape[2:]
+            self.recorded.record_anew()
         tensors = [tensor for piece in self.passes for tensor in inputs(piece)]
         self.mark("forward")
         losses, correct = self.recorded(update, tensors)

@@ -199,7 +199,7 @@ def export(run: TrainedRun, form: ExportFormat, path: Path) -> float:
     if not os.access(path.parent, os.W_OK):
         raise ConvoyError(f"the folder {path.parent} cannot be written to: choose another --to")
     network_input = run.network_input
-    shape = (2, network_input.channels, network_input.image_size, network_input.image_size)
+    shape = (2, network_input.channels, run.transform.image_size, run.transform.image_size)
     images = torch.rand(shape, generator=torch.Generator().manual_seed(0))
     notes: Notes = {"classes": network_input.classes, "mean": list(network_input.mean), "std": list(network_input.std)}
     content, outputs_of = (_onnx if form == "onnx" else _torch_export)(run, images, notes)
