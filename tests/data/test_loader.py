@@ -8,13 +8,10 @@ import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from convoy.data import Batch, DataConfig, Order, loader, open_data, training_batches
-from convoy.data.loader import Buffers
+from convoy.data import Batch, DataConfig, Order, open_data, training_batches
 from convoy.errors import MachineError
-from data.made import same, trained
 
 PHOTOS = 30, 1
 
@@ -46,26 +43,6 @@ def started(photos: Path, batch: int = 5, num: int = 400) -> tuple[Generator[Bat
     pids = [process.pid for process in multiprocessing.active_children() if process.pid not in before]
     assert len(pids) == 2
     return made, [pid for pid in pids if pid is not None]
-
-
-@pytest.mark.slow
-def test_batches_in_pieces_are_the_same_for_any_number_of_workers(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = trained(section(photos, 0), num=7, batch=40)
-    for ahead in (512, 1):
-        monkeypatch.setattr(loader, "_SAMPLES_AHEAD", ahead)
-        assert same(trained(section(photos, 3), num=7, batch=40), plain)
-    before = left()
-    assert same(trained(section(photos, 2), num=2, batch=40), plain[:2])
-    assert left() == before
-
-    def careless(self: Buffers, slot: int, copied: bool) -> np.ndarray:
-        self.free.append(slot)
-        return self[slot]
-
-    monkeypatch.setattr(Buffers, "hand_out", careless)  # the control: a buffer is free while its batch is kept
-    assert not same(trained(section(photos, 2), num=7, batch=40), plain)
 
 
 def test_a_killed_worker_is_an_error_and_none_is_left_of_a_loop_that_ends(photos: Path) -> None:

@@ -114,12 +114,3 @@ def test_examples_of_central_types() -> None:
         assert test.examples, name
         doctest.DocTestRunner(verbose=False).run(test, out=texts.append)
     assert texts == []
-
-
-def test_an_example_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(convoy, "rank", lambda: 0)
-    monkeypatch.setattr(convoy.Mesh, "__doc__", ">>> 1 + 1\n3\n")
-    monkeypatch.setattr(convoy, "parallelize", lambda model, plan, example: model)
-    monkeypatch.setattr(convoy, "local_samples", lambda net, number: slice(0, number))
-    monkeypatch.chdir(tmp_path)
-    assert "Expected" in "".join(faults(["Mesh"], tmp_path))

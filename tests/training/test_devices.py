@@ -18,7 +18,7 @@ from convoy.training.classification import InputPipeline
 from convoy.training.division import Division
 from convoy.training.environment import join_ranks
 from ranks import run_ranks
-from training.scenarios import Settings, drop_checkpoints, refusals, summary
+from training.scenarios import Settings, drop_checkpoints, summary
 from whole_runs import Ended, as_before, train_here, train_until
 
 BITS = {"reproducible": "true", "epochs": "3ba"}
@@ -73,24 +73,6 @@ def _from_even_places(data: Path, out: Path) -> Ended:
 
 def test_other_parts_would_be_noticed(data: Path, tmp_path: Path, serial: Ended) -> None:
     assert run_ranks(_from_even_places, 2, data, tmp_path / "run")[0].digest != serial.digest
-
-
-COUPLED = "mean in the network itself computes with several samples at once"
-INEXACT = {"TinyCounting": (BITS, "changes passes by itself"), "TinyCoupled": ({}, COUPLED)}
-
-
-def test_what_samples_cannot_divide_exactly_is_refused_by_name(data: Path, tmp_path: Path) -> None:
-    """All kinds of both are in `engine/test_coupling.py` and `engine/test_python_state.py`."""
-    cases = [{"epochs": "3ba", "model.name": f"tiny:{name}"} | settings for name, (settings, _) in INEXACT.items()]
-    first, second = run_ranks(refusals, 2, data, tmp_path / "run", cases)
-    assert first == second and len(first) == len(INEXACT)
-    assert all(words in sentence for sentence, (_, words) in zip(first, INEXACT.values(), strict=True)), first
-
-
-def test_layers_that_take_their_shapes_from_images_train_as_on_one_device(data: Path, tmp_path: Path) -> None:
-    settings = {"epochs": "4ba", "optimizer.lr": "0.01", "model.name": "tiny:TinyLazy"}
-    want, found = (on_plan(data, tmp_path / plan, plan, settings)[0] for plan in ("serial", "stage=2"))
-    assert found.curve == pytest.approx(want.curve, rel=1e-5)
 
 
 # Devices that come and go
