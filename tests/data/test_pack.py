@@ -4,8 +4,6 @@ anywhere."""
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -50,10 +48,6 @@ def is_same(pack_folder: Path, source: Path, **options: Any) -> bool:
     return same(*(trained(DataConfig(**keys), num=6, batch=4) for keys in sections))
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-
-
 def write_split(folder: Path) -> None:
     write_folder(folder / "train", ("a", "b"), num=8)
     write_folder(folder / "val", ("a", "b"), num=2)
@@ -91,43 +85,6 @@ def test_a_run_on_a_pack_sees_every_pixel_of_the_original_in_its_order(
     with pytest.raises((AssertionError, ConvoyError)):
         packed(tmp_path / "source", tmp_path / "backwards")
         assert is_same(tmp_path / "backwards", tmp_path / "source")
-
-
-KILLED = """
-import sys, time
-from pathlib import Path
-from convoy.data import DataConfig, pack
-from convoy.data.dataset import open_files
-
-if __name__ == "__main__":
-    pack.PER_SHARD = 3
-    kind, opened = open_files(DataConfig(path=sys.argv[1]))
-
-    def said(what, done, total):
-        if done:
-            print(done, flush=True)
-            time.sleep(60)
-
-    pack.pack(kind, opened, Path(sys.argv[2]), pack.PackOptions(), said, 1)
-"""
-
-
-def test_a_pack_that_was_killed_goes_on_and_is_what_it_would_have_been(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, killed = write_folder(tmp_path / "source", ("a", "b"), num=6), tmp_path / "killed"
-    (tmp_path / "script.py").write_text(KILLED)
-    command = [sys.executable, str(tmp_path / "script.py"), str(source), str(killed)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert int(process.stdout.readline()) == 3
-        process.kill()
-        assert process.stderr.read() == b""  # up to the end of the last process that has it
-    (killed / ".train-000009.tar.1.tmp").write_bytes(b"half")
-    monkeypatch.setattr(pack, "PER_SHARD", 3)
-    for name in ("killed", "whole"):
-        packed(source, tmp_path / name)
-    assert contents(killed) == contents(tmp_path / "whole") and len(contents(killed)) == 4 + 2
 
 
 def test_damage_is_named(copy: Path, tmp_path: Path) -> None:

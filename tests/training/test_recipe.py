@@ -7,16 +7,12 @@ from pydantic import ValidationError
 
 from convoy import models
 from convoy.errors import ConvoyError
-from convoy.training.derived import derive, resolve
-from convoy.training.recipe import Recipe, load_recipe, recipe_names, recipe_summary, recipe_text, to_yaml
+from convoy.training.derived import resolve
+from convoy.training.recipe import load_recipe, recipe_names, recipe_summary, recipe_text, to_yaml
 
 NEEDS = {"default": ["model.name=resnet18"], "lenet-mnist": []}
 CHANGES = ["microbatches=2", "optimizer.lr=1e-05", "ema.decay=0.999", "data.mean=[0.5]", "data.std=[0.1]"]
 CHANGES += ["checkpoint.mtbf=30min", "checkpoint.on_error=continue", "checkpoint.every=5%"]
-
-
-def default(*settings: str, name: str = "default") -> Recipe:
-    return load_recipe(name, [*(["model.name=lenet"] if name == "default" else []), *settings])
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -73,18 +69,3 @@ def test_what_is_wrong_is_one_sentence_with_the_key_and_the_way_out(tmp_path: Pa
         sentence = str(caught.value)
         assert [word for word in words.split("|") if word not in sentence] == [], sentence
         assert not [word for word in ("\n", "pydantic", "Input should") if word in sentence]
-
-
-# What follows
-
-
-def test_every_quantity_says_how_and_why() -> None:
-    """Goyal et al., 2017, at batch 8,192."""
-    recipe = default("data.path=x", "batch=8192", name="imagenet-90")
-    rows = derive(recipe, 1_281_167, samples=(8192,), workers=(4, "x"), sizes=(32,) * 256)
-    found = {row.name: row for row in rows}
-    want = {"weight updates per epoch": 156, "weight updates": 14_040, "microbatches": 256, "evaluation every": 156}
-    want |= {"samples per microbatch": 32, "weight updates of warm-up": 780, "peak learning rate": pytest.approx(3.2)}
-    want |= {"learning rate drops at updates": "4680, 9360, 12480"}
-    assert {name: found[name].value for name in want} == want
-    assert found["peak learning rate"].formula == "0.1 · 8192 / 256" and "Goyal" in found["peak learning rate"].source
