@@ -27,7 +27,7 @@ from convoy.training.precision import Scaler
 from convoy.training.state import RunState
 from convoy.training.step import TrainingStep
 
-pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor", "ignore:.* without Triton")
 
 
 def test_an_update_of_the_trainer_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
