@@ -8,6 +8,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from convoy.cli import main
+from convoy.models.resnet import BasicBlock, Blur, DropPath
 
 NUM_TRAIN, NUM_TEST = 96, 40
 
@@ -38,6 +39,29 @@ class TinyDouble(TinyNet):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return super().forward(x.double())
+
+
+class TinyWhite(TinyDouble):
+    """Its first layer can whiten patches of 2x2 pixels."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__(num_classes, in_channels)
+        self.conv = nn.Conv2d(in_channels, 8, 2, stride=2, bias=False).double()
+
+
+class TinyResidual(nn.Module):
+    """Pictures of any size through a block with all that a ResNet's may have; in float64."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, 8, 3, padding=1)
+        self.block = BasicBlock(8, 8, stride=2)
+        self.block.blur, self.block.drop_path = Blur(), DropPath(0.3)
+        self.head = nn.Linear(8, num_classes)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.conv(x.double())).mean((2, 3)))
 
 
 class TinyUnseen(TinyNet):

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from convoy.data import AugmentConfig, DataConfig, open_data
 from convoy.data.batch import BatchMaker
@@ -42,7 +43,9 @@ def config(path: Path, **options: Any) -> DataConfig:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("augment", [{"crop": "none"}, {"crop": "pad"}, {"crop": "pad", "pad": 0}])
+@pytest.mark.parametrize(
+    "augment", [{"crop": "none"}, {"crop": "pad", "pad": 0}, {"crop": "pad", "padding": "reflect"}]
+)
 def test_all_at_once_and_one_by_one_make_the_same_batch(channels: int, augment: dict[str, Any]) -> None:
     options = augment | {"channels": channels, "resize": 24, "flip": True}
     data = source(side=24, channels=channels)
@@ -54,6 +57,32 @@ def test_all_at_once_and_one_by_one_make_the_same_batch(channels: int, augment: 
         images = fast.make(SAMPLES, epoch).images
         assert torch.equal(images, slow.make(SAMPLES, epoch).images)
         assert torch.equal(images, from_files.make(SAMPLES, epoch).images)
+
+
+def test_alternating_mirrors_show_each_picture_both_ways_in_two_epochs_and_reflected_borders_are_the_pictures() -> None:
+    """Jordan, 2024, section 3.6 and listing 4."""
+    alternate = maker(source(64), flip="alternate", crop="none")
+    epochs = [alternate.make(np.arange(64), epoch).images for epoch in range(3)]
+    plain = alternate.make(np.arange(64), None).images
+    mirrored = [bool((picture != other).any()) for picture, other in zip(epochs[0], plain, strict=True)]
+    assert 16 < sum(mirrored) < 48 and torch.equal(epochs[0], epochs[2]) and torch.equal(epochs[1], epochs[0].flip(3))
+    reflect, black = (maker(source(), crop="pad", pad=3, padding=padding) for padding in ("reflect", None))
+    corners = reflect.geometry.pad_offsets(20, 20, reflect.geometry.draws(1, 0, SAMPLES))
+    for sample, corner, made in zip(SAMPLES, corners, reflect.make(SAMPLES, 0).images, strict=True):
+        padded = F.pad(torch.from_numpy(source().pixels[sample]).permute(2, 0, 1).double(), (3, 3, 3, 3), "reflect")
+        assert torch.equal(made.double(), padded[:, corner[1] : corner[1] + 20, corner[0] : corner[0] + 20])
+    assert not torch.equal(black.make(SAMPLES, 0).images, reflect.make(SAMPLES, 0).images)
+
+
+def test_further_views_are_of_the_same_sample_with_other_draws() -> None:
+    files = Listed([encoded(picture(seed=i), "JPEG") if i != 3 else b"" for i in range(12)])
+    for data in (source(), files):
+        made = maker(data, skip=True, **ALL)
+        one, other = (made.make(SAMPLES + 12 * view, 0) for view in (0, 1))
+        assert torch.equal(one.samples, other.samples) and torch.equal(one.labels, other.labels)
+        assert one.bad == other.bad and not any(
+            torch.equal(*pair) for pair in zip(one.images, other.images, strict=True)
+        )
 
 
 def test_a_samples_picture_depends_on_seed_epoch_and_sample_only() -> None:

@@ -57,6 +57,13 @@ def test_a_tree_is_split_by_a_seed_and_its_links_lead_nowhere_twice(tmp_path: Pa
     assert len(opened(root, validation_fraction=0.5).test) == 10
 
 
+def test_choices_can_be_made_without_the_test_split(tmp_path: Path) -> None:
+    root = make(tmp_path, "train", "test", classes=("a", "b"), num=8)
+    plain, held_out = opened(root), opened(root, validation_fraction=0.25)
+    assert len(held_out.test) == 4 and sorted(names(held_out.train, held_out.test)) == sorted(names(plain.train))
+    assert "4 of the 16 training samples are held out and evaluated in place of the 16 of the test" in held_out.notes[0]
+
+
 def test_a_bad_picture_hides_no_other_size_wherever_it_lies(tmp_path: Path) -> None:
     write_folder(tmp_path, num=60, width=28, height=28)
     (tmp_path / "cat" / "003.jpg").write_bytes(b"no picture")

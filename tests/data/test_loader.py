@@ -1,14 +1,52 @@
 """Worker processes write to shared buffers: whoever keeps a batch keeps it, and nothing is left of a worker."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from convoy.data import DataConfig, loader
+from convoy.data.loader import Buffers
+from data.made import same, trained
+
 PHOTOS = 30, 1
+
+
+def section(path: Path, number: int = 2) -> DataConfig:
+    augment = {"crop": "random-resized", "flip": True}
+    growing = {"from_size": 16, "begin": 0, "end": 2}
+    return DataConfig(path=str(path), image_size=24, workers=number, augment=augment, progressive=growing, repeats=2)
+
+
+def left() -> list[int]:
+    """Descriptors, and worker processes, of this process."""
+    return [len(list(Path("/proc/self/fd").iterdir())), len(multiprocessing.active_children())]
+
+
+@pytest.mark.slow
+def test_batches_in_pieces_are_the_same_for_any_number_of_workers(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = trained(section(photos, 0), num=7, batch=40)
+    for ahead in (512, 1):
+        monkeypatch.setattr(loader, "_SAMPLES_AHEAD", ahead)
+        assert same(trained(section(photos, 3), num=7, batch=40), plain)
+    before = left()
+    assert same(trained(section(photos, 2), num=2, batch=40), plain[:2])
+    assert [made.images.shape[2] for made in plain] == [16, 16, 24, 24, 24, 24, 24]
+    assert left() == before
+
+    def careless(self: Buffers, slot: int, copied: bool) -> np.ndarray:
+        self.free.append(slot)
+        return self[slot]
+
+    monkeypatch.setattr(Buffers, "hand_out", careless)  # the control: a buffer is free while its batch is kept
+    assert not same(trained(section(photos, 2), num=7, batch=40), plain)
 
 
 SCRIPT = """

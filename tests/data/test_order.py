@@ -26,6 +26,19 @@ def test_every_epoch_is_another_permutation_cut_into_whole_batches() -> None:
             Order(10, batch, seed=0)
 
 
+def test_views_of_a_sample_are_in_one_batch_apart_and_an_epoch_is_of_fewer_samples() -> None:
+    """Berman et al., 2019; Touvron et al., 2021."""
+    order, plain = Order(100, 12, seed=3, repeats=3), Order(100, 12, seed=3)
+    for k in range(16):
+        epoch, numbers = order.update(k)
+        samples, views = numbers % 100, numbers // 100
+        assert epoch == plain.update(k)[0] and views.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+        first = plain.samples(epoch)[k % 8 * 4 :][:4]
+        assert samples.tolist() == [*first] * 3
+    views_of_two = [number for k in range(2) for number in Order(10, 4, seed=0, repeats=3).update(k)[1].tolist()]
+    assert len(set(views_of_two)) == 8  # a batch may end between views of a sample: the others come in the next one
+
+
 def test_every_class_gives_its_share_to_what_is_held_out() -> None:
     sizes = np.array([3, 17, 100, 5])  # rounded up or down
     labels = np.repeat(np.arange(4), sizes)

@@ -66,7 +66,7 @@ REFUSED: list[tuple[Any, ...]] = [  # words of the sentence, what makes the data
     ("neither a file nor a folder", lambda root: os.mkfifo(root / "pipe"), {"path": "pipe"}),
     ("zebra is a class that train/ does not have", folders(train="cat dog", val="cat zebra")),
     (r"1.jpg is an empty file: .*skip \(--bad-images skip\)", changed(small, "dog/001.jpg", lambda _: b"")),
-    ("validation_fraction would be ignored", write_mnist, {"validation_fraction": 0.2}),
+    ("split_seed would be ignored", write_mnist, {"split_seed": 2}),
     ("should hold 31360 bytes of pictures but has only", changed(write_mnist, PICTURES, lambda data: data[:-100])),
     ("says it holds 4294967295 x 65535 x 65535 bytes", changed(write_mnist, PICTURES, lambda _: HUGE)),
     ("data_batch_3 is missing", changed(lambda root: write_cifar(root, 10, False), "data_batch_3", None)),

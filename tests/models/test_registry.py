@@ -4,10 +4,12 @@ import hashlib
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convoy.models import accepts, classifier_names, count, create, describe, list_models
+from convoy.models import classifier_names, count, create, describe, list_models
 from convoy.models.alexnet import response_norm
+from convoy.models.resnet import Blur, DropPath
 from convoy.ops import capture
 
 # Parameters, the digest of (name, shape) of every entry of the state dict, taken from torchvision 0.28.0 by
@@ -36,10 +38,15 @@ TORCHVISION = {
     "densenet169": (14_149_480, "e2d0f02d9c0ce650", 12_493_450),
     "densenet201": (20_013_928, "0d234ad7e9a31b95", 18_104_458),
 }
-BY_HAND = {"lenet": 61_706, "cifar-quick": 145_706, "alexnet-2012": 60_965_224}
+BY_HAND = {"lenet": 61_706, "cifar-quick": 145_706, "airbench94": 1_972_792, "alexnet-2012": 60_965_224}
 """Parameters, multiplied out from the layers' sizes."""
 HEADS = {"lenet": ["classifier.4"], "cifar-quick": ["classifier.2"], "alexnet": ["classifier.6"], "resnet": ["fc"]}
-HEADS |= {"vgg": ["classifier.6"], "squeezenet": ["classifier.1"], "densenet": ["classifier"]}
+HEADS |= {
+    "vgg": ["classifier.6"],
+    "squeezenet": ["classifier.1"],
+    "densenet": ["classifier"],
+    "airbench94": ["classifier"],
+}
 HEADS |= {"googlenet": ["aux1.fc2", "aux2.fc2", "fc"]}
 BILLIONS = {"alexnet": 0.71, "googlenet": 1.50, "resnet18": 1.81, "resnet50": 4.09, "vgg16": 15.47, "densenet121": 2.83}
 """Of multiply-adds at 224x224, as torchvision's documentation gives them for its weights."""
@@ -107,10 +114,16 @@ def test_alexnet_of_2012_is_the_papers() -> None:
     assert list(dict.fromkeys(sizes)) == [224, 55, 27, 13, 6], "the map sizes of the paper"
 
 
-def test_zero_init_residual_makes_blocks_their_shortcuts() -> None:
-    for name, last in (("resnet18-cifar", "bn2"), ("resnet50-cifar", "bn3")):
-        states = [create(name, zero_init_residual=zero).state_dict() for zero in (False, True)]
-        scales = [key for key in states[0] if key.endswith(f"{last}.weight")]
-        assert scales and all(states[0][key].eq(1).all() and states[1][key].eq(0).all() for key in scales)
-    options = [("resnet50", "zero_init_residual"), ("lenet", "image_size"), ("resnet50", "depth")]
-    assert [accepts(*option) for option in options] == [True, True, False]  # the name says the last one
+def test_a_blur_is_the_papers_filter_in_front_of_strides_and_depth_is_stochastic() -> None:
+    """Zhang, 2019, section 3; where FFCV has it, not in front of the first convolution."""
+    x, row = torch.randn(2, 3, 7, 6, dtype=torch.float64), torch.tensor([1, 2, 1], dtype=torch.float64) / 4
+    weight = torch.outer(row, row).expand(3, 1, 3, 3)
+    torch.testing.assert_close(Blur()(x), F.conv2d(x, weight, padding=1, groups=3), rtol=1e-12, atol=1e-12)
+    blurred, plain = create("resnet50", blur_pool=True, drop_path=0.3), create("resnet50")
+    assert blurred.state_dict().keys() == plain.state_dict().keys()
+    places = [name for name, module in blurred.named_modules() if isinstance(module, Blur)]
+    assert places == ["layer2.0.blur", "layer3.0.blur", "layer4.0.blur"]
+    rates = [module.probability for module in blurred.modules() if isinstance(module, DropPath)]
+    assert rates == pytest.approx([0.3 * number / 15 for number in range(1, 16)])
+    kept = DropPath(0.25)(torch.ones(4000, 1, 1, 1, dtype=torch.float64))
+    assert set(kept.unique().tolist()) == {0, 1 / 0.75} and kept.mean().item() == pytest.approx(1, abs=0.05)

@@ -6,15 +6,20 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
 from changing import CHANGES
-from convoy.data import DataConfig, pack
+from convoy.data import DataConfig, open_data, pack
 from convoy.data.dataset import open_files
 from convoy.data.packed import PackOptions
 from convoy.errors import ConvoyError
+from convoy.training.build import build_model
+from convoy.training.recipe import load_recipe
 from ranks import run_ranks
 from tiny import write_mnist, write_pictures
 from training.scenarios import drop_checkpoints, files, refusals, summary
@@ -24,6 +29,26 @@ TWO = {"epochs": "2ba"}
 PICTURES = {"epochs": "1ba", "data.image_size": "28", "data.augment.crop": "none", "data.workers": "0"}
 
 # Data
+
+
+def test_the_first_layer_whitens_patches_of_the_training_pictures(data: Path) -> None:
+    config = {"data.path": str(data), "model.name": "tiny:TinyWhite", "model.whiten": "80"}
+    recipe = load_recipe("default", [f"{key}={value}" for key, value in config.items()])
+    opened = open_data(recipe.data)
+    net, _ = build_model(recipe, opened)
+    images = torch.from_numpy(opened.train.subset(np.arange(80)).pixels).permute(0, 3, 1, 2).double() / 255
+    outputs = F.conv2d((images - opened.mean[0]) / opened.std[0], net.conv.weight).transpose(0, 1).flatten(1)
+    products, variances = outputs @ outputs.T / outputs.shape[1], outputs[:4].square().mean(1)
+    assert torch.allclose(products[:4, :4], torch.diag(variances), atol=1e-9) and variances.max() > 0.99
+    assert torch.equal(outputs[4:], -outputs[:4]) and not net.conv.weight.requires_grad
+    eigenvalues = 5e-4 * variances / (1 - variances)  # λ/(λ + ε), the largest first
+    assert torch.equal(eigenvalues.argsort(descending=True), torch.arange(4))
+    with pytest.raises(
+        ConvoyError, match=r"model.whiten needs a first convolution with twice as many filters .* 18 of 8"
+    ):
+        build_model(
+            load_recipe("default", [f"{k}={v}" for k, v in (config | {"model.name": "tiny:TinyNet"}).items()]), opened
+        )
 
 
 def repaint(folder: Path, pattern: str = "train/*/*.png") -> None:

@@ -17,8 +17,9 @@ from convoy.training.build import TriedNetwork
 from convoy.training.classification import InputPipeline
 from convoy.training.division import Division
 from convoy.training.environment import join_ranks
+from convoy.training.step import TrainingStep
 from ranks import run_ranks
-from training.scenarios import Settings, drop_checkpoints, summary
+from training.scenarios import Settings, drop_checkpoints, refusals, summary
 from whole_runs import Ended, as_before, train_here, train_until
 
 BITS = {"reproducible": "true", "epochs": "3ba"}
@@ -169,6 +170,57 @@ def distance(one: Path, other: Path) -> float:
     assert have.keys() == want.keys()
     assert any(tensor.dtype == torch.float64 for tensor in want.values())
     return max(float((have[n] - want[n]).abs().max() / want[n].abs().max().clamp(min=1e-9)) for n in want)
+
+
+WHITE = {"model.name": "tiny:TinyWhite", "model.whiten": "50", "lookahead.every": "2", "evaluation_views": "6"}
+WHITE |= {"optimizer.groups": "[{parameters: 'norm.bias', lr: 4, until: 3ba}, {parameters: 'aux.*', lr: 0}]"}
+
+
+@pytest.mark.parametrize("plan", ["filter=2", "height=2", "sample=2", "stage=2"])
+def test_whitening_lookahead_groups_and_views_are_those_of_one_device(data: Path, tmp_path: Path, plan: str) -> None:
+    settings = DOUBLE | WHITE | ({"parallel.shares": "[3,1]"} if plan == "sample=2" else {})
+    (want,) = on_plan(data, tmp_path / "serial", "serial", settings)
+    for ended in on_plan(data, tmp_path / "run", plan, settings):
+        assert ended.curve == pytest.approx(want.curve, rel=1e-6)  # recorded in float32
+    assert distance(tmp_path / "run", tmp_path / "serial") < 1e-9
+    if plan == "sample=2":
+        on_plan(data, tmp_path / "other", plan, settings | {"lookahead.step": "0.51"})
+        assert distance(tmp_path / "other", tmp_path / "serial") > 1e-6
+
+
+GROWING = {"model.name": "tiny:TinyResidual", "loss.name": "bce", "loss.target_threshold": "0.2", "epochs": "6ba"}
+GROWING |= {"data.augment.crop": "random-resized", "data.progressive": "{from_size: 16, begin: 0, end: 1}"}
+GROWING |= {"data.repeats": "3", "data.mix": "{mixup: 0.4, cutmix: 1}", "data.workers": "0"}
+GROWING |= {"data.evaluation_size": "32"}
+
+
+def _with_shares_that_count_alike(data: Path, out: Path, settings: Settings) -> Ended:
+    """The mean over a rank's samples counts as if all ranks had as many."""
+
+    def part(self: TrainingStep, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        return self._loss(outputs, targets) / 2 / len(self.passes)
+
+    with as_before() as patch:
+        patch.setattr(TrainingStep, "_part_of_mean", part)
+        return train_here(data, out, settings)
+
+
+@pytest.mark.parametrize("plan", ["filter=2", "height=2", "sample=2", "stage=2"])
+def test_growing_repeated_pictures_and_binary_losses_train_as_on_one_device(
+    data: Path, tmp_path: Path, plan: str
+) -> None:
+    settings = GROWING | ({"parallel.shares": "[3,1]"} if plan == "sample=2" else {})
+    (want,) = on_plan(data, tmp_path / "serial", "serial", GROWING)
+    for ended in on_plan(data, tmp_path / "run", plan, settings):
+        assert ended.curve == pytest.approx(want.curve, rel=1e-6)  # recorded in float32
+    assert distance(tmp_path / "run", tmp_path / "serial") < 1e-9
+    if plan == "sample=2":
+        run_ranks(_with_shares_that_count_alike, 2, data, tmp_path / "other", settings)
+        assert distance(tmp_path / "other", tmp_path / "serial") > 1e-6
+    if plan == "height=2":
+        small = settings | {"parallel.plan": plan, "data.progressive": "{from_size: 2, begin: 0, end: 1}"}
+        words = "pictures of 2×2 pixels (data.progressive) cannot run under the plan height=2: "
+        assert all(words in said[0] for said in run_ranks(refusals, 2, data, tmp_path / "small", [small]))
 
 
 def in_small_passes(forgets: bool, *arguments: Any) -> int:

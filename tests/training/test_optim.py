@@ -3,16 +3,21 @@
 import itertools
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from convoy.errors import ConvoyError
 from convoy.training.optim import (
     AdamWConfig,
+    GroupConfig,
     LambConfig,
     LarsConfig,
     OptimizerConfig,
     SgdConfig,
+    check_groups,
     create_optimizer,
+    set_rates,
 )
 
 RATES = [0.5, 0.5, 0.25, 0.25, 0.1, 0.05]
@@ -88,6 +93,33 @@ def expected(net: nn.Module, update: Update) -> dict[str, Tensor]:
 
 def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(((a[name] - b[name]).norm() / (1e-30 + b[name].norm())).item() for name in a)
+
+
+def test_groups_have_rates_decays_and_ends_of_their_own() -> None:
+    net = network()
+    groups = [{"parameters": "*.bias", "lr": 8, "weight_decay": 0.5}, {"parameters": "3.*", "until": "4ba"}]
+    groups += [{"parameters": "0.w?ight", "lr": 0}]
+    config = SgdConfig.model_validate({"name": "sgd", "lr": 1, "momentum": 0.9, "weight_decay": 0.25, "groups": groups})
+    check_groups(net, config)
+    assert not net[0].weight.requires_grad
+    begin = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    optimizer, named = create_optimizer(net, config, lr=1.0, ends=(99, 4, 99)), dict(net.named_parameters())
+    want, momentum = dict(begin), dict[str, Tensor]()
+    for step, lr in enumerate(RATES):
+        set_rates(optimizer, lr, step)
+        for name, gradient in gradients(net, step).items():
+            named[name].grad = gradient.clone()
+            is_bias, wide = name.endswith("bias"), want[name].ndim > 1
+            decayed = gradient + (0.5 if is_bias else 0.25 * wide) * want[name]
+            momentum[name] = 0.9 * momentum[name] + decayed if name in momentum else decayed
+            rate = lr * 8 if is_bias else 0 if name == "3.weight" and step >= 4 else lr
+            want[name] = want[name] - rate * momentum[name]
+        optimizer.step()
+    torch.testing.assert_close({name: p.detach() for name, p in net.named_parameters()}, want, rtol=1e-12, atol=1e-12)
+    assert torch.equal(want["0.weight"], begin["0.weight"]) and not torch.equal(want["3.weight"], begin["3.weight"])
+    misspelt = config.model_copy(update={"groups": (GroupConfig(parameters="4.bais"),)})
+    with pytest.raises(ConvoyError, match=r"'4.bais' is the name of no parameter.*did you mean 4.bias"):
+        check_groups(net, misspelt)
 
 
 def sgd(momentum: float, decay: float, nesterov: bool) -> Update:

@@ -25,7 +25,8 @@ def test_a_built_in_recipe_is_whole_and_comes_back_as_it_was_written(name: str, 
     with pytest.raises(ValidationError, match="frozen"):
         recipe.batch = 3  # type: ignore[misc]
     path = tmp_path / "config.yaml"
-    for changes in ([], CHANGES + ["schedule.warmup_from=0"] * (name == "imagenet-90")):
+    instead = ["schedule.warmup_from=0"] * (name == "imagenet-90") + ["lookahead=null"] * name.startswith("cifar10")
+    for changes in ([], CHANGES + instead):
         changed = load_recipe(name, [*NEEDS.get(name, ["data.path=1e3"]), *changes])
         path.write_text(to_yaml(changed))
         assert load_recipe(str(path)) == changed != load_recipe(str(path), ["seed=1"])
@@ -36,6 +37,12 @@ WRONG = [
     ("optimizer.name=adam", "must be sgd, adamw, lars or lamb|did you mean adamw?"),
     ("optimizer.lr=.nan", "optimizer.lr is nan|a finite number"),
     ("ema={}", "ema.decay is missing|--set ema.decay="),
+    ("ema.decay=0.9 lookahead.every=5", "ema and lookahead would both say which weights are delivered"),
+    ("data.augment.padding=reflect", "padding would be ignored with crop=none"),
+    ("data.evaluation_size=64", "evaluation_size would cut otherwise than resize says with augment.crop=none"),
+    ("data.augment.crop=random-resized data.resize=60 data.evaluation_size=64", "smaller than evaluation_size=64"),
+    ("data.progressive.from_size=8 data.progressive.begin=2 data.progressive.end=1", "end=1 comes before progressive."),
+    ("loss.target_threshold=0.2", "loss.target_threshold would be ignored with cross-entropy"),
     ("epochs=0", "epochs: 0ep|more than 0"),
     ("optimizer.name=adamw optimizer.lr=1e-3 optimizer.nesterov=true", "optimizer.nesterov would be ignored|adamw"),
     ("optimizer.name=lamb", "optimizer.lr and optimizer.base_lr are both missing|square root"),
@@ -43,7 +50,7 @@ WRONG = [
     ("batch=1 batch=2", "batch is set twice"),
     ("mix.mixup=0.2", "mix.mixup is unknown: did you mean data.mix.mixup?"),
     ("dta.mix.mixupp=0.2", "dta.mix.mixupp is unknown: did you mean data.mix.mixup?"),
-    ("loss.foo=1", "loss.foo is unknown: loss has label_smoothing, aux_weight"),
+    ("loss.foo=1", "loss.foo is unknown: loss has name, target_threshold, label_smoothing, aux_weight"),
     ("batch=0 precision=fp8 optimizer.momntum=1", "optimizer.momntum is unknown|(also wrong: batch, precision)"),
 ]
 FILES = [

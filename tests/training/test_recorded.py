@@ -59,3 +59,10 @@ def test_replayed_updates_have_the_bits_of_updates_that_run(data: Path, plan: st
         for alike, (sentence,) in found:
             assert alike and sentence.startswith("updates are replayed as a CUDA graph"), sentence
             assert "has the same bits" in sentence
+
+
+def test_growing_pictures_are_recorded_anew_with_the_same_bits(data: Path) -> None:
+    growing = ("model.name=tiny:TinyResidual", "data.augment.crop=random-resized", "data.workers=0")
+    growing += ("data.progressive={from_size: 16, begin: 0, end: 1}",)  # an epoch has six updates
+    ((alike, said),) = run_ranks(both, 1, data, [growing], ReplayedGraph)[0]
+    assert alike and len(said) == 2 and all("has the same bits" in sentence for sentence in said), said

@@ -43,6 +43,14 @@ def test_a_run_learns_and_leaves_its_folder_complete(data: Path, tmp_path: Path)
     "settings",
     [
         {"reproducible": "true", "optimizer.name": "adamw", "ema.decay": "0.9", "clip_norm": "1"},
+        {"optimizer.name": "sgd", "reproducible": "true", "model.name": "tiny:TinyWhite"}
+        | {"model.whiten": "9", "lookahead.every": "3", "optimizer.groups": "[{parameters: '*.bias', until: 6ba}]"},
+        {"optimizer.name": "lamb", "data.repeats": "3", "data.augment.crop": "random-resized", "microbatch": "6"}
+        | {
+            "data.workers": "0",
+            "data.progressive": "{from_size: 16, begin: 0, end: 2}",
+            "model.name": "tiny:TinyResidual",
+        },
         {"optimizer.name": "lars", "optimizer.lr": "1", "data.mix.mixup": "0.4", "channels_last": "true"},
     ],
     ids=lambda settings: settings["optimizer.name"],

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from convoy.comm.ranks import Ranks
 from convoy.data import evaluation_batches
 from convoy.data.folder import pictures
 from convoy.plans.plan import Plan
+from convoy.training.classification import mean_over_views
 from convoy.training.environment import join_ranks
 from convoy.training.restore import evaluate_run, evaluation_data, load_run
 from convoy.training.use import Classifier, FileClasses, classify
@@ -33,7 +35,8 @@ CPU = torch.device("cpu")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of three classes of pictures, in `data` beside it."""
     tmp = tmp_path_factory.mktemp("use")
-    return train_on_pictures(write_pictures(tmp / "data"), tmp / "run", "--workers", "0", "--set", "data.resize=29")
+    options = "--workers", "0", "--set", "data.resize=29", "--set", "evaluation_views=6"
+    return train_on_pictures(write_pictures(tmp / "data"), tmp / "run", *options)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,11 @@ def test_network_and_transform_give_the_evaluations_logits_without_the_data(run:
     finally:
         moved.rename(data)
     with torch.inference_mode():
-        right = loaded.network(images).argmax(1) == batch.labels
+        padded, net = F.pad(images, (1, 1, 1, 1), "reflect"), loaded.network
+        views = {1 / 4: [images], 1 / 8: [padded[:, :, :-2, :-2], padded[:, :, 2:, 2:]]}
+        logits = [weight * net(x) for weight, moved in views.items() for view in moved for x in (view, view.flip(3))]
+        right = sum(logits).argmax(1) == batch.labels
+    assert torch.allclose(mean_over_views(net, images, 6), sum(logits)) and not torch.allclose(net(images), sum(logits))
     assert right.float().mean().item() == pytest.approx(summary(run)["top1"])
 
 

@@ -298,8 +298,8 @@ def _of_peer(task: MeasurementTask) -> tuple[Row, MemoryPeak]:
     wrapped = wrap(task.kind, called.train(), create_optimizer(model, recipe.optimizer, quantities.lr), num, device)
     torch.set_num_threads(threads)  # some libraries set it
     pipeline = InputPipeline(data, device, memory_format)
-    criterion = ClassificationLoss(recipe.loss.label_smoothing, recipe.loss.aux_weight)
-    order = Order(len(data.train), recipe.batch, recipe.seed)
+    criterion = ClassificationLoss(**dict(recipe.loss))
+    order = Order(len(data.train), recipe.batch, recipe.seed, recipe.data.repeats)
 
     def batches(first: int, number: int) -> Generator[Batch, None, None]:
         options: dict[str, Any] = {"seed": recipe.seed, "positions": positions, "pin_memory": device.type == "cuda"}

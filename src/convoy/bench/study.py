@@ -191,6 +191,8 @@ def prepare(ask: Ask) -> Prepared:
         _check_peers(recipe)
     device = choose_device(ask.device)
     recipe = settle(recipe, device).recipe  # one for all rows
+    if ask.train_epochs is None:  # updates are of the largest pictures, as they are predicted
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"progressive": None})})
     cluster, text = ask.cluster()
     speeds = [emulated.speed for emulated in cluster.devices] if cluster is not None else []
     on_cpu = device.type == "cpu"

@@ -143,8 +143,8 @@ def _examine(
 
     def work(ranks: Ranks, device: "torch.device") -> int:
         recipe, out = request.resolve(ranks)
-        data = recipe.data.model_copy(update={"bad_images": "skip"})  # they are counted, as the others tell the speed
-        recipe = recipe.model_copy(update={"data": data})
+        data = recipe.data.model_copy(update={"bad_images": "skip", "progressive": None})
+        recipe = recipe.model_copy(update={"data": data})  # bad ones are counted, as the others tell the speed
         with ConsoleReporter(Console(highlight=False, quiet=ranks.rank > 0, stderr=True)) as reporter:
             budget = Budget(ranks, seconds, began, reporter.prepare)
             session = set_up(recipe, device, reporter.prepare, ranks)

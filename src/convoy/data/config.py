@@ -1,5 +1,6 @@
 """The `data` section of a recipe, and the combinations that contradict each other."""
 
+import math
 import re
 from typing import Literal, Self
 
@@ -30,13 +31,20 @@ class AugmentConfig(_Section):
         ge=0,
         description="pixels added on each side before crop=pad (4 if not said; 0 = the crop of AlexNet 2012)",
     )
+    padding: Literal["black", "reflect"] | None = Field(
+        None, description="of crop=pad: black, or reflect, the picture mirrored at its border (black if not said)"
+    )
     scale: tuple[float, float] | None = Field(
         None, description="smallest and largest part of the area for crop=random-resized (0.08 to 1 if not said)"
     )
     ratio: tuple[float, float] | None = Field(
         None, description="smallest and largest width/height for crop=random-resized (3/4 to 4/3 if not said)"
     )
-    flip: bool = Field(False, description="mirror every second picture, left to right")
+    flip: bool | Literal["alternate"] = Field(
+        False,
+        description="mirror every second picture, left to right; alternate: a random half in the first epoch, and from "
+        "then on each picture in every second epoch (Jordan, 2024, section 3.6)",
+    )
     color_jitter: float = Field(
         0.0, ge=0, le=1, description="brightness, contrast and saturation are multiplied by 1 ± this, in random order"
     )
@@ -76,7 +84,8 @@ class AugmentConfig(_Section):
 
     @model_validator(mode="after")
     def _refuse_ignored(self) -> Self:
-        for name, crop in (("pad", "pad"), ("scale", "random-resized"), ("ratio", "random-resized")):
+        needs = {"pad": "pad", "padding": "pad", "scale": "random-resized", "ratio": "random-resized"}
+        for name, crop in needs.items():
             if getattr(self, name) is not None and self.crop != crop:
                 raise ValueError(f"{name} would be ignored with crop={self.crop}: set crop={crop} or leave {name} out")
         return self
@@ -99,6 +108,34 @@ class MixConfig(_Section):
         return self.mixup > 0 or self.cutmix > 0
 
 
+class ProgressiveConfig(_Section):
+    """The `progressive` section: smaller training pictures at first; left out, all have `image_size`."""
+
+    from_size: int = Field(ge=1, le=4096, description="height and width of training pictures at first")
+    begin: float = Field(ge=0, description="the last epoch, from 0, in which they are so small")
+    end: float = Field(ge=0, description="the first epoch in which they have image_size")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.end < self.begin:
+            raise ValueError(f"progressive.end={self.end:g} comes before progressive.begin={self.begin:g}: swap them")
+        return self
+
+    def size(self, epoch: int, image_size: int) -> int:
+        """Height and width in an epoch: in a line, rounded to a multiple of 32 (Leclerc et al., 2023: FFCV)."""
+        if epoch <= self.begin:
+            return self.from_size
+        if epoch >= self.end:
+            return image_size
+        part = (epoch - self.begin) / (self.end - self.begin)
+        nearest = round((self.from_size + (image_size - self.from_size) * part) / 32) * 32
+        return min(max(nearest, self.from_size), image_size)
+
+    def sizes(self, image_size: int) -> set[int]:
+        """Those of all epochs."""
+        return {self.size(epoch, image_size) for epoch in range(math.floor(self.begin), math.ceil(self.end) + 1)}
+
+
 class DataConfig(_Section):
     """Which pictures, and how they become the input of a net."""
 
@@ -116,12 +153,16 @@ class DataConfig(_Section):
     image_size: int | None = Field(
         None, ge=1, le=4096, description="height and width of the net's input (the data set's own; photographs: 224)"
     )
+    evaluation_size: int | None = Field(
+        None, ge=1, le=4096, description="height and width in evaluation, for crop=random-resized (image_size)"
+    )
+    progressive: ProgressiveConfig | None = Field(None, description="let training pictures grow, with that crop too")
     resize: int | None = Field(
         None,
         ge=1,
         le=8192,
         description="short side before the center is taken, and before crop=pad "
-        "(image_size; photographs: 8/7 of it, as 256 for 224)",
+        "(the size in evaluation; photographs: 8/7 of it, as 256 for 224)",
     )
     channels: Literal[1, 3] | None = Field(None, description="1 = grey, 3 = RGB (the data set's own; photographs: 3)")
     mean: tuple[float, ...] | None = Field(None, description="mean of each channel, pixels from 0 to 1")
@@ -138,9 +179,19 @@ class DataConfig(_Section):
         "error", description="a picture that cannot be read stops the run, or is skipped and counted"
     )
     validation_fraction: float | None = Field(
-        None, gt=0, lt=1, description="part held out for the test where the data has no split of its own (0.1)"
+        None,
+        gt=0,
+        lt=1,
+        description="part of the training samples held out and evaluated, in place of a test that the data has (0.1 if "
+        "it has none)",
     )
     split_seed: int | None = Field(None, ge=0, lt=2**63, description="seed of that split (0)")
+    repeats: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="views of each sample in a batch, of as many times fewer samples (Hoffer et al., 2020)",
+    )
     augment: AugmentConfig = Field(default_factory=AugmentConfig)
     mix: MixConfig = Field(default_factory=MixConfig)
 
@@ -160,8 +211,16 @@ class DataConfig(_Section):
         if self.test is not None and self.train is None:
             raise ValueError(f"test={self.test} needs train, which says what to train on beside it")
         # Here, too, as a data set may take minutes to open, and a job is queued before that.
-        if self.image_size is not None and self.resize is not None and self.resize < self.image_size:
-            raise ValueError(f"resize={self.resize} is smaller than image_size={self.image_size}: there is no center")
+        for option in ("evaluation_size", "progressive"):
+            if getattr(self, option) is not None and self.augment.crop != "random-resized":
+                raise ValueError(
+                    f"{option} would cut otherwise than resize says with augment.crop={self.augment.crop}: set "
+                    f"augment.crop=random-resized or leave {option} out"
+                )
+        key = "image_size" if self.evaluation_size is None else "evaluation_size"
+        size = getattr(self, key)
+        if size is not None and self.resize is not None and self.resize < size:
+            raise ValueError(f"resize={self.resize} is smaller than {key}={size}: there is no center")
         for option in ("pca_noise", "rand_augment") if self.channels == 1 else ():
             if getattr(self.augment, option):
                 raise ValueError(f"augment.{option} needs colors, but channels=1: leave it out or set channels=3")

@@ -58,6 +58,7 @@ class DataSet:
     format: str = ""  # as `data.format` calls it; "class" is a folder of one class
     # identifies its files (`difference`); empty where there are none
     fingerprint: dict[str, Any] = field(default_factory=dict)
+    evaluation_size: int | None = None  # height and width in an evaluation, where that is another
 
 
 def open_data(
@@ -80,15 +81,20 @@ def open_data(
             "set data.path to the folder or file that holds all of them"
             + "".join(f" ({note})" for note in contents.notes)
         )
-    for option in ("validation_fraction", "split_seed"):
-        if contents.test is not None and getattr(config, option) is not None:
-            raise ConvoyError(f"data.{option} would be ignored: {contents.name} has a split of its own; leave it out")
+    if contents.test is not None and config.split_seed is not None and config.validation_fraction is None:
+        raise ConvoyError(
+            f"data.split_seed would be ignored: {contents.name} has a split of its own; leave it out, or hold out "
+            "training samples with data.validation_fraction"
+        )
     fingerprint = _fingerprint(kind, contents)
     shape = _settle(contents, config.bad_images == "skip", progress)
     notes = list(contents.notes)
     if to_evaluate and contents.test is None and config.validation_fraction is None and config.split_seed is None:
         contents.test = contents.train
-    train, test = (contents.train, contents.test) if contents.test is not None else _split(contents, config, notes)
+    if contents.test is None or config.validation_fraction is not None:
+        train, test = _split(contents, config, notes)
+    else:
+        train, test = contents.train, contents.test
     if untrained := [contents.classes[label] for label in np.setdiff1d(test.labels, train.labels)]:
         more = f" and {len(untrained) - 3:,} more" if len(untrained) > 3 else ""
         notes.append(f"no training picture is of {', '.join(untrained[:3])}{more}, which the test has")
@@ -106,7 +112,8 @@ def open_data(
     mean, std = _statistics(config, contents, shape, channels)
     _check_augmentation(config, contents.name, image_size, resize, channels, shape)
     form = image_size, channels, mean, std, resize
-    return DataSet(contents.name, contents.classes, train, test, *form, tuple(notes), kind, fingerprint)
+    about = tuple(notes), kind, fingerprint, config.evaluation_size
+    return DataSet(contents.name, contents.classes, train, test, *form, *about)
 
 
 def _fingerprint(kind: str, contents: Opened) -> dict[str, Any]:
@@ -294,25 +301,32 @@ def _split(contents: Opened, config: DataConfig, notes: list[str]) -> tuple[Sour
     if len(source) < 2:
         raise ConvoyError(f"{contents.name} has only {len(source)} picture: it cannot be split into training and test")
     train, test = stratified_split(source.labels, fraction, seed)
-    notes.append(
-        f"{contents.name} has no split of its own: {len(test)} of its {len(source)} samples are held out for the test "
-        f"(validation_fraction {fraction:g}, split_seed {seed})"
-    )
+    settings = f"(validation_fraction {fraction:g}, split_seed {seed})"
+    if contents.test is None:
+        held_out = f"{len(test)} of its {len(source)} samples are held out for the test"
+        notes.append(f"{contents.name} has no split of its own: {held_out} {settings}")
+    else:
+        notes.append(
+            f"{len(test)} of the {len(source)} training samples are held out and evaluated in place of the "
+            f"{len(contents.test)} of the test, which are not looked at {settings}"
+        )
     return source.subset(train), source.subset(test)
 
 
 def _sizes(config: DataConfig, shape: tuple[int, int, int] | None) -> tuple[int, int]:
     """Side of the network's input, and short side before the center is taken."""
-    if shape is not None:
-        image_size = config.image_size or min(shape[:2])
-        resize = config.resize or image_size
-    else:
-        image_size = config.image_size or PHOTOGRAPH_SIZE
-        resize = config.resize or round(image_size * 8 / 7)
-    if resize < image_size:
+    image_size = config.image_size or (PHOTOGRAPH_SIZE if shape is None else min(shape[:2]))
+    size, key = (config.evaluation_size, "evaluation_size") if config.evaluation_size else (image_size, "image_size")
+    resize = config.resize or (round(size * 8 / 7) if shape is None else size)
+    if resize < size:
         raise ConvoyError(
-            f"data.resize={resize} is smaller than the image size {image_size}, so there is no center to take: set "
-            f"data.resize to at least {image_size}, or data.image_size to at most {resize}"
+            f"data.resize={resize} is smaller than the image size {size}, so there is no center to take: set "
+            f"data.resize to at least {size}, or data.{key} to at most {resize}"
+        )
+    if config.progressive is not None and config.progressive.from_size > image_size:
+        raise ConvoyError(
+            f"data.progressive.from_size={config.progressive.from_size} is larger than data.image_size={image_size}, "
+            "to which training pictures grow: lower it"
         )
     return image_size, resize
 

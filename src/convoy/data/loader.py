@@ -81,7 +81,7 @@ def evaluation_batches(
     turns at the batches; all get equally many, so that the last ones may be smaller or empty."""
     if batch < 1:
         raise ConvoyError(f"batch {batch} is not a number of samples: set it to at least 1")
-    maker = batch_maker(data, config, data.test, seed=0)
+    maker = batch_maker(data, config, data.test, seed=0).at(None)
     num_batches = -(-len(data.test) // (batch * num_parts))
     starts = range(part * batch, num_batches * num_parts * batch, num_parts * batch)
     requests = (Request(np.arange(start, max(start, min(start + batch, len(data.test))))) for start in starts)
@@ -108,7 +108,7 @@ def samples_ahead(batch: int) -> int:
 
 def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) -> BatchMaker:
     """The maker of the batches of one of the splits."""
-    geometry = Geometry(data.image_size, data.resize, config.augment)
+    geometry = Geometry(data.image_size, data.resize, config.augment, data.evaluation_size, config.progressive)
     skip_bad, decoder = config.bad_images == "skip", config.decoder or "pillow"
     return BatchMaker(source, geometry, data.channels, seed=seed, skip_bad=skip_bad, decoder=decoder)
 
@@ -126,7 +126,7 @@ def _run(
     else:
         for request in requests:
             with current.waiting_for_samples(partial(_reads, maker.source, request)):
-                batch = maker.make(request.samples, request.epoch)
+                batch = maker.at(request.epoch).make(request.samples, request.epoch)
             yield batch
 
 
@@ -136,7 +136,7 @@ def _by_thread(maker: BatchMaker, requests: Iterator[Request]) -> Generator[Batc
     pool = ThreadPoolExecutor(1, "convoy-pictures")
 
     def make(request: Request) -> Batch:
-        return maker.make(request.samples, request.epoch).pin_memory()
+        return maker.at(request.epoch).make(request.samples, request.epoch).pin_memory()
 
     pending = deque[tuple[Request, Future[Batch]]]()
     try:
@@ -154,7 +154,7 @@ def _by_thread(maker: BatchMaker, requests: Iterator[Request]) -> Generator[Batc
 
 
 def _reads(source: Source, request: Request) -> str:
-    return f"this process reads {source.names(request.samples)}"
+    return f"this process reads {source.names(request.samples % len(source))}"
 
 
 class Buffers:
@@ -207,6 +207,11 @@ class Buffers:
             return False
         weakref.finalize(self, runtime.cudaHostUnregister, block.ctypes.data).atexit = False
         return True
+
+
+def rows_of(buffer: NDArray[np.uint8], shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """Rows [samples, *shape] in the memory of a buffer, whose own may be larger."""
+    return buffer.reshape(-1)[: len(buffer) * int(np.prod(shape))].reshape(-1, *shape)
 
 
 @dataclass
@@ -290,7 +295,8 @@ class Workers:
         sentences = []
         for process, task in self._pool.held() if self._pending else ():
             number, _, start, end, _ = task or (self._first, 0, 0, None, 0)
-            names = self._maker.source.names(self._pending[number - self._first].request.samples[start:end])
+            source, samples = self._maker.source, self._pending[number - self._first].request.samples[start:end]
+            names = source.names(samples % len(source))
             sentences.append(f"{process} has not {'delivered' if task else 'taken'} {names}")
         return "; ".join(sentences)
 
@@ -306,7 +312,8 @@ class Workers:
             bad += answer[1]
         request, slot = pending.request, pending.slot
         samples = self._buffers.samples[slot, : len(request.samples)].copy()
-        images = self._buffers.hand_out(slot, copied=not self._buffers.free)
+        buffer = self._buffers.hand_out(slot, copied=not self._buffers.free)
+        images = rows_of(buffer, self._maker.at(request.epoch).shape)
         if len(places) < len(samples):  # an evaluation, some of whose pictures cannot be read
             images, samples = images[places], samples[places]
         batch = self._maker.batch(torch.from_numpy(images), Filled(samples, bad), request.epoch)
@@ -326,8 +333,10 @@ def _filler(maker: BatchMaker, buffers: Buffers) -> Callable[..., tuple[int, lis
         cv2.setNumThreads(1)
 
     def fill(batch: int, slot: int, start: int, end: int, epoch: int) -> tuple[int, list[tuple[int, str]]]:
-        samples = buffers.samples[slot, start:end]
-        filled = maker.fill(buffers[slot][start:end], samples.copy(), None if epoch == _NO_EPOCH else epoch)
+        samples, epoch_or_none = buffers.samples[slot, start:end], None if epoch == _NO_EPOCH else epoch
+        maker_of_size = maker.at(epoch_or_none)
+        rows = rows_of(buffers[slot], maker_of_size.shape)
+        filled = maker_of_size.fill(rows[start:end], samples.copy(), epoch_or_none)
         samples[: len(filled.samples)] = filled.samples
         return len(filled.samples), filled.bad
 

@@ -53,7 +53,7 @@ class Order:
     """The order of samples over a whole run. Every epoch is a new permutation of all samples, cut into global batches;
     the last incomplete batch is left out, and as the permutation changes, not always the same samples are."""
 
-    def __init__(self, num_samples: int, batch: int, seed: int) -> None:
+    def __init__(self, num_samples: int, batch: int, seed: int, repeats: int = 1) -> None:
         """Raises ConvoyError when a batch needs more samples than there are."""
         if batch < 1:
             raise ConvoyError(f"batch {batch} is not a number of samples: set --batch to at least 1")
@@ -63,7 +63,7 @@ class Order:
             )
         self.num_samples = num_samples
         self.batch = batch
-        self.seed = seed
+        self.seed, self.repeats = seed, repeats
         self.updates_per_epoch = num_samples // batch
         self._latest: tuple[int, NDArray[np.int64]] | None = None
 
@@ -75,9 +75,17 @@ class Order:
         return self._latest[1]
 
     def update(self, k: int) -> tuple[int, NDArray[np.int64]]:
-        """Epoch and samples [batch] of update `k`, counted from 0 over the whole run."""
+        """Epoch and samples [batch] of update `k`, counted from 0 over the whole run. View number v of sample s is the
+        number s + v · num_samples.
+
+        With `repeats` an epoch is of the first samples of its permutation, each as many times in a row (Touvron et al.,
+        2021: DeiT). Views of a sample are moved apart within their batch: there they go to different devices, and the
+        statistics of batch norm are of different samples.
+        """
         epoch, place = divmod(k, self.updates_per_epoch)
-        return epoch, self.samples(epoch)[place * self.batch : (place + 1) * self.batch]
+        row = np.arange(place * self.batch, (place + 1) * self.batch)
+        row = row[np.argsort(row % self.repeats, kind="stable")]
+        return epoch, self.samples(epoch)[row // self.repeats] + row % self.repeats * self.num_samples
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_latest": None}

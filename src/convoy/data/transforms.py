@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageEnhance
 from torch import Tensor
 
-from convoy.data.config import AugmentConfig, MixConfig
+from convoy.data.config import AugmentConfig, MixConfig, ProgressiveConfig
 from convoy.data.decode import CropBox, finish_picture, least_size, upright_size
 from convoy.data.order import Purpose, keys, normals, uniforms
 from convoy.errors import ConvoyError
@@ -33,6 +33,17 @@ class Geometry:
     image_size: int  # side of the result
     resize: int  # short side before the center, or crop=pad's piece, is taken
     augment: AugmentConfig  # for training
+    evaluation_size: int | None = None  # side of the result in an evaluation, where that is another
+    progressive: ProgressiveConfig | None = None
+
+    def at(self, epoch: int | None) -> "Geometry":
+        """That of an epoch, or, without one, of an evaluation."""
+        side = self.image_size
+        if epoch is None:
+            side = self.evaluation_size or side
+        elif self.progressive is not None:
+            side = self.progressive.size(epoch, side)
+        return Geometry(side, self.resize, self.augment)
 
     @property
     def _resample(self) -> Image.Resampling:
@@ -46,6 +57,11 @@ class Geometry:
     @property
     def pad(self) -> int:
         return DEFAULT_PAD if self.augment.pad is None else self.augment.pad
+
+    @property
+    def pad_mode(self) -> Literal["constant", "reflect"]:
+        """Of crop=pad, as numpy calls it."""
+        return "reflect" if self.augment.padding == "reflect" else "constant"
 
     def center_box(self, width: int, height: int) -> CropBox:
         side = min(width, height) * self.image_size / self.resize
@@ -89,6 +105,10 @@ class Geometry:
                 (max(round(width * factor), self.resize), max(round(height * factor), self.resize)), self._resample
             )
         left, top = (self.pad_offsets(*image.size, draws[None])[0] - self.pad).tolist()
+        if self.pad_mode != "constant":
+            pixels, sides = np.asarray(image), ((self.pad, self.pad), (self.pad, self.pad), (0, 0))
+            image = Image.fromarray(np.pad(pixels, sides[: pixels.ndim], self.pad_mode))
+            left, top = left + self.pad, top + self.pad
         return image.crop((left, top, left + self.image_size, top + self.image_size))
 
     def _random_box(self, width: int, height: int, draws: NDArray[np.float64]) -> CropBox:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import re
 import sys
 import zlib
@@ -338,9 +339,16 @@ class Network:
     def num_sample_ranks(self) -> int:
         return self.groups.mesh.size(self.sample_axes)
 
-    def example_placement(self, training: bool, samples: Sequence[int] | None = None) -> Placement:
-        """How the network is placed where every sample rank has as many samples as its example, or as is said."""
-        return self._placement(self._signature_of_example(training, self.example_samples(samples)))
+    def example_placement(
+        self, training: bool, samples: Sequence[int] | None = None, sides: tuple[int, int] | None = None
+    ) -> Placement:
+        """How the network is placed where every sample rank has as many samples as its example, or as is said, and its
+        first input the example's height and width, or `sides`."""
+        signature = self._signature_of_example(training, self.example_samples(samples))
+        if sides is not None:
+            (shape, dtype), *others = signature.inputs
+            signature = dataclasses.replace(signature, inputs=(((*shape[:-2], *sides), dtype), *others))
+        return self._placement(signature)
 
     def _signature_of_example(self, training: bool, samples: tuple[int, ...]) -> Signature:
         return Signature(training, samples, tuple((shape[1:], dtype) for shape, dtype in self.example), self.form)

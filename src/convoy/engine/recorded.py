@@ -165,6 +165,12 @@ class Recorded:
         self._graph, self._outputs, self._gradients, self._inputs, self._traces = None, [], [], [], []
         self._kept, self._state = [], []
 
+    def record_anew(self) -> None:
+        """Let go of the recording, and make another of the calls to come, whose inputs have another form. All ranks
+        call it."""
+        self.forget()
+        self._form, self._warmed_up, self._tape = None, 0, KeyTape()
+
     def _refuse(self, reason: str) -> None:
         self.refusal = reason
         self.forget()

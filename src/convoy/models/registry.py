@@ -110,6 +110,8 @@ def _table() -> Iterator[Registered]:
     yield Registered(
         ModelInfo("cifar-quick", "cuda-convnet's quick net (Krizhevsky, 2012)", SMALL, 10), "cifar_quick.CifarQuick", {}
     )
+    title = "the network of 94% on CIFAR-10 in 3.29 seconds (Jordan, 2024)"
+    yield Registered(ModelInfo("airbench94", title, SMALL, 10), "airbench.Airbench94", {})
     two_columns = "AlexNet, two columns (Krizhevsky et al., 2012)"
     yield Registered(ModelInfo("alexnet-2012", two_columns, PHOTOGRAPHS, 1000), "alexnet.AlexNet2012", {})
     yield from _both_sizes("alexnet", "AlexNet, one tower (Krizhevsky, 2014)", "alexnet.AlexNet")

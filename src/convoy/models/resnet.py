@@ -5,7 +5,37 @@ the stride of a bottleneck is in its 3x3 convolution ("ResNet v1.5"), which the 
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class Blur(nn.Module):
+    """What is in front of a convolution with a stride, so that it does not alias: the filter (1, 2, 1) in both
+    directions, over 16, with zeros around the border (Zhang: Making CNNs shift-invariant again, 2019).
+
+    Two means over 2x2 pixels are this filter, and under plans that divide channels nothing is sent for them.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.avg_pool2d(F.avg_pool2d(x, 2, stride=1, padding=1), 2, stride=1)
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (Huang et al., 2016): in training a sample goes without the block with this probability, and the
+    block counts for more in all others."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        kept = 1 - self.probability
+        return x * x.new_empty(x.shape[0], 1, 1, 1).bernoulli_(kept).div_(kept)
+
+    def extra_repr(self) -> str:
+        return f"{self.probability:.3g}"
 
 
 class BasicBlock(nn.Module):
@@ -21,11 +51,13 @@ class BasicBlock(nn.Module):
         self.conv2 = nn.Conv2d(channels, channels, kernel_size=3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels)
         self.downsample = projection(in_channels, channels, stride)
+        self.blur, self.drop_path = nn.Identity(), nn.Identity()  # options of the network
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.blur(x)  # in front of two convolutions with a stride
         shortcut = x if self.downsample is None else self.downsample(x)
         x = self.relu(self.bn1(self.conv1(x)))
-        x = self.bn2(self.conv2(x))
+        x = self.drop_path(self.bn2(self.conv2(x)))
         out: Tensor = self.relu(x + shortcut)
         return out
 
@@ -48,12 +80,13 @@ class Bottleneck(nn.Module):
         self.bn3 = nn.BatchNorm2d(4 * channels)
         self.relu = nn.ReLU(inplace=True)
         self.downsample = projection(in_channels, 4 * channels, stride)
+        self.blur, self.drop_path = nn.Identity(), nn.Identity()  # options of the network
 
     def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
+        shortcut = x if self.downsample is None else self.downsample(self.blur(x))
         x = self.relu(self.bn1(self.conv1(x)))
-        x = self.relu(self.bn2(self.conv2(x)))
-        x = self.bn3(self.conv3(x))
+        x = self.relu(self.bn2(self.conv2(self.blur(x))))
+        x = self.drop_path(self.bn3(self.conv3(x)))
         out: Tensor = self.relu(x + shortcut)
         return out
 
@@ -73,7 +106,9 @@ class ResNet(nn.Module):
 
     `depth` counts the layers with weights. `zero_init_residual` starts the last batch norm of each block at scale 0, so
     that each block begins as its shortcut (Goyal et al., 2017). With `small_images` (32x32) the first convolution is
-    3x3 with stride 1 and nothing is pooled behind it (as in Chen et al., SimCLR, 2020, appendix B.9).
+    3x3 with stride 1 and nothing is pooled behind it (as in Chen et al., SimCLR, 2020, appendix B.9). `blur_pool` blurs
+    what a convolution with a stride is given, but for the pictures, as in FFCV (Leclerc et al., 2023). `drop_path` is
+    the probability of stochastic depth in the last block; it rises in a line from 0 in the first.
     """
 
     def __init__(
@@ -84,8 +119,12 @@ class ResNet(nn.Module):
         in_channels: int = 3,
         zero_init_residual: bool = False,
         small_images: bool = False,
+        blur_pool: bool = False,
+        drop_path: float = 0.0,
     ) -> None:
         super().__init__()
+        if not 0 <= drop_path < 1:
+            raise ValueError("drop_path is a probability, from 0 to less than 1")
         block, num_blocks = DEPTHS[depth]
         self.conv1 = (
             nn.Conv2d(in_channels, 64, kernel_size=3, padding=1, bias=False)
@@ -101,6 +140,11 @@ class ResNet(nn.Module):
         self.layer4 = stage(block, 256 * block.expansion, 512, num_blocks[3], stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(512 * block.expansion, num_classes)
+        for layer in (self.layer2, self.layer3, self.layer4) if blur_pool else ():
+            layer[0].blur = Blur()
+        blocks = [*self.layer1, *self.layer2, *self.layer3, *self.layer4]
+        for number, residual in enumerate(blocks[1:], 1) if drop_path else ():
+            residual.drop_path = DropPath(drop_path * number / (len(blocks) - 1))
         self._initialize(zero_init_residual)
 
     def forward(self, images: Tensor) -> Tensor:

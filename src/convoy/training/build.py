@@ -1,10 +1,12 @@
 """The network that a recipe names: built, and tried before it is trained, with the data and for coupled samples."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
@@ -12,7 +14,8 @@ from torch.nn.parameter import is_lazy
 from convoy import models
 from convoy.comm.collectives import Group, by_way_of_host
 from convoy.comm.ranks import Ranks
-from convoy.data import DataSet
+from convoy.data import DataSet, Normalize, evaluation_batches
+from convoy.data.config import DataConfig
 from convoy.data.pixels import PixelSource
 from convoy.engine.coupling import Probe, coupled, coupled_in_training, coupling, microbatch_sizes, probe
 from convoy.engine.recorded import graph_on
@@ -22,6 +25,7 @@ from convoy.failure import place_of
 from convoy.graph import tree
 from convoy.graph.capture import prepare_given
 from convoy.graph.graph import CaptureError, Graph, Ref
+from convoy.models.weights import first_convolution
 from convoy.ops import capture
 from convoy.planner.cost.step import Staging
 from convoy.planner.workload import workload_of
@@ -32,6 +36,7 @@ from convoy.resources import host_memory
 from convoy.script.data import evaluating
 from convoy.training.classification import heads
 from convoy.training.derived import num_microbatches
+from convoy.training.optim import check_groups
 from convoy.training.precision import lowered
 from convoy.training.recipe import DEFAULT_MICROBATCH, Recipe
 from convoy.training.run_directory import RunDirectory
@@ -94,7 +99,46 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
     prepare_given(model, needs_numbers=not torch.empty(0).is_meta)  # of other ranks than the first
     if section.weights is not None and recipe.extends is None:  # all weights are those of the other run then
         notes += models.load_weights(model, section.weights)
+    check_groups(model, recipe.optimizer)
+    if section.whiten is not None:
+        whiten(model, given, recipe.data, section.whiten)
     return model, notes
+
+
+_WHITENING_EPS = 5e-4  # added to variances of normalized pixels: directions with less are noise
+
+
+@torch.no_grad()
+def whiten(model: nn.Module, given: DataSet | NetworkInput, config: DataConfig, num_pictures: int) -> None:
+    """Let the first convolution give the principal components of its patches, each with variance 1, and their negatives
+    (Page, 2018; Jordan, 2024, section 3.2); its weights are not trained. Without data they are to be loaded.
+
+    The filters are the eigenvectors of the patches' covariance, by falling eigenvalue λ, over √(λ + ε).
+    """
+    convolution = first_convolution(model)
+    numel = 0 if convolution is None else convolution.weight[0].numel()
+    if convolution is None or convolution.groups > 1 or convolution.out_channels != 2 * numel:
+        raise ConvoyError(
+            "model.whiten needs a first convolution with twice as many filters as a patch has numbers"
+            + ("" if convolution is None else f", {2 * numel} of {convolution.out_channels}")
+            + ": leave it out, or choose airbench94"
+        )
+    convolution.weight.requires_grad_(False)
+    if convolution.bias is not None:
+        nn.init.zeros_(convolution.bias)
+    if isinstance(given, NetworkInput) or convolution.weight.is_meta:
+        return
+    some = given.train.subset(np.arange(min(num_pictures, len(given.train))))
+    covariance = torch.zeros(numel, numel, dtype=torch.float64)
+    number, normalize = 0, Normalize(given.mean, given.std)
+    config = config.model_copy(update={"workers": 0})
+    for batch in evaluation_batches(replace(given, test=some), config, batch=256):
+        patches = F.unfold(normalize(batch.images).double(), convolution.kernel_size).transpose(1, 2).flatten(0, 1)
+        covariance += patches.T @ patches
+        number += len(patches)
+    variances, directions = torch.linalg.eigh(covariance / number)
+    filters = (directions / (variances + _WHITENING_EPS).sqrt()).T.flip(0)
+    convolution.weight.copy_(torch.cat([filters, -filters]).view_as(convolution.weight))
 
 
 LARGE = 2**30  # bytes of weights from which on no rank but the first has a whole network in its memory
@@ -109,6 +153,19 @@ def build_for(
     The weights are the same in either case. A network that cannot be built so, or does not show its calls without
     numbers, is built whole on every rank, with a note. All ranks call it.
     """
+    model, notes = _build_for(recipe, given, plan, ranks)
+    if recipe.model.whiten is not None:  # hosts may round eigenvectors otherwise
+        convolution = first_convolution(model)
+        assert convolution is not None
+        filters = ranks.broadcast(convolution.weight.detach())
+        if not convolution.weight.is_meta:
+            convolution.weight.data.copy_(filters)
+    return model, notes
+
+
+def _build_for(
+    recipe: Recipe, given: DataSet | NetworkInput, plan: Plan | None, ranks: Ranks
+) -> tuple[nn.Module, list[str]]:
     if ranks.num == 1:
         return build_model(recipe, given)
     weights = on_meta(recipe, len(given.classes))

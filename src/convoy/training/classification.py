@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -87,24 +87,39 @@ def _now() -> torch.cuda.Event:
 
 @dataclass(frozen=True)
 class ClassificationLoss:
-    """Mean cross-entropy over the samples given; auxiliary heads count with a weight of their own.
+    """Mean cross-entropy over the samples given, or binary cross-entropy (`bce`), the mean over samples and classes;
+    auxiliary heads count with a weight of their own.
 
     GoogLeNet's two auxiliary classifiers count 0.3 each (Szegedy et al., 2015, section 5). Label smoothing is that of
-    Szegedy et al., 2016: the target is (1 - ε) for the label plus ε / classes for every class.
+    Szegedy et al., 2016: the target is (1 - ε) for the label plus ε / classes for every class. Before that, and with
+    `bce` alone, classes with more than `target_threshold` become 1, and others 0: both of a mixed picture are there
+    (Wightman et al., 2021, section 3).
     """
 
     label_smoothing: float = 0.0
     aux_weight: float = 0.3
+    name: Literal["cross-entropy", "bce"] = "cross-entropy"
+    target_threshold: float | None = None
 
     def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
         """The loss, a scalar, of logits [samples, classes], or of a tuple of them with the main head first; the targets
         are labels [samples] or class probabilities [samples, classes].
         """
         main, *auxiliary = heads(outputs)
-        loss = F.cross_entropy(main, targets, label_smoothing=self.label_smoothing)
+        loss = self._of_head(main, targets)
         for logits in auxiliary:
-            loss = loss + self.aux_weight * F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
+            loss = loss + self.aux_weight * self._of_head(logits, targets)
         return loss
+
+    def _of_head(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.name == "cross-entropy":
+            return F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
+        exact, classes = torch.promote_types(logits.dtype, torch.float32), logits.shape[1]
+        present = (F.one_hot(targets, classes) if targets.dim() == 1 else targets).to(exact)
+        if self.target_threshold is not None:
+            present = (present > self.target_threshold).to(exact)
+        smooth = present * (1 - self.label_smoothing) + self.label_smoothing / classes
+        return F.binary_cross_entropy_with_logits(logits.to(exact), smooth)
 
 
 def heads(outputs: Any) -> tuple[Tensor, ...]:
@@ -297,11 +312,25 @@ def evaluate(
                 if missing:
                     images = torch.cat([images, images.new_zeros(missing, *images.shape[1:])])
                 with autocast_of(recipe, pipeline.device):
-                    outputs = model(images)
-                logits = heads(outputs)[0].float()[: len(batch.labels)].cpu()
+                    logits = mean_over_views(model, images, recipe.evaluation_views)
+                logits = logits.float()[: len(batch.labels)].cpu()
             evaluation.add(batch, logits)
     evaluation.seconds = time.perf_counter() - start
     return Evaluation.total(ranks.gather_samples(evaluation))
+
+
+def mean_over_views(model: nn.Module, images: Tensor, views: int) -> Tensor:
+    """The main head's logits, over one, two or six views of every picture (Jordan, 2024, section 3.5)."""
+
+    def mirrored(pictures: Tensor) -> Tensor:
+        return (heads(model(pictures))[0] + heads(model(pictures.flip(3)))[0]) / 2
+
+    if views < 6:
+        return heads(model(images))[0] if views == 1 else mirrored(images)
+    height, width = images.shape[2:]
+    padded = F.pad(images, (1, 1, 1, 1), "reflect")
+    moved = mirrored(padded[:, :, :height, :width]) + mirrored(padded[:, :, 2:, 2:])
+    return mirrored(images) / 2 + moved / 4
 
 
 def to_image(pixels: Tensor) -> Image.Image:

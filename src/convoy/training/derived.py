@@ -30,6 +30,7 @@ class Quantities:
     evaluate_every: int  # in updates, as the two that follow
     checkpoint_every: int | None  # None: measured
     log_every: int
+    group_ends: tuple[int, ...] = ()  # updates from which on those of optimizer.groups are not trained any more
 
     def logged(self, done: int) -> bool:
         """Whether a line of metrics comes after so many updates.
@@ -84,6 +85,7 @@ def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
         evaluate_every=updates(recipe.evaluate_every),
         checkpoint_every=None if save_every == "auto" else updates(save_every),
         log_every=updates(recipe.log_every) if recipe.log_every != "auto" else often,
+        group_ends=tuple(updates(g.until) if g.until is not None else total for g in recipe.optimizer.groups),
     )
 
 

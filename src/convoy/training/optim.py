@@ -5,12 +5,16 @@ A schedule is a pure function of the update's number, so a run that resumes goes
 """
 
 import math
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from convoy.errors import ConvoyError
+from convoy.terminal import did_you_mean
 from convoy.training.schema import Duration, PositiveDuration, Section
 
 if TYPE_CHECKING:
@@ -19,9 +23,20 @@ if TYPE_CHECKING:
 
 
 REFERENCE_BATCH = 256
+# Keys of torch's groups: what the schedule's rate is multiplied by, and the update from which on it is 0.
+LR_FACTOR, END = "lr_factor", "end"
 
 _Rate = Annotated[float | None, Field(gt=0)]
 _Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class GroupConfig(Section):
+    """Parameters with a rate and a decay of their own."""
+
+    parameters: str = Field(min_length=1, description="names that `*` and `?` may stand in, e.g. '*.norm?.bias'")
+    lr: float = Field(1.0, ge=0, description="times the learning rate of the others; 0 = never trained")
+    weight_decay: float | None = Field(None, ge=0, description="(that of the others if not said)")
+    until: Duration | None = Field(None, description="trained until then, and left as they are from then on")
 
 
 class _Common(Section):
@@ -33,6 +48,9 @@ class _Common(Section):
     lr: _Rate = Field(None, description="peak learning rate, whatever the batch")
     base_lr: _Rate = Field(None, description="peak learning rate for a global batch of 256")
     weight_decay: float = Field(0.0, ge=0)
+    groups: tuple[GroupConfig, ...] = Field(
+        (), description="parameters that are trained otherwise than the rest; the first whose pattern fits counts"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -152,21 +170,15 @@ def learning_rate(config: OptimizerConfig, batch: int) -> float:
     return config.base_lr * (ratio if config.scaling == "linear" else math.sqrt(ratio))
 
 
-def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float) -> "Optimizer":
-    """The optimizer for a model's trainable parameters; LARS and LAMB overwrite the gradients during a step."""
+def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float, ends: Sequence[int] = ()) -> "Optimizer":
+    """The optimizer for a model's trainable parameters; LARS and LAMB overwrite the gradients during a step. `ends` are
+    the weight updates from which on those of `config.groups` are left as they are."""
     import torch  # which a mistake in a recipe is not to wait for
 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ConvoyError(f"the model {type(model).__name__} has no parameter that can be trained: choose another")
-    # A bias or the scale or shift of a normalization layer is a parameter with at most one dimension.
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    if config.decay_norm_and_bias:
-        groups = [{"params": parameters, "weight_decay": config.weight_decay}]
-    groups = [group for group in groups if group["params"]]
+    groups = [group for group in _groups(model, config, ends) if group["params"]]
     # torch's fused kernels go through memory as it lies, and so beyond a weight that lies there with holes
     fused = getattr(config, "fused", None) and all(torch.empty_like(p).stride() == p.stride() for p in parameters)
     match config:
@@ -193,6 +205,49 @@ def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float) -> 
     if fused:
         optimizer.register_step_pre_hook(_make_ready)
     return cast("Optimizer", optimizer)
+
+
+def _groups(model: "nn.Module", config: OptimizerConfig, ends: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Torch's groups of parameters, some of them empty."""
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for number, group in enumerate(config.groups):
+        members = [named.pop(name) for name in list(named) if fnmatchcase(name, group.parameters)]
+        options: dict[str, Any] = {LR_FACTOR: group.lr, END: ends[number] if ends else sys.maxsize}
+        if group.weight_decay is not None:
+            options["weight_decay"] = group.weight_decay
+        for parameters, decay in _by_decay(members, config):
+            yield {"params": parameters, "weight_decay": decay} | options
+    for parameters, decay in _by_decay(list(named.values()), config):
+        yield {"params": parameters, "weight_decay": decay}
+
+
+def _by_decay(parameters: "list[nn.Parameter]", config: OptimizerConfig) -> "list[tuple[list[nn.Parameter], float]]":
+    if config.decay_norm_and_bias:
+        return [(parameters, config.weight_decay)]
+    # A bias or the scale or shift of a normalization layer is a parameter with at most one dimension.
+    matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wide] for wide in (True, False))
+    return [(matrices, config.weight_decay), (vectors, 0.0)]
+
+
+def set_rates(optimizer: "Optimizer", rate: float, update: int) -> None:
+    """Let all parameters have the schedule's rate in a weight update, but for those of groups of their own."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get(LR_FACTOR, 1.0) if update < group.get(END, sys.maxsize) else 0.0
+
+
+def check_groups(model: "nn.Module", config: OptimizerConfig) -> None:
+    """Let nothing train what a group says is never trained; a ConvoyError where a group has no parameter."""
+    named = dict(model.named_parameters())
+    for group in config.groups:
+        members = [named.pop(name) for name in list(named) if fnmatchcase(name, group.parameters)]
+        if not members:
+            names = [name for name, _ in model.named_parameters()]
+            near = did_you_mean(group.parameters, names, otherwise=f"there are {', '.join(names[:4])}, …")
+            raise ConvoyError(
+                f"optimizer.groups: {group.parameters!r} is the name of no parameter that is left of the network{near}"
+            )
+        for parameter in members if group.lr == 0 else []:
+            parameter.requires_grad_(False)
 
 
 def _make_ready(optimizer: "Optimizer", *_: Any) -> None:

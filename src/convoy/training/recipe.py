@@ -42,6 +42,11 @@ class ModelConfig(Section):
     weights: str | None = Field(
         None, min_length=1, description="begin with these weights: .safetensors, .pth, or a run"
     )
+    whiten: int | None = Field(
+        None,
+        ge=1,
+        description="let the first convolution whiten its patches of so many training pictures, and keep its weights",
+    )
     zero_init_residual: bool = Field(
         False, description="let every residual block begin as the identity (Goyal et al., 2017, section 5.1)"
     )
@@ -57,10 +62,20 @@ class ModelConfig(Section):
 
 
 class LossConfig(Section):
-    """Cross-entropy."""
+    """Cross-entropy, or binary cross-entropy of each class; an evaluation's loss is always the former."""
 
+    name: Literal["cross-entropy", "bce"] = "cross-entropy"
+    target_threshold: float | None = Field(
+        None, ge=0, lt=1, description="with bce: targets above become 1, others 0, after mixup and CutMix"
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Szegedy et al., 2016, section 7")
     aux_weight: float = Field(0.3, ge=0, description="weight of auxiliary heads (Szegedy et al., 2015, section 5)")
+
+    @model_validator(mode="after")
+    def _refuse_ignored(self) -> Self:
+        if self.target_threshold is not None and self.name != "bce":
+            raise ValueError("loss.target_threshold would be ignored with cross-entropy: set loss.name=bce")
+        return self
 
 
 class CheckpointConfig(Section):
@@ -91,6 +106,14 @@ class EmaConfig(Section):
     decay: float = Field(gt=0, lt=1, description="what remains of the average at each weight update, e.g. 0.999")
 
 
+class LookaheadConfig(Section):
+    """The `lookahead` section of a recipe (Zhang et al., 2019); left out, there are no slow weights."""
+
+    every: int = Field(5, ge=1, description="weight updates from one step of the slow weights to the next")
+    step: float = Field(0.5, gt=0, le=1, description="part of the way to the trained weights that a step goes")
+    power: float = Field(0.0, ge=0, description="let that part fall from 1 to `step` as 1 - (1 - step) · (t/T)^power")
+
+
 class Recipe(Section):
     """A whole run.
 
@@ -118,6 +141,7 @@ class Recipe(Section):
     schedule: ScheduleConfig = CosineConfig(name="cosine", warmup=Duration(5, "%"))
     loss: LossConfig = LossConfig()
     ema: EmaConfig | None = Field(None, description="evaluate and deliver an average of the weights")
+    lookahead: LookaheadConfig | None = Field(None, description="train on from slow weights, and deliver them")
     clip_norm: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
     on_nan: Literal["stop", "skip"] = Field(
         "stop", description="an update whose loss or gradient is not finite: end the run, or leave the update out"
@@ -148,6 +172,11 @@ class Recipe(Section):
     threads: Annotated[int, Field(ge=1)] | None = Field(None, description="of each device's process on CPU")
     parallel: ParallelConfig = ParallelConfig()
     evaluate_every: PositiveDuration = Duration(1, "ep")
+    evaluation_views: Literal[1, 2, 6] = Field(
+        1,
+        description="views of a picture whose logits are averaged: 2 with its mirror image, 6 with both moved by a "
+        "pixel to the upper left and to the lower right as well",
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log_every: PositiveDuration | Literal["auto"] = Field(
         "auto",
@@ -189,8 +218,11 @@ class Recipe(Section):
         if self.reproducible and parallel.approximate is not None:
             promise = "reproducible gives the same weights on any number of devices"
             yield f"{promise}, but {parallel.approximate}: leave one of them out"
-        if self.ema is not None and parallel.local_sgd is not None:
-            yield "ema averages the weights of every update, but local_sgd lets each device have other ones: give one"
+        if self.ema is not None and self.lookahead is not None:
+            yield "ema and lookahead would both say which weights are delivered: give one"
+        for key in ("ema", "lookahead"):
+            if getattr(self, key) is not None and parallel.local_sgd is not None:
+                yield f"{key} needs the weights of all updates, but local_sgd lets each device have others: give one"
         if schedule.warmup_from == "base_lr" and self.optimizer.base_lr is None:
             yield (
                 "schedule.warmup_from=base_lr needs optimizer.base_lr: give that instead of optimizer.lr, or a number "

@@ -51,11 +51,12 @@ class Transform:
     def __init__(self, network_input: NetworkInput, config: DataConfig) -> None:
         augment = config.augment
         self._channels, self._in_memory = network_input.channels, network_input.in_memory
-        self._geometry = Geometry(network_input.image_size, network_input.resize, augment)
+        self.image_size = config.evaluation_size or network_input.image_size
+        self._geometry = Geometry(self.image_size, network_input.resize, augment)
         self._normalize = Normalize(network_input.mean, network_input.std)
         method = augment.interpolation or "bilinear"
         has_turbo = config.decoder == "turbo" and not turbo_lacks()
-        self._turbo = Turbo(network_input.image_size, network_input.channels, method) if has_turbo else None
+        self._turbo = Turbo(self.image_size, network_input.channels, method) if has_turbo else None
 
     def __call__(self, picture: Picture) -> Tensor:
         """Float32 [channels, image_size, image_size], on the CPU, of a PIL image, the path of a file, or a uint8 array
@@ -70,7 +71,7 @@ class Transform:
 
     def pixels(self, picture: Picture) -> NDArray[np.uint8]:
         """The same before it is normalized: uint8 [channels, image_size, image_size]. Raises BadImage."""
-        size, turbo, name = self._geometry.image_size, self._turbo, "the picture"
+        size, turbo, name = self.image_size, self._turbo, "the picture"
         planes = np.empty((self._channels, size, size), np.uint8)
         if isinstance(picture, str | os.PathLike):
             name = os.fspath(picture)

@@ -177,11 +177,21 @@ def differences(recipe: Recipe, begun: Recipe, free: Sequence[str] = ()) -> Iter
             yield key, now.get(key), before.get(key)
 
 
+# Keys that came later, with what runs of before had in effect: their checksum is without them.
+ADDED: dict[str, Any] = {
+    **dict.fromkeys(("extends", "lookahead", "model.whiten", "loss.target_threshold")),
+    **{f"data.{key}": None for key in ("decoder", "augment.padding", "evaluation_size", "progressive")},
+    "evaluation_views": 1,
+    "optimizer.groups": [],
+    "data.repeats": 1,
+    "loss.name": "cross-entropy",
+}
+
+
 def identity(recipe: Recipe, num_train: int, num_test: int) -> str:
     """A checksum of all that defines the result of a run: the recipe's keys, and how many samples the data has."""
     leaves = dict(_leaves(recipe))
-    new = {key for key in ("extends", "data.decoder") if leaves[key] is None}  # runs of before keep theirs
-    fixed = {key: value for key, value in leaves.items() if not _is_below(key, FREE) and key not in new}
+    fixed = {key: v for key, v in leaves.items() if not _is_below(key, FREE) and (key, v) not in ADDED.items()}
     text = json.dumps([fixed, num_train, num_test], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -209,6 +219,8 @@ MAY_CHANGE = (
     "clip_norm",
     "data.augment",
     "data.mix",
+    "data.progressive",
+    "data.repeats",
     "reproducible",
     "threads",
     "compile",

@@ -18,7 +18,7 @@ from convoy.engine.network import Network
 from convoy.engine.recorded import Recorded, graph_on
 from convoy.engine.stages import StagedNetwork
 from convoy.engine.uncaptured import Uncaptured
-from convoy.errors import TooLargeError
+from convoy.errors import ConvoyError, TooLargeError
 from convoy.ops.memory import memory_in_stages, what_is_recomputed
 from convoy.ops.registry import under_autocast
 from convoy.planner.cost.calibrated import Calibrated
@@ -43,7 +43,7 @@ from convoy.training.precision import Scaler, lowered
 from convoy.training.recipe import Recipe
 from convoy.training.records import Derived, StageRecord
 from convoy.training.resume import Code
-from convoy.training.state import AveragedWeights, RunState
+from convoy.training.state import AveragedWeights, MovingAverage, RunState, SlowWeights
 from convoy.training.step import TrainingStep
 from convoy.units import plural, rough_percent, size
 
@@ -89,7 +89,7 @@ class Prepared(TriedNetwork):
         return training_batches(
             self.data,
             self.recipe.data,
-            Order(len(self.data.train), self.recipe.batch, self.recipe.seed),
+            Order(len(self.data.train), self.recipe.batch, self.recipe.seed, self.recipe.data.repeats),
             first_update=first_update,
             num_updates=num_updates,
             seed=self.recipe.seed,
@@ -272,8 +272,10 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
     numbers = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes)
     in_one_pass = Derived("microbatches in one pass", merge, why_merged, "tried before training: docs/numerics.md")
     scaler = Scaler(ready.device, recipe.precision, ranks.any if exchange.divides_gradients else None)
-    averaged = AveragedWeights(model, recipe.ema.decay) if recipe.ema else None
-    optimizer = create_optimizer(model, recipe.optimizer, ready.quantities.lr)
+    averaged: AveragedWeights | None = MovingAverage(model, recipe.ema.decay) if recipe.ema else None
+    if recipe.lookahead is not None:
+        averaged = SlowWeights(model, recipe.lookahead, ready.quantities.total_updates)
+    optimizer = create_optimizer(model, recipe.optimizer, ready.quantities.lr, ready.quantities.group_ends)
     facts = vars(ready) | {"quantities": replace(ready.quantities, sizes=sizes)}
     session = Session(
         **facts | {"derived": [*numbers, *ready.derived, in_one_pass]},
@@ -289,13 +291,35 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
     )
     session.notes = [*recipe.notes(), *data.notes, *ready.notes, *chosen.notes, *_notes(session)]
     session.derived += _rows(session)
+    _check_sizes(session)
     return session
+
+
+def _check_sizes(session: Session) -> None:
+    """Refuse a plan that cannot have pictures of all sizes that training and evaluation show, before either begins."""
+    data, network, section = session.data, session.network, session.recipe.data
+    growing = section.progressive.sizes(data.image_size) if section.progressive is not None else set()
+    of_evaluation = {data.evaluation_size} - {None, data.image_size}
+    samples = max(tuple(map(len, piece.parts)) for piece in session.passes)
+    for training, sizes in ((True, growing - {data.image_size}), (False, of_evaluation)):
+        for side in sorted(filter(None, sizes)) if not isinstance(network, Uncaptured) else ():
+            try:
+                network.staged(network.example_placement(training, samples, (side, side)))
+            except ConvoyError as error:
+                key = "progressive" if training else "evaluation_size"
+                raise ConvoyError(
+                    f"pictures of {side}×{side} pixels (data.{key}) cannot run under the plan {session.plan}: {error}: "
+                    "choose another size, plan or network"
+                ) from error
 
 
 def _notes(session: Session) -> Iterator[str]:
     """Sentences on what follows from the plan; the session has its stages after that."""
     recipe, plan, network, passes = session.recipe, session.plan, session.network, session.passes
     yield from note_on_hosts(plan, session.ranks.on_host)
+    if recipe.data.progressive is not None:
+        side = session.data.image_size
+        yield f"training pictures grow to {side}×{side} pixels: what is predicted is an update of the largest"
     if recipe.parallel.shares is not None and session.ranks.num_sample_ranks == 1:
         yield "--shares has no effect: the plan does not divide the batch"
     limit = recipe.parallel.memory_bytes

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,35 +16,25 @@ from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError, Kinds, i
 from convoy.comm.ranks import received
 from convoy.script.state import NamedOptimizer, Parts, Whole
 from convoy.training.gradients import Exchange
+from convoy.training.optim import END, LR_FACTOR
+from convoy.training.recipe import LookaheadConfig
 
 
 class AveragedWeights:
-    """Averages of a model's parameters, by their names; buffers, the running statistics of batch norm among them, are
-    those of the trained model.
+    """Other weights than those that are trained, by the names of the model's tensors: a run evaluates and delivers
+    them."""
 
-    average ← d · average + (1 - d) · weights, with d = min(decay, (1 + t) / (10 + t)) after t updates, so that the
-    first weights are soon forgotten (the rule of TensorFlow's ExponentialMovingAverage with `num_updates`).
-    """
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        assert 0 < decay < 1, decay
-        self.decay = decay
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.num_updates = 0
-        self.averages = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self.averages = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     def update(self, model: nn.Module) -> None:
-        """Take the weights of now into the average, after each weight update."""
-        averages = list(self.averages.values())
-        weights: list[Tensor] = [parameter.detach() for parameter in model.parameters()]
-        if self.num_updates == 0:
-            torch._foreach_copy_(averages, weights)
-        else:
-            torch._foreach_lerp_(averages, weights, 1 - effective_decay(self.decay, self.num_updates))
-        self.num_updates += 1
+        """Take the weights of now into account, after each weight update."""
+        raise NotImplementedError
 
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
-        """While entered, the model has the averages for its weights."""
+        """While entered, the model has the averages for its tensors."""
         self._swap(model)
         try:
             yield
@@ -57,8 +48,60 @@ class AveragedWeights:
         self.num_updates = num_updates
 
     def _swap(self, model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            parameter.data, self.averages[name] = self.averages[name], parameter.data
+        for name, tensor in _floating(model).items():
+            if name in self.averages:
+                tensor.data, self.averages[name] = self.averages[name], tensor.data
+
+
+class MovingAverage(AveragedWeights):
+    """The exponential moving average of a model's parameters; buffers, the running statistics of batch norm among them,
+    are those of the trained model.
+
+    average ← d · average + (1 - d) · weights, with d = min(decay, (1 + t) / (10 + t)) after t updates, so that the
+    first weights are soon forgotten (the rule of TensorFlow's ExponentialMovingAverage with `num_updates`).
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        assert 0 < decay < 1, decay
+        super().__init__(dict(model.named_parameters()))
+        self.decay = decay
+
+    def update(self, model: nn.Module) -> None:
+        averages = list(self.averages.values())
+        weights: list[Tensor] = [parameter.detach() for parameter in model.parameters()]
+        if self.num_updates == 0:
+            torch._foreach_copy_(averages, weights)
+        else:
+            torch._foreach_lerp_(averages, weights, 1 - effective_decay(self.decay, self.num_updates))
+        self.num_updates += 1
+
+
+class SlowWeights(AveragedWeights):
+    """Those of Lookahead (Zhang et al., 2019, algorithm 1), running statistics among them: every few updates they take
+    a step towards the trained ones, which then go on from there.
+
+    slow ← slow + α · (fast - slow), fast ← slow, with α = 1 - (1 - step) · (t/T)^power after t of T updates.
+    """
+
+    def __init__(self, model: nn.Module, config: LookaheadConfig, total_updates: int) -> None:
+        super().__init__(_floating(model))
+        self._config, self._total_updates = config, total_updates
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        self.num_updates += 1
+        if self.num_updates % self._config.every:
+            return
+        remaining = (1 - self._config.step) * (self.num_updates / self._total_updates) ** self._config.power
+        slow, fast = list(self.averages.values()), list(_floating(model).values())
+        torch._foreach_lerp_(slow, fast, 1 - remaining)
+        torch._foreach_copy_(fast, slow)
+
+
+def _floating(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and those of the persistent buffers that are no counters."""
+    saved, named = Parts(model).tensors(), chain(model.named_parameters(), model.named_buffers())
+    return {name: tensor for name, tensor in named if name in saved and tensor.is_floating_point()}
 
 
 def effective_decay(decay: float, num_updates: int) -> float:
@@ -122,7 +165,11 @@ class RunState:
             if (numbers := {k: v for k, v in entry.items() if not isinstance(v, Tensor | Whole) and v is not None})
         }
         groups = [
-            {key: value for key, value in group.items() if isinstance(value, int | float) and key != "fused"}
+            {
+                key: value
+                for key, value in group.items()
+                if isinstance(value, int | float) and key not in ("fused", LR_FACTOR, END)
+            }
             for group in state["param_groups"]
         ]
 

@@ -27,7 +27,7 @@ from convoy.plans.schedule import Schedule as StageOrder
 from convoy.training.classification import ClassificationLoss, InputPipeline, heads, num_correct
 from convoy.training.division import Pass
 from convoy.training.gradients import FiniteGuard
-from convoy.training.optim import Schedule
+from convoy.training.optim import Schedule, set_rates
 from convoy.training.precision import autocast_of
 from convoy.training.recipe import Recipe
 from convoy.training.state import RunState
@@ -98,7 +98,8 @@ class TrainingStep:
         self.num_samples = self.recipe.batch
         self._mixing = self.recipe.data.mix if self.recipe.data.mix.on else None
         self._autocast = autocast_of(self.recipe, self.pipeline.device)
-        self._loss = ClassificationLoss(self.recipe.loss.label_smoothing, self.recipe.loss.aux_weight)
+        self._loss = ClassificationLoss(**dict(self.recipe.loss))
+        self._recorded_size: torch.Size | None = None  # height and width of the pictures of the recording
 
     def __call__(self, batch: Batch, update: int) -> Update:
         """Do weight update number `update` (counted from 0) with this rank's samples of a global batch."""
@@ -113,9 +114,7 @@ class TrainingStep:
             self._undo(self.guard)
             self.exchange.updated(update)
             return Update(self.num_samples, bad=bad)
-        rate = self.schedule.lr(update)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_rates(self.optimizer, self.schedule.lr(update), update)
         if self.recipe.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             self.exchange.clip(self.recipe.clip_norm)
@@ -171,6 +170,9 @@ class TrainingStep:
         inputs = partial(self._input, batch, labels, update)
         if self.recorded is None or not (replays and self.records) or self.separate:
             return self._passes(update, inputs)
+        if batch.images.shape[2:] != self._recorded_size:
+            self._recorded_size = batch.images.shape[2:]
+            self.recorded.record_anew()
         tensors = [tensor for piece in self.passes for tensor in inputs(piece)]
         self.mark("forward")
         losses, correct = self.recorded(update, tensors)

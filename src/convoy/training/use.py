@@ -28,7 +28,7 @@ from convoy.errors import ConvoyError, reason
 from convoy.files import write_atomically
 from convoy.resources import own_cores
 from convoy.terminal import pip_install
-from convoy.training.classification import heads
+from convoy.training.classification import mean_over_views
 from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.restore import TrainedRun
 
@@ -93,7 +93,8 @@ class Classifier:
         network = self._networks.get()
         try:
             with torch.inference_mode(), autocast_of(self._run.recipe, self._device):
-                logits = heads(network(self._normalize(images.to(self._device))))[0].float().cpu()
+                pictures = self._normalize(images.to(self._device))
+                logits = mean_over_views(network, pictures, self._run.recipe.evaluation_views).float().cpu()
         finally:
             self._networks.put(network)
         # As in an evaluation: of equally likely classes the first one.
@@ -198,7 +199,7 @@ def export(run: TrainedRun, form: ExportFormat, path: Path) -> float:
     if not os.access(path.parent, os.W_OK):
         raise ConvoyError(f"the folder {path.parent} cannot be written to: choose another --to")
     network_input = run.network_input
-    shape = (2, network_input.channels, network_input.image_size, network_input.image_size)
+    shape = (2, network_input.channels, run.transform.image_size, run.transform.image_size)
     images = torch.rand(shape, generator=torch.Generator().manual_seed(0))
     notes: Notes = {"classes": network_input.classes, "mean": list(network_input.mean), "std": list(network_input.std)}
     content, outputs_of = (_onnx if form == "onnx" else _torch_export)(run, images, notes)
