@@ -129,22 +129,3 @@ def _over_nccl():
 @pytest.mark.skipif(DEVICE != "cpu" and not torch.cuda.is_available(), reason="torch sees no CUDA device here")
 def test_collectives_of_one_rank_over_nccl():
     run_ranks(_over_nccl, 1, join=False)
-
-
-class Nccl(dist._Work):
-    """Work that forbids to be asked itself, with the result that NCCL's thread completes."""
-
-    def __init__(self, result):
-        super().__init__()
-        self.get_future_result = lambda: result
-
-    def is_completed(self):
-        pytest.fail("CUDA was asked")
-
-
-def test_nobody_asks_cuda_whether_a_collective_is_done():
-    result = torch.futures.Future()
-    is_done = collectives._done(Nccl(result))
-    assert not is_done()
-    result.set_result(0)
-    assert is_done()

@@ -1,6 +1,5 @@
 """What is planned is what is trained; the plan that races and wins; links of GPUs; predictions beside measurements."""
 
-import copy
 from collections.abc import Mapping
 
 import pytest
@@ -26,24 +25,10 @@ from convoy.planner.workload import workload_of
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import PARTS, LayerSeconds, Summary, Task
 from planner.test_verdict import costs, explain, with_delay
-from plans.made_graph import Does
 from small_nets import SMALL_NETS
 
 IMAGES = torch.zeros(2, 3, 16, 16)
 WORKLOAD = workload_of(SMALL_NETS["depthwise"](), IMAGES, 8)
-
-
-def test_a_pass_has_its_part_of_the_batch_in_whole_microbatches_and_the_network_is_left_alone() -> None:
-    model = SMALL_NETS["depthwise"]().eval()
-    before = copy.deepcopy(model.state_dict())
-    result = workload_of(model, IMAGES, 64, passes=4)
-    assert not model.training and all(torch.equal(before[name], one) for name, one in model.state_dict().items())
-    assert (result.samples, result.parts(3)) == (16, (range(6), range(6, 11), range(11, 16)))
-    whole = workload_of(model, IMAGES, 20, microbatch=8)
-    assert (whole.sizes, whole.parts(2)) == ((8, 8, 4), (range(16), range(16, 20)))
-    branching = Does(lambda x: x * 2 if x.sum() > 0 else x)
-    with pytest.raises(ConvoyError, match=r"needs the network as one graph, but .*, or write a plan yourself"):
-        workload_of(branching, IMAGES, 8)
 
 
 PREDICTED = {"width=2": 0.7, "filter=2": 0.8, "height=2": 0.95, "sample=2": 1.0, "replicate=2": 1.5}
