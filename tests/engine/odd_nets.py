@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plans.made_graph import Does
-
 Work = Callable[["Layers", Tensor], Any]
 
 
@@ -131,13 +129,6 @@ def _training_heads(net: Layers, x: Tensor) -> Any:
     return (first, net.fc(x.mean((2, 3)))) if net.training else first
 
 
-def complex_between() -> nn.Module:
-    """A call whose result stages cannot send, and one that makes it sendable again."""
-    net = Layers(lambda net, x: net.last(net.plain(net.strange(net.conv(x)))).mean((2, 3)))
-    net.strange, net.plain = Does(torch.fft.fft2), Does(torch.abs)
-    return net
-
-
 def base(norm: Callable[[], nn.Module] = nn.Identity) -> nn.Sequential:
     torch.manual_seed(0)
     first = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), norm(), nn.LeakyReLU(0.1))
@@ -206,19 +197,6 @@ class Branches(nn.Module):
         return self.last(torch.cat((y + x, x), 1)).mean((2, 3)), early
 
 
-class FineTuned(nn.Module):
-    """Convolutions whose weights are frozen, between norms that are trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)
-        self.deep, self.last = nn.Conv2d(4, 4, 3).requires_grad_(False), nn.Linear(4, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.deep(self.norm(self.stem(x)).relu()).mean((2, 3)))
-        return y
-
-
 class Joined(nn.Module):
     """Adds what another branch gives to a batch norm, of channels that the first of two ranks has."""
 
@@ -253,11 +231,9 @@ ODD_NETS: dict[str, Callable[[], nn.Module]] = {
     **GIVEN,
     "joined": Joined,
     "branches": Branches,
-    "fine tuned": FineTuned,
     "wide": wide,
     "chain": chain,
     "two heads": lambda: Layers(_between_heads),
     "training heads": lambda: Layers(_training_heads),
-    "complex": complex_between,
 }
 """Networks for pictures of 8 by 8 pixels and 10 classes."""

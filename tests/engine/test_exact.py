@@ -14,16 +14,10 @@ from ranks import RankFailed, replace_processes, run_ranks
 from small_nets import SMALL_NETS
 
 SMALL = ("lenet", *SMALL_NETS)
-STAGES_AT = {"complex": "last", "two heads": "last"}
+STAGES_AT = {"two heads": "last"}
 """Where the second of two stages begins."""
 SKIP = {"mesh": {"stage": 3}, "layers": {}, "stages": ["down", "up"]}
 """With a skip connection over two cuts."""
-POSTPONED = {
-    "mesh": {"stage": 2, "gpu": 2},
-    "layers": {"last": {"gpu": "filter"}, "*": {"gpu": "sample"}},
-    "stages": ["norm"],
-}
-"""Of layers whose gradients are postponed, only some are added over ranks."""
 MIXED: dict[str, dict[str, Any]] = {
     "resnet18": {
         "mesh": {"a": 2, "b": 2},
@@ -112,7 +106,6 @@ CASES: dict[str, Cases] = {
 GIVEN_PLANS: dict[str, tuple[Any, Cases]] = {
     "all strategies": (MIXED["dense"], [("dense", {})]),
     "a skip connection over two cuts": (SKIP, [("branches", ZERO_BUBBLE)]),
-    "some postponed gradients": (POSTPONED, [("fine tuned", ZERO_BUBBLE)]),
 }
 
 

@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,6 +41,9 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def test_what_is_put_is_found_again_by_another_store_of_the_same_device(tmp_path: Path) -> None:
+    others = {"str": "other", "int": 7, "bool": True, "float": 0.5}
+    variants = [replace(DEVICE, **{one.name: others[one.type.__name__]}) for one in fields(Device)]
+    assert len({DEVICE.key, *(one.key for one in variants)}) == 1 + len(variants)
     store, other = ProfileStore(tmp_path), ProfileStore(tmp_path)
     assert other.times(DEVICE) == {}
     put(store, {3: 0.5, 4: 2})

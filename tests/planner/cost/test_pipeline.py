@@ -17,8 +17,8 @@ from convoy.plans.schedule import bubble
 from plans.made_graph import chain, placed
 
 SAMPLES, WIDTH = 4, 64
-ONE, WEIGHT, BIAS = SAMPLES * WIDTH * 4, WIDTH * WIDTH * 4, WIDTH * 4
-"""Bytes of an activation, of a weight, of a bias."""
+ONE, WEIGHT = SAMPLES * WIDTH * 4, WIDTH * WIDTH * 4
+"""Bytes of an activation and of a weight."""
 
 
 def links(seconds: float = 0.0, overlap: bool = True, cpu_share: float = 0.0) -> Links:
