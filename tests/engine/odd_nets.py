@@ -197,18 +197,6 @@ class Branches(nn.Module):
         return self.last(torch.cat((y + x, x), 1)).mean((2, 3)), early
 
 
-class Joined(nn.Module):
-    """Adds what another branch gives to a batch norm, of channels that the first of two ranks has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(2)
-        self.wide, self.second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.norm(self.first(x)[:, :2]) + self.second(self.wide(x).relu())[:, :2]).relu().flatten(1)
-
-
 def wide() -> nn.Sequential:
     """Weights large enough for messages of their own."""
     layers = [nn.Linear(192, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 10)]
@@ -229,7 +217,6 @@ ODD_NETS: dict[str, Callable[[], nn.Module]] = {
     **{f"calls {kind}": between(kind) for kind in (*CALLS, *BIASED)},
     **{kind: (lambda work=work: Layers(work)) for kind, work in OVERWRITING.items()},
     **GIVEN,
-    "joined": Joined,
     "branches": Branches,
     "wide": wide,
     "chain": chain,

@@ -67,8 +67,7 @@ CASES: dict[str, Cases] = {
     "sample=2 and networks as people have them": [(kind, ODD) for kind in (*GIVEN, *OVERWRITING)],
     "sample=3": [("shuffle", {}), ("depthwise", SPARSE), ("dense", SPARSE), ("calls a bias", SPARSE)],
     "filter=2": [
-        *((net, {}) for net in (*SMALL, "joined")),
-        ("joined", PARTS),
+        *((net, {}) for net in SMALL),
         *((f"calls {kind}", ODD) for kind in (*CALLS, *BIASED)),
         *((kind, ODD) for kind in ("weight", "spectral beside weight", "instance norm that tracks", "by hand")),
         *((kind, ODD) for kind in ("relu of joined", "relu of a view", "unseen part")),
