@@ -68,6 +68,13 @@ def pairs(mesh: Mesh):
                 yield (given, asked), layout(given, mesh), layout(asked, mesh)
 
 
+def test_a_copied_tensor_is_divided_in_one_step():
+    """Its gradient is a share on each rank already: nothing is kept or added first."""
+    assert [
+        step.kind for step in transfer(layout(["copied"], MESHES[2]), layout(["dim0"], MESHES[2]), MESHES[2], SHAPE)
+    ] == ["slice"]
+
+
 def cut(whole: torch.Tensor, how: Layout, mesh: Mesh, place) -> torch.Tensor:
     """What the rank at `place` holds of a tensor."""
     for dim, size in enumerate(whole.shape):

@@ -34,11 +34,8 @@ def _without_first(x: Tensor) -> Tensor:
 
 COUPLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x - x.mean(0),
-    "softmax": lambda x: x * torch.softmax(x, 0),
     "flip": lambda x: x + x.flip(0),
-    "gram": lambda x: x + 0.1 * (x @ x.t()) @ x,
     "size": lambda x: x * x.shape[0],
-    "layer norm": lambda x: x + F.layer_norm(x, x.shape),
     "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
     "einsum": lambda x: x + 0.1 * torch.einsum("bi,bj,cj->ci", x, x, x),
 }

@@ -121,18 +121,15 @@ FOREIGN = nn.Parameter(torch.ones(1))
 REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
     "layer odd: it asks for the numbers in a tensor": lambda layer, x: x if x.sum() > 0 else -x,
     "randn draws random numbers in a way of its own": lambda layer, x: x + torch.randn(2, 1, 1, 1),
-    "of numbers that belong to no sample": lambda layer, x: x * F.dropout(layer.scale),
     "do not belong to one sample each": lambda layer, x: x * torch.rand(1, 1, 1, 1),
     "random numbers of python or numpy": lambda layer, x: x * random.random(),
     "mul_ changes odd.scale in place": lambda layer, x: x + layer.scale.data.mul_(2),
     "add_ changes a tensor that the network keeps": lambda layer, x: x + layer.table.add_(1),
     "replaces odd.shift in its forward pass": lambda layer, x: setattr(layer, "shift", layer.shift + 1) or x,
-    "odd changed through a view": lambda layer, x: (x.view(-1).add_(1), x)[1],
     "assigns to a part of a tensor": lambda layer, x: (x.__setitem__((slice(None), 0), 1), x)[1],
     "writes into out=": lambda layer, x: torch.add(x, 1, out=torch.empty(2, 4, 5, 5)),
     "switches autocast on by itself": lambda layer, x: under_autocast(x),
     "layer odd: it uses a parameter that is not among the network's own": lambda layer, x: x * FOREIGN,
-    "Output size is too small": lambda layer, x: F.avg_pool2d(x, 9),
 }
 
 
@@ -142,7 +139,7 @@ def test_what_a_graph_cannot_say_is_refused_and_leaves_the_network_alone(caplog:
         model.odd.eval()
         with left_as_it_was(model), pytest.raises(CaptureError, match=message) as caught:
             capture(model, ((2, 3, 5, 5),))
-        assert caught.value.layer == "odd" or any(word in message for word in ("python", "replaces", "through"))
+        assert caught.value.layer == "odd" or any(word in message for word in ("python", "replaces"))
         images = torch.ones(1, 3, 2, 2)
         assert torch.equal(model.conv(images), model.conv(images))
     assert caplog.records == []  # torch logs nothing of its own
