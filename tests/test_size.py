@@ -26,9 +26,9 @@ LINES = {
     "src/convoy/report": 2743,
     "src/convoy/script": 1480,
     "src/convoy/training": 7728,
-    "tests": 20447,
+    "tests": 18147,
     "benchmarks": 5999,
-    "docs": 3073,
+    "docs": 3077,
 }
 """Lines by folder: of code with those below it, of `docs` the guides, of `src/convoy` what lies there itself."""
 

@@ -1,9 +1,14 @@
-"""Pages as a parser has them, and names that must stay text in them."""
+"""Pages as a parser and as a browser have them, and names that must stay text in them."""
 
 import base64
 import hashlib
+import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
 from convoy import units
 
@@ -77,3 +82,51 @@ def harmless(html: str) -> Page:
     assert f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in policy
     assert len(page.all("script")) == 1
     return page
+
+
+# In Chromium, narrow and wide: the page itself is asked what it looks like.
+
+PROBE = """
+addEventListener("load", () => {
+  const boxes = [...document.querySelectorAll("figure svg")].map((svg) => svg.getBoundingClientRect());
+  const paths = [...document.querySelectorAll("figure svg")].map((svg) => svg.querySelectorAll("path").length);
+  const found = {
+    width: innerWidth,
+    content: document.documentElement.scrollWidth,
+    requests: performance.getEntriesByType("resource").map((entry) => entry.name),
+    plots: boxes.filter((box, place) => box.width > 250 && box.height > 180 && paths[place] > 3).length,
+    pictures: [...document.images].filter((image) => image.naturalWidth > 0).length,
+    dark: matchMedia("(prefers-color-scheme: dark)").matches,
+    paper: getComputedStyle(document.body).backgroundColor,
+    cut: [...document.querySelectorAll(".scroll")].filter((one) => one.scrollWidth > one.clientWidth + 1)
+      .map((one) => getComputedStyle(one).backgroundImage !== "none"),
+  };
+  console.log("PROBE" + JSON.stringify(found));
+});
+"""
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --disable-sync --disable-background-networking "
+FLAGS += "--disable-component-update --no-first-run --hide-scrollbars --enable-logging=stderr --dump-dom"
+
+
+def look(report: Path, profile: Path, *, width: int, dark: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """What the probe found in the page at a width, and what the console said. Only the probe is added to the page."""
+    digest = base64.b64encode(hashlib.sha256(PROBE.encode()).digest()).decode()
+    html = report.read_text(encoding="utf-8").replace("script-src ", f"script-src 'sha256-{digest}' ")
+    probed = report.with_name("probed.html")
+    probed.write_text(html.replace("</body>", f"<script>{PROBE}</script></body>"), encoding="utf-8")
+    assert BROWSER is not None
+    # A window is at least 500 pixels wide, a frame is as narrow as one likes.
+    frame = report.with_name("frame.html")
+    frame.write_text(
+        '<!doctype html><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
+        '<link rel="icon" href="data:,">'
+        f'<iframe src="{probed.name}" style="width: {width}px; height: 1000px; border: 0">'
+    )
+    flags = [*FLAGS.split(), f"--user-data-dir={profile}", f"--window-size={width + 100},1200"]
+    flags.append(f"--blink-settings=preferredColorScheme={0 if dark else 1}")
+    done = subprocess.run([BROWSER, *flags, frame.as_uri()], capture_output=True, text=True, timeout=90, check=False)
+    console = re.findall(r"CONSOLE[^\]]*\] \"(.*)\", source: ", done.stderr)
+    probes = [line.removeprefix("PROBE") for line in console if line.startswith("PROBE")]
+    assert len(probes) == 1, done.stderr
+    return json.loads(probes[0]), [line for line in console if not line.startswith("PROBE")]
