@@ -173,7 +173,9 @@ def distance(one: Path, other: Path) -> float:
 
 
 WHITE = {"model.name": "tiny:TinyWhite", "model.whiten": "50", "lookahead.every": "2", "evaluation_views": "6"}
-WHITE |= {"optimizer.groups": "[{parameters: 'norm.bias', lr: 4, until: 3ba}, {parameters: 'aux.*', lr: 0}]"}
+WHITE |= {
+    "optimizer.groups": "[{parameters: 'norm.bias', lr_factor: 4, until: 3ba}, {parameters: 'aux.*', lr_factor: 0}]"
+}
 
 
 @pytest.mark.parametrize("plan", ["filter=2", "height=2", "sample=2", "stage=2"])

@@ -37,11 +37,12 @@ WRONG = [
     ("optimizer.name=adam", "must be sgd, adamw, lars or lamb|did you mean adamw?"),
     ("optimizer.lr=.nan", "optimizer.lr is nan|a finite number"),
     ("ema={}", "ema.decay is missing|--set ema.decay="),
+    ("model.whiten=9 model.weights=x.pth", "model.whiten would replace the first layer of model.weights"),
     ("ema.decay=0.9 lookahead.every=5", "ema and lookahead would both say which weights are delivered"),
     ("data.augment.padding=reflect", "padding would be ignored with crop=none"),
     ("data.evaluation_size=64", "evaluation_size would cut otherwise than resize says with augment.crop=none"),
     ("data.augment.crop=random-resized data.resize=60 data.evaluation_size=64", "smaller than evaluation_size=64"),
-    ("data.progressive.from_size=8 data.progressive.begin=2 data.progressive.end=1", "end=1 comes before progressive."),
+    ("data.progressive.from_size=8 data.progressive.begin=2 data.progressive.end=1", "end=1 is not after progressive."),
     ("loss.target_threshold=0.2", "loss.target_threshold would be ignored with cross-entropy"),
     ("epochs=0", "epochs: 0ep|more than 0"),
     ("optimizer.name=adamw optimizer.lr=1e-3 optimizer.nesterov=true", "optimizer.nesterov would be ignored|adamw"),
@@ -61,6 +62,7 @@ FILES = [
 # What only the data can tell, of 1,000 samples.
 LATE = [
     ("epochs=20ba schedule.warmup=3ep", "schedule.warmup=3ep is 21 weight updates, but the whole run has 20"),
+    ("lookahead.every=99 epochs=20ba", "lookahead.every=99 is more than the run's 20 weight updates"),
     ("schedule.warmup_from=0.5", "schedule.warmup_from=0.5 lies above the peak learning rate 0.05"),
 ]
 

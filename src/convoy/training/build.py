@@ -99,9 +99,9 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
     prepare_given(model, needs_numbers=not torch.empty(0).is_meta)  # of other ranks than the first
     if section.weights is not None and recipe.extends is None:  # all weights are those of the other run then
         notes += models.load_weights(model, section.weights)
-    check_groups(model, recipe.optimizer)
     if section.whiten is not None:
         whiten(model, given, recipe.data, section.whiten)
+    check_groups(model, recipe.optimizer)
     return model, notes
 
 
@@ -110,10 +110,11 @@ _WHITENING_EPS = 5e-4  # added to variances of normalized pixels: directions wit
 
 @torch.no_grad()
 def whiten(model: nn.Module, given: DataSet | NetworkInput, config: DataConfig, num_pictures: int) -> None:
-    """Let the first convolution give the principal components of its patches, each with variance 1, and their negatives
-    (Page, 2018; Jordan, 2024, section 3.2); its weights are not trained. Without data they are to be loaded.
+    """Let the first convolution give the principal components of its patches, each with a mean square of about 1, and
+    their negatives (Page, 2018; Jordan, 2024, section 3.2); its weights are not trained. Without data they are to be
+    loaded.
 
-    The filters are the eigenvectors of the patches' covariance, by falling eigenvalue λ, over √(λ + ε).
+    The filters are the eigenvectors of the patches' second moments, by falling eigenvalue λ, over √(λ + ε).
     """
     convolution = first_convolution(model)
     numel = 0 if convolution is None else convolution.weight[0].numel()
@@ -129,14 +130,14 @@ def whiten(model: nn.Module, given: DataSet | NetworkInput, config: DataConfig, 
     if isinstance(given, NetworkInput) or convolution.weight.is_meta:
         return
     some = given.train.subset(np.arange(min(num_pictures, len(given.train))))
-    covariance = torch.zeros(numel, numel, dtype=torch.float64)
+    moments = torch.zeros(numel, numel, dtype=torch.float64)
     number, normalize = 0, Normalize(given.mean, given.std)
     config = config.model_copy(update={"workers": 0})
     for batch in evaluation_batches(replace(given, test=some), config, batch=256):
         patches = F.unfold(normalize(batch.images).double(), convolution.kernel_size).transpose(1, 2).flatten(0, 1)
-        covariance += patches.T @ patches
+        moments += patches.T @ patches
         number += len(patches)
-    variances, directions = torch.linalg.eigh(covariance / number)
+    variances, directions = torch.linalg.eigh(moments / number)
     filters = (directions / (variances + _WHITENING_EPS).sqrt()).T.flip(0)
     convolution.weight.copy_(torch.cat([filters, -filters]).view_as(convolution.weight))
 

@@ -320,7 +320,8 @@ def evaluate(
 
 
 def mean_over_views(model: nn.Module, images: Tensor, views: int) -> Tensor:
-    """The main head's logits, over one, two or six views of every picture (Jordan, 2024, section 3.5)."""
+    """The main head's logits, over one, two or six views of every picture, of which the moved four count half (Jordan,
+    2024, section 3.5)."""
 
     def mirrored(pictures: Tensor) -> Tensor:
         return (heads(model(pictures))[0] + heads(model(pictures.flip(3)))[0]) / 2
