@@ -1,12 +1,13 @@
 """Builds Convoy's kernels for GPUs that are not here, with what the operations launch them with.
 
-    python -m triton_builds
+    python -m triton_builds [more]
 
 in a process in which Triton does not interpret. Batch norm and random bits run on tensors of the CPU, and what would
-launch a kernel builds it.
+launch a kernel builds it: few variants for each of `CAPABILITIES`, or more of them for one.
 """
 
 import re
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,8 @@ from convoy.ops.kernel import Holders
 from convoy.ops.statistics import Running
 
 CAPABILITIES = (80, 100)
+TYPES = (torch.bfloat16, torch.float32, torch.float64)
+LAST, FIRST = torch.channels_last, torch.contiguous_format
 NO_ACTIVATIONS = ("_random_bits",)
 """Kernels that read no activations."""
 
@@ -66,13 +69,14 @@ def kernels_of(module: ModuleType) -> Iterator[tuple[str, str]]:
             yield module.__name__, name
 
 
-def batch_norm() -> None:
+def batch_norm(dtype: torch.dtype, order: torch.memory_format, affine: bool, relu: bool, counts: bool) -> None:
     """By microbatch, with and without running statistics and something to add, and over two ranks, and over many."""
-    x = torch.ones(16, 64, 32, 32).to(torch.bfloat16, memory_format=torch.channels_last).requires_grad_()
-    weight, bias = (torch.ones(64, requires_grad=True) for _ in range(2))
-    running = Running(*torch.ones(2, 64), 0.1, torch.tensor(1))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    x = torch.ones(16, 64, 32, 32).to(dtype, memory_format=order).requires_grad_()
+    weight, bias = (torch.ones(64, dtype=wide, requires_grad=True) if affine else None for _ in range(2))
+    running = Running(*torch.ones(2, 64, dtype=wide), None if counts else 0.1, torch.tensor(1))
     holders = Holders(dist.group.WORLD, (x.numel() // 64,) * 2)  # type: ignore[arg-type]
-    norm = Norm(weight, bias, None, 1e-5, True)
+    norm = Norm(weight, bias, None, 1e-5, relu)
     for y in (
         normalize_each(x, norm, (8, 8))[0],
         normalize(x, norm, running),
@@ -82,10 +86,10 @@ def batch_norm() -> None:
         y.backward(torch.ones_like(y))
 
 
-def check(name: str, ptx: str) -> None:
+def check(name: str, dtype: torch.dtype, ptx: str) -> None:
     """What makes a kernel fast and right."""
     if name not in NO_ACTIVATIONS:
-        assert "ld.global.v" in ptx, f"{name}: one number at a time"
+        assert "ld.global.v" in ptx, f"{name}, {dtype}: one number at a time"
     if name in ("_moments", "_gradient_sums"):
         before, counted, after = ptx.partition("atom.global.gpu.acq_rel.add")
         assert counted, f"{name}: what the last program adds up need not be there"
@@ -94,23 +98,27 @@ def check(name: str, ptx: str) -> None:
         assert "ld.global.cg" in after and "ld.global.nc" not in after, f"{name}: read from an old copy"
 
 
-def main() -> None:
+def main(more: bool) -> None:
     batch_norm_module.batch_norm_kernels = lambda x: batch_norm_kernels  # type: ignore[assignment]
     batch_norm_module.at_once = lambda x: True
     random_bits._fused, random_bits._kernels = lambda x: True, lambda x: random_kernels  # type: ignore[assignment]
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    for capability in CAPABILITIES:
+    many = [(90, torch.bfloat16, FIRST), *((90, dtype, LAST) for dtype in TYPES)]
+    for capability, dtype, order in many if more else [(each, torch.bfloat16, LAST) for each in CAPABILITIES]:
         driver.set_active(Gpu(capability))
         built.clear()
-        batch_norm()
+        batch_norm(dtype, order, affine=True, relu=True, counts=False)
         for part in (None, torch.arange(100, dtype=torch.int32)):
             random_bits.random_bits(torch.zeros(4, 2, dtype=torch.int32), 3, 100, part)
+        if more:
+            batch_norm(dtype, order, affine=False, relu=False, counts=True)
         assert set(built) == {*kernels_of(batch_norm_kernels), *kernels_of(random_kernels)}
         for (_, name), texts in built.items():
             for ptx in texts:
                 assert f".target sm_{capability}" in ptx
-                check(name, ptx)
+                check(name, dtype, ptx)
+        print(f"sm_{capability}, {dtype}, {order}: {sum(map(len, built.values()))} kernels")
 
 
 if __name__ == "__main__":
-    main()
+    main("more" in sys.argv)

@@ -1,7 +1,7 @@
 """Studies as convoy bench writes them, made from formulas: any plans, devices, rounds and damage."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +120,8 @@ def write_trainings(folder: Path, *, same: Sequence[str] = ()) -> Path:
 def document(folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((folder / "bench.json").read_text())
     return content
+
+
+def rewrite(folder: Path, content: Mapping[str, Any]) -> Store:
+    (folder / "bench.json").write_text(json.dumps(content))
+    return Store.read(folder)

@@ -3,7 +3,10 @@
 import csv
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,14 @@ def test_the_default_folder_is_never_one_that_exists(
     assert "peak learning rate" in text and "optimizer.lr as said" in text
     assert "update 1 of 1: test top-1" in text and "epoch 0.25" not in text  # as the length was given
     assert f"report: {Path('runs') / 'tiny-TinyNet-data-2' / 'report.html'}" in text
+
+
+def test_ctrl_c_while_modules_load_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "rich.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    line = [sys.executable, "-m", "convoy", "models"]
+    done = subprocess.run(line, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "convoy: interrupted\n")
 
 
 def test_pictures_that_are_skipped_are_counted(tmp_path: Path, call: Call) -> None:

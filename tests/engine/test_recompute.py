@@ -114,9 +114,18 @@ def _again_as_now(self):
         yield
 
 
+@contextlib.contextmanager
+def _again_recording(self):
+    with _again(self):
+        self.context.recording = True
+        yield
+
+
+_again = context.Rerun.again
 SABOTAGES = {
     "": nullcontext,
     "context": lambda: patch.object(context.Rerun, "again", _again_as_now),
+    "recording": lambda: patch.object(context.Rerun, "again", _again_recording),
 }
 THREE, SOME = {"microbatches": 3, "sizes": (7, 6, 7)}, ["blocks.0.*", "blocks.2.*"]
 
@@ -136,9 +145,11 @@ def test_the_bits_are_the_same(plan: str, batch_norm: str, options: dict[str, An
     assert not any(run_ranks(compared, world_of(plan), plan, batch_norm, options, timeout=120))
 
 
-def test_a_pass_in_anothers_context_is_noticed() -> None:
+def test_a_pass_in_anothers_context_and_statistics_that_are_noted_twice_are_noticed() -> None:
     (different,) = run_ranks(compared, 1, "serial", "microbatch", {"in_flight": 3, "sabotage": "context"})
     assert any(key.startswith("gradient") for key in different)
+    (different,) = run_ranks(compared, 1, "serial", "sync", {"sabotage": "recording"})
+    assert all(any(word in key for key in different) for word in ("running_mean", "num_batches_tracked"))
 
 
 def asking() -> None:

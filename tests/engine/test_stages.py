@@ -1,4 +1,4 @@
-"""Networks in stages: what may change from pass to pass, what is refused."""
+"""Networks in stages: schedules, what waits and is let go, what may change from pass to pass, what is refused."""
 
 import copy
 import re
@@ -12,7 +12,44 @@ from exactness import build, relative, worst_gradient
 from torch import Tensor, nn
 
 import convoy
+from convoy.engine.network import network_of
+from convoy.engine.stages import StagedNetwork
 from ranks import RankFailed, run_ranks
+
+
+def passes_of_many_kinds(plan: str, parts: int, returns_memory: bool = False) -> float:
+    """The worst difference from one device where passes of many sizes and schedules follow each other."""
+    plain, worst = build("chain")[0], 0.0
+    x, y = torch.randn(9, 3, 8, 8, dtype=torch.float64), torch.randint(0, 6, (9,))
+    net = convoy.parallelize(copy.deepcopy(plain), plan, x[:4], microbatches=parts, checks=False)
+    network = network_of(net)
+    assert isinstance(network, StagedNetwork)
+    network.returns_memory = returns_memory
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, plain)]
+    updates = [(8, "1f1b"), (8, "zero-bubble"), (4, "1f1b"), (9, ""), (9, ""), (8, "gpipe"), (4, ""), (4, "1f1b")]
+    for size, schedule in updates:
+        mine = convoy.local_samples(net, size)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if schedule:
+            convoy.forward_backward(net, x[mine], y[mine], F.cross_entropy, schedule=schedule)
+        else:
+            F.cross_entropy(net(x[mine]), y[mine]).backward()
+        F.cross_entropy(plain(x[:size]), y[:size]).backward()
+        worst = max(worst, worst_gradient(net, plain))
+        for optimizer in optimizers:
+            optimizer.step()
+        mine = convoy.local_samples(net, 3)
+        with torch.no_grad():
+            worst = max(worst, relative(net(x[mine]), plain(x[mine])))
+    return worst
+
+
+@pytest.mark.slow
+def test_passes_of_other_kinds_may_follow() -> None:
+    for plan, parts, returns_memory in (("stage=2", 4, False), ("stage=3", 2, True)):
+        assert max(run_ranks(passes_of_many_kinds, int(plan[-1]), plan, parts, returns_memory)) < 1e-12, plan
+
 
 IMAGES = torch.randn(8, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 LABELS = torch.arange(8)
@@ -94,6 +131,23 @@ def twice() -> None:
     total.backward()
 
 
+def breaks_off() -> None:
+    """The last stage has asked for the second part, and a batch of another size comes next."""
+    net, _ = both("last", microbatches=2)
+    net(IMAGES[:6])  # it is known how values lie
+    network, parts = network_of(net), iter(range(2))
+    run = network._run
+
+    def broken(*args: Any) -> Any:
+        assert next(parts) < 1 - network.stage  # type: ignore[attr-defined]
+        return run(*args)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError):
+        patch.setattr(network, "_run", broken)
+        net(IMAGES[:6])
+    net(IMAGES)
+
+
 def first_head(outputs: Any, labels: Tensor) -> Tensor:
     return F.cross_entropy(outputs[0], labels)
 
@@ -106,11 +160,12 @@ def unlike() -> None:
 
 
 UNLIKE = "in convoy.forward_backward with schedule='gpipe' while rank 0 is in .* with schedule='1f1b'"
-OF_THE_LAST = ("a loss of other outputs",)
+OF_THE_LAST = ("a loss of other outputs", "a pass that broke off")
 """What only the last stage can know, while the first waits for it."""
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a second backward pass": (twice, "add the losses up and call it once"),
     "a loss of other outputs": (changes_its_mind, "a value of the network itself for one part .* same outputs"),
+    "a pass that broke off": (breaks_off, "a pass broke off between the stages"),
     "schedules": (unlike, UNLIKE),
 }
 

@@ -13,6 +13,7 @@ import interpreted
 from convoy.ops import batch_norm
 from convoy.ops.batch_norm import normalize_each
 from convoy.ops.batch_norm_torch import Norm
+from convoy.ops.statistics import Running, follow_at_once
 from convoy.plans.layout import WHOLE, Layout, Split, consecutive, indices
 from one_call import OneCall, run_call, worst
 from ops.many_calls import Draw, as_on_a_gpu, run_calls
@@ -168,6 +169,7 @@ def results(
     after: str = "",
     way: str = "cpu",
     dtype: torch.dtype = torch.float64,
+    run: Any = normalize_each,
     device: str = "cpu",
 ) -> Numbers:
     """The result, every gradient and the terms. `after` that comes a ReLU, or a sum and a ReLU, which a GPU has in the
@@ -184,7 +186,7 @@ def results(
     inside, is_last = (way, device) != ("cpu", "cpu"), after in ("", "bare")
     norm = Norm(leaves.get("weight"), leaves.get("bias"), leaves.get("residual") if inside else None, 1e-5, inside)
     with as_on_a_gpu(way):
-        y, terms = normalize_each(leaves["x"], norm._replace(relu=inside and not is_last), sizes)
+        y, terms = run(leaves["x"], norm._replace(relu=inside and not is_last), sizes)
         assert y.stride() == leaves["x"].stride()
         y = y if inside or is_last else (y + leaves.get("residual", 0.0)).relu()
         y.backward(gradient.to(device, dtype))
@@ -211,15 +213,29 @@ def test_all_at_once_is_one_after_the_other() -> None:
         compare(results(*case, way="triton"), results(*case))
 
 
-def test_at_once_in_low_precision_and_without_variance() -> None:
+def test_at_once_in_low_precision_compiled_and_without_variance() -> None:
     case = (4, 4, 3), (6, 5, 4)
     got = results(*case, way="torch", dtype=torch.bfloat16)
     assert got["y"].dtype == got["x.grad"].dtype == torch.bfloat16
     compare(got, results(*case), 2**-5)
+    torch._dynamo.reset()
+    compare(
+        results(*case, way="torch", run=torch.compile(normalize_each, backend="aot_eager", fullgraph=True)),
+        results(*case),
+    )
+    for momentum in (0.1, None):  # what a GPU does with the terms of several microbatches
+        terms = torch.rand(5, 2, 3)
+        first, second = (Running(torch.zeros(3), torch.ones(3), momentum, torch.tensor(9)) for _ in range(2))
+        first.follow(terms)
+        follow_at_once(second, terms)
+        assert torch.allclose(first.mean, second.mean) and torch.allclose(first.var, second.var)
     with pytest.raises(ValueError, match="more than 1 value"):
         results((3, 1), (6,), way="torch")
     with as_on_a_gpu("torch"), pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         batch_norm.normalize(torch.ones(1, 3, 1, 1), Norm(None, None, None, 1e-5, False), None)
+    with as_on_a_gpu("torch"):
+        nan = torch.full((2, 3), torch.nan)
+        assert normalize_each(nan, Norm(None, None, None, 1e-5, True), (2,))[0].isnan().all()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")

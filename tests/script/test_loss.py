@@ -54,13 +54,22 @@ def dice(net: nn.Module | None, outputs: Any, data: Data, weights: Data) -> Tens
 
 
 def norms(weights: Data) -> Tensor:
-    """No sums over elements, of some weights alone."""
-    some = [weight for name, weight in weights.items() if name.endswith(".weight")]
-    return sum(weight.norm() for weight in some) * weights["classes.weight"].norm()
+    """No sums over elements."""
+    return sum(weight.norm() for weight in weights.values()) * weights["classes.weight"].norm()
 
 
 def penalized(net: nn.Module | None, outputs: Any, data: Data, weights: Data) -> Tensor:
-    return mean(net, outputs[0].square()) + (norms(weights) if net is None else penalty(net, norms, "*.weight"))
+    return mean(net, outputs[0].square()) + (norms(weights) if net is None else penalty(net, norms))
+
+
+def orthogonal(net: nn.Module | None, outputs: Any, data: Data, weights: Data) -> Tensor:
+    """Some weights alone are gathered."""
+
+    def of_hidden(weights: Data) -> Tensor:
+        return (weights["hidden.weight"] @ weights["hidden.weight"].T - torch.eye(10).double()).square().sum()
+
+    squared = mean(net, outputs[0].square())
+    return squared + (of_hidden(weights) if net is None else penalty(net, of_hidden, "hid*.weight"))
 
 
 def each_alone(net: nn.Module | None, outputs: Any, data: Data, weights: Data) -> Tensor:
@@ -140,7 +149,7 @@ def worst(plan: str, sizes: tuple[int, ...], *args: Any) -> float:
     ],
 )
 def test_means_and_penalties_are_those_of_one_device(plan: str, sizes: tuple[int, ...]) -> None:
-    assert worst(plan, sizes, [two_heads, dice, penalized]) < 1e-12
+    assert worst(plan, sizes, [two_heads, dice, penalized, orthogonal]) < 1e-12
     if plan == "owt=2":
         assert worst(plan, sizes, [two_heads], "part") < 1e-12
 

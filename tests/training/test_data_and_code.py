@@ -14,7 +14,7 @@ from PIL import Image
 from torch import nn
 
 from changing import CHANGES
-from convoy.data import DataConfig, open_data, pack
+from convoy.data import DataConfig, dataset, open_data, pack
 from convoy.data.dataset import open_files
 from convoy.data.packed import PackOptions
 from convoy.errors import ConvoyError
@@ -22,13 +22,19 @@ from convoy.training.build import build_model
 from convoy.training.recipe import load_recipe
 from ranks import run_ranks
 from tiny import write_mnist, write_pictures
-from training.scenarios import drop_checkpoints, files, refusals, summary
+from training.scenarios import drop_checkpoints, files, refusals, session, summary
 from whole_runs import train_here
 
 TWO = {"epochs": "2ba"}
 PICTURES = {"epochs": "1ba", "data.image_size": "28", "data.augment.crop": "none", "data.workers": "0"}
 
 # Data
+
+
+def test_too_large_a_batch_is_refused_before_pictures_are_decoded(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dataset, "_settle")
+    with pytest.raises(ConvoyError, match="the batch of 97 is larger than the 96 samples of the data: lower --batch"):
+        session(data, "batch=97")
 
 
 def test_the_first_layer_whitens_patches_of_the_training_pictures(data: Path) -> None:

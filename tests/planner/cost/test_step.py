@@ -1,12 +1,16 @@
-"""Tasks of a step, its sum and its memory, by hand."""
+"""Tasks of a step, its sum and its memory: against the plan's own counts, against the engine, and by hand."""
 
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+import convoy
+from convoy.engine.network import network_of
 from convoy.graph.graph import Graph
 from convoy.ops.memory import predict_memory
 from convoy.planner.cost import step
@@ -15,13 +19,15 @@ from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times, Update
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp, local_op
 from convoy.planner.cost.prediction import predict, rank_memory
-from convoy.planner.cost.program import internal_messages, running_statistics
+from convoy.planner.cost.program import exchange, internal_messages, program, running_statistics, weights_of
 from convoy.planner.cost.step import step_tasks
 from convoy.plans.buckets import Sizes
 from convoy.plans.place import Placement
 from convoy.plans.timeline import Task
+from convoy.plans.traffic import all_reduce_elements, gradient_traffic, transfer_traffic
 from planner.search.nets import additive_seconds
 from plans.made_graph import chain, placed, small_net
+from ranks import run_ranks
 
 PLANS = ["sample=3", "owt=2", "sample=2,filter=2", "sample=2,height=2", "channel=2"]
 ROOFLINE = Roofline(1e9, 1e9)
@@ -51,6 +57,86 @@ def layers_only(op: LocalOp) -> Times:
 
 def gradients(tasks: list[Task]) -> list[Task]:
     return [task for task in tasks if task.kind == "gradient" and task.rank == 0 and task.stream != "compute"]
+
+
+def test_what_is_sent_is_what_the_plan_counts() -> None:
+    """An all-reduce of n bytes over k ranks sends 2(k-1)/k·n; everything else is counted in bytes sent already."""
+    for plan in PLANS:
+        placement = placed(small_net(12), plan)
+        mesh, sent, expected = placement.mesh, transfer_traffic(placement), gradient_traffic(placement)
+        travelling = exchange(placement, weights_of(placement)[::-1], Costs(ROOFLINE).message_sizes).messages
+        assert sorted(name for one in travelling for name in one.parameters) == sorted(expected)
+        for rank in range(mesh.num_devices):
+            for way in ("forward", "backward"):
+                result = sum(
+                    all_reduce_elements(one.bytes[rank], mesh.size(one.axes))
+                    if one.kind == "all_reduce"
+                    else one.bytes[rank]
+                    for item in program(placement)
+                    for one in getattr(item, way)
+                )
+                count = sum(getattr(each.ranks[rank], way) for each in sent)
+                assert result == pytest.approx(count, abs=8), (plan, rank, way)
+            shares = [(one, 2 * (mesh.size(one.axes) - 1) / mesh.size(one.axes)) for one in travelling]
+            counts = sum(share * 4 for one, share in shares for _ in one.parameters)  # of users
+            result = sum(share * one.bytes[rank] for one, share in shares) - counts
+            assert result == pytest.approx(sum(numbers[rank] for numbers in expected.values()), abs=8), plan
+
+
+class Net(nn.Module):
+    """Large and small gradients, defined in another order than they are used in, and some that never come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(8, 8)
+        self.head = nn.Linear(512, 300)
+        self.wide = nn.Linear(8 * 16, 512)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1)
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.middle = nn.Linear(512, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.conv1(x)))
+        x = F.relu(x + self.conv2(x))
+        x = F.relu(self.wide(F.adaptive_avg_pool2d(x, 4).flatten(1)))
+        return self.head(F.relu(self.middle(x)))
+
+
+def messages(plan: str) -> tuple[list[Any], ...]:
+    """What the engine sends after it has seen a backward pass, what is predicted, and that in another order."""
+    images = torch.randn(4, 3, 8, 8)
+    net = convoy.parallelize(Net(), plan, example=images)
+    network = network_of(net)
+    for _ in range(2):
+        net.zero_grad()
+        net(images).square().mean().backward()
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    order = [names[parameter] for parameter in network.reducer.parameters]
+    result = [({order[member] for member in one.members}, len(one.tally), one.alone) for one in network.reducer.buckets]
+    placement = network.example_placement(True)
+    held = {name: parameter.numel() * 4 for name, parameter in net.named_parameters()}
+
+    def predicted(ready: list[str]) -> list[Any]:
+        return [
+            (
+                set(one.parameters),
+                (one.bytes[network.groups.rank] - sum(held[name] for name in one.parameters)) // 4,
+                not any(one.copied) and bool(one.parameters),
+            )
+            for one in exchange(placement, ready, Costs(ROOFLINE).message_sizes).messages
+        ]
+
+    backward = [name for item in reversed(program(placement)) for name in item.parameters]
+    backward = list(dict.fromkeys([*backward, *weights_of(placement)]))
+    return result, predicted(backward), predicted([value.name for value in placement.graph.parameters()])
+
+
+def test_predicted_messages_are_those_of_the_engine_in_their_order() -> None:
+    for plan in ("sample=2", "owt=2"):
+        for engine, prediction, control in run_ranks(messages, 2, plan):
+            assert engine == prediction
+            assert plan == "owt=2" or (len(engine) > 1 and engine != control)  # the first layers' gradients first
 
 
 ONE = 4 * 64 * 64
