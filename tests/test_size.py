@@ -9,7 +9,7 @@ CODE = ("**/*.py", "**/*.css", "**/*.js", "**/*.jinja")
 SLACK = 50
 LINES = {
     "src/convoy": 1617,
-    "src/convoy/bench": 3426,
+    "src/convoy/bench": 3427,
     "src/convoy/checkpoint": 451,
     "src/convoy/cli": 3036,
     "src/convoy/comm": 2602,
@@ -23,12 +23,12 @@ LINES = {
     "src/convoy/ops": 4960,
     "src/convoy/planner": 7622,
     "src/convoy/plans": 2571,
-    "src/convoy/report": 2743,
+    "src/convoy/report": 2749,
     "src/convoy/script": 1480,
-    "src/convoy/training": 7728,
-    "tests": 20447,
+    "src/convoy/training": 7750,
+    "tests": 18551,
     "benchmarks": 5999,
-    "docs": 3073,
+    "docs": 3077,
 }
 """Lines by folder: of code with those below it, of `docs` the guides, of `src/convoy` what lies there itself."""
 

@@ -64,37 +64,11 @@ class TinyResidual(nn.Module):
         return self.head(self.block(self.conv(x.double())).mean((2, 3)))
 
 
-class TinyCounting(TinyNet):
-    """Lets a count of its passes into what it computes."""
-
-    passes = 0
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        self.passes += self.training
-        return super().forward(x * (1 + 0.1 * self.passes))
-
-
 class TinyUnseen(TinyNet):
     """Asks for a number, so that nobody can capture it."""
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return super().forward(x if float(x.detach().amax()) < 1e9 else x * 0)
-
-
-class TinyCoupled(TinyNet):
-    """Subtracts the mean of the batch."""
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        return super().forward(x - x.mean(0))
-
-
-class TinyLazy(TinyNet):
-    """Its layers take their shapes from the first images."""
-
-    def __init__(self, num_classes: int = 10) -> None:
-        super().__init__(num_classes, 1)
-        self.conv = nn.LazyConv2d(8, 3, stride=2, padding=1)
-        self.head = nn.LazyLinear(num_classes)
 
 
 def write_mnist(folder: Path, num_train: int = NUM_TRAIN, num_test: int = NUM_TEST) -> Path:

@@ -1,12 +1,11 @@
 """The rows that a command asks for, the file that keeps what was measured, and the course of a study."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.made_study import MACHINE, MADE, RECIPE, document, new_store, rewrite, study, write_study, write_trainings
+from bench.made_study import MACHINE, MADE, RECIPE, document, new_store, study, write_study, write_trainings
 from convoy.bench import course
 from convoy.bench.ask import configurations
 from convoy.bench.processes import Places, RankFailed
@@ -58,23 +57,6 @@ def test_a_study_goes_on_where_it_was_and_another_is_refused(tmp_path: Path) -> 
             Store.open(tmp_path, study(**changes), MACHINE | machine)
     with pytest.raises(ConvoyError, match="trainings of 5 epochs, which --train-epochs 6"):
         Store.open(tmp_path, study(), MACHINE | {"timm": "1.0"}).begin_training(6.0)
-
-
-def test_what_is_no_study_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConvoyError, match="give the folder of a study"):
-        Store.read(tmp_path)
-    whole = document(write_study(tmp_path, devices=(1, 2), plans=["sample"], rounds=1))
-    for change, words in (
-        (whole | {"schema": 99}, "schema 99"),
-        (whole | {"sessions": [{"command": ""}]}, r"it has no sessions\[0\]\.started"),
-        (whole | {"machine": {}}, r"it has no machine\.machine"),
-        (whole | {"training": {}}, r"it has no training\.epochs"),
-    ):
-        with pytest.raises(ConvoyError, match=words):
-            rewrite(tmp_path, change)  # type: ignore[arg-type]
-    (tmp_path / "bench.json").write_text(json.dumps(whole)[:-9])
-    with pytest.raises(ConvoyError, match="corrupt"):
-        Store.read(tmp_path)
 
 
 WRONG = {"sample=2": ConvoyError("too few microbatches: give more"), "serial": RankFailed("rank 0 failed: full\nmore")}

@@ -1,9 +1,7 @@
-"""What the first of many GPUs does in an update, counted without one: operations, waits for it, lists given to it."""
+"""What the first of many GPUs waits for in an update, and the lists given to it, counted without one."""
 
-import argparse
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu_ranks import MODELS, PLAIN, Work, measure
 from measuring.dispatch import Counts, FakeGpu, fake_ranks
 from torch import Tensor, nn
 
@@ -20,7 +17,6 @@ import small_nets
 from convoy import models
 from convoy.data import AugmentConfig, DataConfig, DataSet, Order, training_batches
 from convoy.data.pixels import PixelSource
-from convoy.models import resnet
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
 from convoy.training.classification import InputPipeline
@@ -31,53 +27,7 @@ from convoy.training.precision import Scaler
 from convoy.training.state import RunState
 from convoy.training.step import TrainingStep
 
-pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-
-# By name: a call on a tensor of the fake GPU, for how many reads the host waits then, and how many lists it sends.
-CALLS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
-    "item": (lambda x: x.sum().item(), 1, 0), "bool": (lambda x: bool((x > 0).any()), 1, 0),
-    "to the CPU": (lambda x: x.cpu(), 1, 0), "wait": (lambda x: torch.cuda.synchronize(), 1, 0),
-    "list": (lambda x: torch.tensor([1.0], device=x.device), 1, 1), "index": (lambda x: x[[0, 2]], 1, 1),
-    "a copy that nobody waits for": (lambda x: torch.ones(3).to(x.device, non_blocking=True), 0, 1),
-    "slice": (lambda x: x[1:3] * 2.0, 0, 0), "number": (lambda x: x.fill_(2.0), 0, 0),
-}  # fmt: skip
-
-
-def test_waits_and_lists_are_seen_where_they_are() -> None:
-    for name, (call, waits, uploads) in CALLS.items():
-        with FakeGpu() as gpu:
-            x = gpu.take(torch.ones(4))
-            with gpu.count() as seen:
-                call(x)
-        assert (len(seen.synchronizations), len(seen.uploads)) == (waits, uploads), name
-        assert all("test_gpu_ranks.py" in event.line for event in seen.synchronizations)
-    with pytest.raises((AssertionError, RuntimeError)):
-        torch.ones(1, device="cuda")  # no device is left behind
-
-
-BARS = {"sync": 1.14, "local": 1.0}
-"""Operations beside the plain network's. Batch norm over all ranks takes two and a message each way; that ReLUs and
-additions behind a layer are in it makes up for most of that."""
-WORK = Work(batch=8, microbatch=2, size=64)
-FAKE = argparse.Namespace(device="fake", precision="fp32", updates=0)
-
-
-@pytest.mark.slow
-def test_an_update_of_rank_0_does_no_more_on_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(resnet.DEPTHS, 10, (resnet.BasicBlock, (1, 1, 1, 1)))
-    monkeypatch.setitem(MODELS, "resnet10", partial(resnet.ResNet, depth=10))
-    plain, _ = measure("resnet10", PLAIN, 1, WORK, FAKE)
-    few = {norm: measure("resnet10", norm, 8, WORK, FAKE)[0] for norm in BARS}
-    for norm, bar in BARS.items():
-        assert few[norm].operations <= bar * plain.operations
-        assert few[norm].passes == 1 and few[norm].waits == 0
-    # one message each way of every layer
-    assert few["sync"].collectives - few["local"].collectives == 2 * 12 - 1
-    many, seen = measure("resnet10", "sync", 64, WORK, FAKE)
-    assert not seen.synchronizations, seen.synchronizations
-    assert few["sync"].uploads == many.uploads <= 1, "the keys of the samples"
-    for what in ("operations", "views", "host", "collectives", "passes", "waits"):
-        assert getattr(few["sync"], what) == getattr(many, what), what
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor", "ignore:.* without Triton")
 
 
 def test_an_update_of_the_trainer_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,3 +103,8 @@ def test_no_pass_waits_for_the_gpu_or_gives_it_lists() -> None:
             assert not uploads, (plan, uploads)
             assert seen.operations["convolution"] == seen.operations["convolution_backward"] > 0
             assert seen.collectives.total() > 0
+    with FakeGpu() as gpu:  # the control
+        x = gpu.take(torch.ones(4))
+        with gpu.count() as counted:
+            x[[0, 2]].sum().item()
+    assert (len(counted.synchronizations), len(counted.uploads)) == (2, 1)

@@ -127,20 +127,3 @@ def test_right_checksums_of_a_pickle_and_of_files_elsewhere_do_not_help(store: C
         store.load(3)
     with pytest.raises(pytest.fail.Exception, match="unpickled"):
         pickle.loads(content)
-
-
-def test_a_write_that_fails_or_is_killed_leaves_the_one_before(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of_three(store, 1)
-    store.draft(2, 2, "killed").add(0, checkpoint(2).tensors)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("convoy.checkpoint.store.write_record", full)
-    with pytest.raises(OSError, match="No space"):
-        put(store, checkpoint(3))
-    assert store.steps() == [1] and store.load(1).step == 1
-    store.sweep()
-    assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]

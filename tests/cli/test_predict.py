@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from cli.calls import Call
-from convoy.cli import main
 from convoy.data.folder import pictures
 from started import ENVIRONMENT
 
@@ -43,25 +42,6 @@ def test_a_folder_gives_csv_in_order_and_files_give_an_object_a_line(pictures_ru
     assert [line["file"] for line in lines] == files
     assert [len(line["predictions"]) for line in lines] == [3, 3]  # of top 5 as many as there are classes
     assert lines[0]["predictions"][0].keys() == {"class", "probability"}
-
-
-def test_names_that_are_no_text_or_formulas_are_kept_apart(
-    pictures_run: Path,
-    val: Path,
-    tmp_path: Path,
-    capfdbinary: pytest.CaptureFixture[bytes],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    names = ["=1+1.png", 'a",b.png', os.fsdecode(b"\xff.png")]
-    for name in names:
-        (tmp_path / name).write_bytes(Path(pictures(val)[0]).read_bytes())
-    monkeypatch.chdir(tmp_path)
-    line = ["predict", str(pictures_run), *names, "--trust-code"]  # of another folder
-    assert main([*line, "--top", "1"]) == 0
-    assert [row["file"] for row in rows(os.fsdecode(capfdbinary.readouterr().out))] == ["'=1+1.png", *names[1:]]
-    assert main([*line, "--json"]) == 0
-    lines = os.fsdecode(capfdbinary.readouterr().out).splitlines()
-    assert [json.loads(line)["file"] for line in lines] == names
 
 
 @pytest.mark.timeout(100)

@@ -5,17 +5,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from cli.calls import Call
 from convoy.cli.app import VERBS
 from convoy.cli.launch import LAUNCHERS
-from convoy.cli.train_run import check_alike
-from convoy.errors import ConvoyError
-from convoy.training import load_recipe
 from started import ENVIRONMENT
 
 HELP = ["--help", *(f"{verb} --help" for verb in VERBS), *(f"launch {name} --help" for name in LAUNCHERS)]
@@ -23,21 +18,14 @@ LENET = "train lenet --data mnist-mini"
 WITHOUT_TORCH = {
     "train lenet --deivces 2": "no such option --deivces: did you mean --device or --devices? see convoy train --help",
     f"{LENET} --plan smaple=2": "smaple is no strategy: did you mean sample?",
-    f"{LENET} --plan sample=3 --devices 2": "start it with --devices 3",
-    f"{LENET} --plan auto --devices 2 --shares 1,2,3": "no plan on 2 devices divides it",
-    f"{LENET} --out .": "is not empty",
     f"{LENET} --out file/run --devices 2": "cannot write to",
     "train mine:net:work.py --data mnist-mini --set batch=x": "batch is x",
     "train none --extend 8": "none holds no run, which --extend 8 needs",
     "train runs/frist --resume": "did you mean runs/first?",
-    "export runs/none --to x.bin": "end it in .onnx or .pt2",
-    "predict none missing.png": "there is no picture or folder missing.png",
     "data pack none packed": "data set none does not exist",
     "doctor train lenet --data missing --verify": "data set missing does not exist",
     "plan lenet --fix fc1": "'fc1' fixes nothing",
-    "plan lenet --score sample=2 --score sample=3": "--score sample=3 is for 3 devices, but --score sample=2 for 2",
     "plan lenet --out file/plan.yaml": "--out file/plan.yaml cannot be written",
-    "bench lenet --plans sample=3 --devices 1,2": "--devices has no 3",
 }
 CODE = """
 import contextlib, io, json, sys
@@ -87,12 +75,3 @@ def test_an_error_of_the_program_has_status_1_and_shows_its_traceback_to_who_ask
     monkeypatch.setattr("convoy.cli.lists.options.show", fail)
     assert "RuntimeError: broken" in (brief := call("models lenet", status=1).err) and "Traceback" not in brief
     assert "Traceback" in call("models lenet -v", status=1).err
-
-
-def test_ranks_that_were_started_with_other_options_are_refused() -> None:
-    sections: list[object] = []
-    ranks: Any = SimpleNamespace(gather=lambda section: sections.append(section) or sections)
-    for settings in ("data.path=a", "data.path=a parallel.cores_per_device=1"):
-        check_alike(ranks, load_recipe("default", ["model.name=lenet", *settings.split()]))
-    with pytest.raises(ConvoyError, match=r"rank 2 was started with other options than rank 0 \(data\)"):
-        check_alike(ranks, load_recipe("default", ["model.name=lenet", "data.path=b"]))

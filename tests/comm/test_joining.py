@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from convoy.comm import joining
 from convoy.comm.groups import Groups, temporary
@@ -55,21 +54,6 @@ def test_ranks_choose_one_backend_and_nccl_where_their_gpus_differ() -> None:
     for number, layout in enumerate(UNLIKE):
         assert {answers[number][0] for answers in by_rank} == {LAYOUTS[" ".join(layout)][0]}
     assert len({answers[-1][1] for answers in by_rank}) == 2, "each by itself would choose another one"
-
-
-MESH = Mesh(("a", "b", "c"), (2, 1, 2))
-
-
-def test_without_variables_there_is_one_device_and_a_mesh_of_another_size_is_refused(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    join()
-    assert not dist.is_initialized()
-    groups = Groups(Mesh(("sample",), (1,)))
-    assert groups.of((0,)) is None and groups.coordinates == (0,)
-    assert Groups(MESH, rank=3).coordinates == (1, 0, 1)
-    with pytest.raises(ConvoyError, match=r"mesh sample=4 is for 4 devices, but 1 ranks run"):
-        Groups(Mesh(("sample",), (4,)))
 
 
 HERE = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9", "GLOO_SOCKET_IFNAME": "lo"}

@@ -1,6 +1,5 @@
 """Batches are a function of seed, epoch and sample, whatever process makes them."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from convoy.data import AugmentConfig, DataConfig, open_data
-from convoy.data.batch import Batch, BatchMaker
+from convoy.data.batch import BatchMaker
 from convoy.data.pixels import PixelSource
 from convoy.data.sources import Source
 from convoy.data.transforms import Geometry
@@ -23,7 +22,6 @@ from data.made import (
     pixels,
     same,
     trained,
-    write_mnist,
 )
 
 SAMPLES = np.array([7, 3, 11, 3, 0])
@@ -130,18 +128,6 @@ def test_three_epochs_are_the_same_for_any_number_of_workers_and_after_a_resume(
         draw = lambda seed, purpose, epoch, samples, num: random.random((len(samples), num))  # noqa: E731
         monkeypatch.setattr(f"convoy.data.{module}.uniforms", draw)
     assert not same(trained(section, 5, 2), plain[5:7])
-
-
-def test_a_thread_beside_a_gpu_makes_the_same_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_mnist(tmp_path)
-    section = config(tmp_path, augment={"crop": "pad", "flip": True})
-    plain, evaluation, threads = trained(section), evaluated(section), set[int]()
-    monkeypatch.setattr(Batch, "pin_memory", lambda batch: threads.add(threading.get_ident()) or batch)
-    assert same(trained(section, pin_memory=True), plain) and same(evaluated(section, pin_memory=True), evaluation)
-    assert threads and threading.get_ident() not in threads
-    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("convoy-pictures")]:
-        thread.join(10)
-        assert not thread.is_alive()
 
 
 def test_an_evaluation_counts_every_sample_once_in_order_and_is_not_augmented(photos: Path) -> None:

@@ -5,15 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from convoy.data import Batch, DataConfig, Order, loader, open_data, training_batches
+from convoy.data import DataConfig, loader
 from convoy.data.loader import Buffers
-from convoy.errors import MachineError
 from data.made import same, trained
 
 PHOTOS = 30, 1
@@ -28,25 +26,6 @@ def section(path: Path, number: int = 2) -> DataConfig:
 def left() -> list[int]:
     """Descriptors, and worker processes, of this process."""
     return [len(list(Path("/proc/self/fd").iterdir())), len(multiprocessing.active_children())]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left_of_workers_that_have_ended() -> Iterator[None]:
-    multiprocessing.active_children()
-    before = left()[1]
-    yield
-    assert left()[1] == before
-
-
-def started(photos: Path, batch: int = 5, num: int = 400) -> tuple[Generator[Batch], list[int]]:
-    """Batches, of which one is made, and the two processes that make them."""
-    before = {process.pid for process in multiprocessing.active_children()}
-    data, order, updates = open_data(section(photos)), Order(90, batch, seed=7), {"first_update": 0, "num_updates": num}
-    made = training_batches(data, section(photos), order, **updates, seed=7)
-    next(made)
-    pids = [process.pid for process in multiprocessing.active_children() if process.pid not in before]
-    assert len(pids) == 2
-    return made, [pid for pid in pids if pid is not None]
 
 
 @pytest.mark.slow
@@ -68,16 +47,6 @@ def test_batches_in_pieces_are_the_same_for_any_number_of_workers(
 
     monkeypatch.setattr(Buffers, "hand_out", careless)  # the control: a buffer is free while its batch is kept
     assert not same(trained(section(photos, 2), num=7, batch=40), plain)
-
-
-def test_a_killed_worker_is_an_error_and_none_is_left_of_a_loop_that_ends(photos: Path) -> None:
-    """What is left is looked at after every test."""
-    made, pids = started(photos)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    with pytest.raises(MachineError, match=r"^a process that loads pictures died [^\n]*data.workers[^\n]*$"):
-        list(made)
-    started(photos)[0].close()
 
 
 SCRIPT = """

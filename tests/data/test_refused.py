@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from convoy.data import DataConfig
 from convoy.errors import ConvoyError
 from data.made import (
     encoded,
@@ -97,13 +96,3 @@ def test_what_is_wrong_is_refused_in_one_sentence_and_nothing_is_written(
         is_right = re.search(words, sentence) and len(sentence) < 400 and sentence.isprintable()
         answers += [] if is_right and sorted(tmp_path.rglob("*")) == before else [f"{words}: {sentence}"]
     assert not answers, "\n".join(answers)
-
-
-def test_a_section_that_no_data_set_could_mend_is_refused_before_one_is_opened() -> None:
-    for section, words in (
-        ({"channels": 3, "mean": (0.5,), "std": (0.5,)}, "have 1 numbers, but channels=3"),
-        ({"image_size": 32, "resize": 16}, "resize=16 is smaller than image_size=32"),
-        ({"channels": 1, "augment": {"pca_noise": 0.1}}, "augment.pca_noise needs colors"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            DataConfig.model_validate(section)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from convoy.data import MixConfig, Normalize, mix
+from convoy.data import MixConfig, mix
 
 LABELS = torch.tensor([0, 1, 2, 3, 4, 0])
 
@@ -49,13 +49,3 @@ def test_cutmix_labels_have_the_area_of_the_rectangle_and_a_microbatch_depends_o
     assert (len(nothing), targets.shape) == (0, (0, 5))  # a rank may have no samples in a pass
     kinds = [set(mixed([6], [key], **both)[0][1].unique().tolist()) <= {1.0, 4.0} for key in range(200)]
     assert 70 < sum(kinds) < 130  # a coin decides
-
-
-def test_normalized_pixels_follow_the_formula() -> None:
-    means, deviations = (0.1, 0.2, 0.3), (0.5, 0.25, 0.2)
-    pixels = torch.randint(0, 256, (4, 3, 5, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    mean, std = (torch.tensor(numbers, dtype=torch.float64).view(1, 3, 1, 1) for numbers in (means, deviations))
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        result = Normalize(means, deviations, memory_format=memory_format)(pixels.clone())
-        assert torch.allclose(result.double(), (pixels.double() / 255 - mean) / std, atol=1e-6)
-        assert result.dtype == torch.float32 and result.is_contiguous(memory_format=memory_format)

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plans.made_graph import Does
-
 Work = Callable[["Layers", Tensor], Any]
 
 
@@ -36,11 +34,8 @@ def _without_first(x: Tensor) -> Tensor:
 
 COUPLINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x - x.mean(0),
-    "softmax": lambda x: x * torch.softmax(x, 0),
     "flip": lambda x: x + x.flip(0),
-    "gram": lambda x: x + 0.1 * (x @ x.t()) @ x,
     "size": lambda x: x * x.shape[0],
-    "layer norm": lambda x: x + F.layer_norm(x, x.shape),
     "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
     "einsum": lambda x: x + 0.1 * torch.einsum("bi,bj,cj->ci", x, x, x),
 }
@@ -78,7 +73,6 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "topk": lambda x: x.topk(2, dim=2)[0],
     "patches": lambda x: F.fold(F.unfold(x, 3), (6, 6), 3),
     "attention": lambda x: F.scaled_dot_product_attention(x, x * 2, x + 1),
-    "one head's keys": lambda x: F.scaled_dot_product_attention(x, x[:, :1], x[:, 1:2] + 1),
 }
 """Calls without a rule of their own, which mix some dimensions and not others."""
 BIASED = {"a bias": (1, 4, 6, 6), "one bias": (6, 6)}
@@ -129,13 +123,6 @@ def _training_heads(net: Layers, x: Tensor) -> Any:
     x = net.conv(x)
     first = net.last(x).mean((2, 3))
     return (first, net.fc(x.mean((2, 3)))) if net.training else first
-
-
-def complex_between() -> nn.Module:
-    """A call whose result stages cannot send, and one that makes it sendable again."""
-    net = Layers(lambda net, x: net.last(net.plain(net.strange(net.conv(x)))).mean((2, 3)))
-    net.strange, net.plain = Does(torch.fft.fft2), Does(torch.abs)
-    return net
 
 
 def base(norm: Callable[[], nn.Module] = nn.Identity) -> nn.Sequential:
@@ -206,31 +193,6 @@ class Branches(nn.Module):
         return self.last(torch.cat((y + x, x), 1)).mean((2, 3)), early
 
 
-class FineTuned(nn.Module):
-    """Convolutions whose weights are frozen, between norms that are trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)
-        self.deep, self.last = nn.Conv2d(4, 4, 3).requires_grad_(False), nn.Linear(4, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.last(self.deep(self.norm(self.stem(x)).relu()).mean((2, 3)))
-        return y
-
-
-class Joined(nn.Module):
-    """Adds what another branch gives to a batch norm, of channels that the first of two ranks has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(2)
-        self.wide, self.second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.norm(self.first(x)[:, :2]) + self.second(self.wide(x).relu())[:, :2]).relu().flatten(1)
-
-
 def wide() -> nn.Sequential:
     """Weights large enough for messages of their own."""
     layers = [nn.Linear(192, 512), nn.ReLU(), nn.Linear(512, 512), nn.Linear(512, 10)]
@@ -251,13 +213,10 @@ ODD_NETS: dict[str, Callable[[], nn.Module]] = {
     **{f"calls {kind}": between(kind) for kind in (*CALLS, *BIASED)},
     **{kind: (lambda work=work: Layers(work)) for kind, work in OVERWRITING.items()},
     **GIVEN,
-    "joined": Joined,
     "branches": Branches,
-    "fine tuned": FineTuned,
     "wide": wide,
     "chain": chain,
     "two heads": lambda: Layers(_between_heads),
     "training heads": lambda: Layers(_training_heads),
-    "complex": complex_between,
 }
 """Networks for pictures of 8 by 8 pixels and 10 classes."""

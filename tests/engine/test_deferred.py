@@ -3,7 +3,6 @@
 import os
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +11,6 @@ import convoy
 from convoy import models
 from convoy.engine.network import network_of
 from convoy.engine.parallelize import own_state
-from convoy.errors import ConvoyError
 from ranks import run_ranks
 
 EXAMPLE = torch.zeros(2, 3, 32, 32)
@@ -75,14 +73,3 @@ def test_parts_are_those_of_a_plain_network_with_the_numbers_of_rank_0() -> None
         assert run_ranks(differences, 2, name, plan) == [[], []], name
     for different in run_ranks(differences, 2, "odd", "filter=2", 4):  # the seed that rank 1 had
         assert {text.partition(" ")[0] for text in different} == {"start", "gradient", "random"}
-
-
-def refused() -> str:
-    """What is said of a network that reads its numbers while it is built."""
-    with pytest.raises((ConvoyError, RuntimeError)) as caught, convoy.deferred():
-        nn.Linear(3, int(nn.init.constant_(torch.empty(1), 4).item()))
-    return str(caught.value) if caught.type is ConvoyError else caught.type.__name__
-
-
-def test_what_cannot_be_built_so_is_said_on_every_rank() -> None:
-    assert all("build it without convoy.deferred" in sentence for sentence in run_ranks(refused, 2))

@@ -14,16 +14,10 @@ from ranks import RankFailed, replace_processes, run_ranks
 from small_nets import SMALL_NETS
 
 SMALL = ("lenet", *SMALL_NETS)
-STAGES_AT = {"complex": "last", "two heads": "last"}
+STAGES_AT = {"two heads": "last"}
 """Where the second of two stages begins."""
 SKIP = {"mesh": {"stage": 3}, "layers": {}, "stages": ["down", "up"]}
 """With a skip connection over two cuts."""
-POSTPONED = {
-    "mesh": {"stage": 2, "gpu": 2},
-    "layers": {"last": {"gpu": "filter"}, "*": {"gpu": "sample"}},
-    "stages": ["norm"],
-}
-"""Of layers whose gradients are postponed, only some are added over ranks."""
 MIXED: dict[str, dict[str, Any]] = {
     "resnet18": {
         "mesh": {"a": 2, "b": 2},
@@ -73,8 +67,7 @@ CASES: dict[str, Cases] = {
     "sample=2 and networks as people have them": [(kind, ODD) for kind in (*GIVEN, *OVERWRITING)],
     "sample=3": [("shuffle", {}), ("depthwise", SPARSE), ("dense", SPARSE), ("calls a bias", SPARSE)],
     "filter=2": [
-        *((net, {}) for net in (*SMALL, "joined")),
-        ("joined", PARTS),
+        *((net, {}) for net in SMALL),
         *((f"calls {kind}", ODD) for kind in (*CALLS, *BIASED)),
         *((kind, ODD) for kind in ("weight", "spectral beside weight", "instance norm that tracks", "by hand")),
         *((kind, ODD) for kind in ("relu of joined", "relu of a view", "unseen part")),
@@ -112,7 +105,6 @@ CASES: dict[str, Cases] = {
 GIVEN_PLANS: dict[str, tuple[Any, Cases]] = {
     "all strategies": (MIXED["dense"], [("dense", {})]),
     "a skip connection over two cuts": (SKIP, [("branches", ZERO_BUBBLE)]),
-    "some postponed gradients": (POSTPONED, [("fine tuned", ZERO_BUBBLE)]),
 }
 
 

@@ -97,17 +97,12 @@ def at_first(mode: Callable[[Any], object]) -> Act:
 
 CHANGES: dict[str, Act] = {
     "eps": later(lambda net: setattr(net.bn, "eps", 0.1)),
-    "stride": later(lambda net: setattr(net.a, "stride", (2, 2))),
     "value": later(lambda net: setattr(net, "temperature", 0.5), lambda net: setattr(net, "temperature", 1.0)),
     "branch": later(lambda net: setattr(net, "branch", True)),
     "object": later(lambda net: setattr(net.options, "scale", 0.5)),
     "tensor in place": later(lambda net: net.mask[:3].zero_()),
     "hook": later(lambda net: net.b.register_forward_hook(lambda layer, inputs, output: output.sin() * 3)),
     "forward of a layer": later(lambda net: setattr(net.act, "forward", torch.tanh)),
-    "forward of the network": later(
-        lambda net: setattr(net, "forward", lambda x: net.out(net.b(net.bn(net.a(x))).mean((2, 3))))
-    ),
-    "layer without weights": later(lambda net: setattr(net, "act", nn.Tanh())),
     "mode": later(lambda net: net.bn.eval()),
     "class": later(lambda net: setattr(type(net), "offset", 0.5)),
 }

@@ -56,16 +56,6 @@ def drifting(how: str) -> Script:
     return script
 
 
-def replaced(plan: str) -> None:
-    """Refused in training and, with the same words, in evaluation."""
-    net, mine = ranks_net(plan)
-    net(IMAGES[mine])
-    net[0] = nn.Conv2d(3, 6, 3, padding=1).double()
-    with pytest.raises(ConvoyError, match="was replaced"):
-        net(IMAGES[mine])
-    net.eval()(IMAGES[mine])
-
-
 def changed(change: Callable[[Any], object]) -> Script:
     """After a pass something is changed, on one rank or all, and the network called again."""
 
@@ -123,7 +113,6 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
         (changed(lambda net: net[1].train(rank() == 0)), "with every module in the same mode"),
         (changed(lambda net: net.float() if rank() else None), "to weights of the same type"),
         (unfrozen, r"set requires_grad, then call convoy\.parallelize"),
-        (replaced, "0 was replaced or taken out after convoy.par"),
         (lambda plan: nn.parallel.DistributedDataParallel(ranks_net(plan)[0])(IMAGES[:4]), "add gradients twice: take"),
         (changed(lambda net: net[0].weight.register_hook(lambda gradient: gradient)), r"0\.weight has a gradient hook"),
         (changed(lambda net: net[0].register_full_backward_hook(print)), r"\(0\._backward_hooks.*has a backward hook"),

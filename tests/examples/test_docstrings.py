@@ -1,8 +1,7 @@
-"""The examples in docstrings run: those of public names on two ranks, those of central types in this process."""
+"""The examples in the docstrings of public names run, on two ranks."""
 
 import copy
 import doctest
-import importlib
 import inspect
 import os
 from pathlib import Path
@@ -16,22 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import convoy
 from convoy.cli import main
-from convoy.ops import OPERATIONS, capture, place
-from convoy.plans.place import Batch
 from ranks import run_ranks
 
 NAMES = sorted(name for name in dir(convoy) if not name.startswith("_"))
 PARTS = 3
-CENTRAL = [
-    "graph.graph:Graph",
-    "ops.operation:Operation",
-    "planner.cost.local_op:LocalOp",
-    "plans.layout:Layout",
-    "plans.place:Placement",
-    "plans.timeline:Timeline",
-    "plans.transfer:transfer",
-    "training.division:divide",
-]
 
 
 class _Lenient(doctest.OutputChecker):
@@ -101,25 +88,3 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_examples_of_public_names(part: int, folder: Path) -> None:
     assert run_ranks(faults, 2, NAMES[part::PARTS], folder, timeout=150) == [[], []]
-
-
-def test_examples_of_central_types() -> None:
-    known = {"Batch": Batch, "OPERATIONS": OPERATIONS, "Plan": convoy.Plan, "capture": capture, "place": place}
-    texts: list[str] = []
-    for name in CENTRAL:
-        module, _, value = name.partition(":")
-        place_of = importlib.import_module(f"convoy.{module}")
-        finder = doctest.DocTestFinder(recurse=False)
-        (test,) = finder.find(getattr(place_of, value), module=place_of, globs=known | vars(place_of))
-        assert test.examples, name
-        doctest.DocTestRunner(verbose=False).run(test, out=texts.append)
-    assert texts == []
-
-
-def test_an_example_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(convoy, "rank", lambda: 0)
-    monkeypatch.setattr(convoy.Mesh, "__doc__", ">>> 1 + 1\n3\n")
-    monkeypatch.setattr(convoy, "parallelize", lambda model, plan, example: model)
-    monkeypatch.setattr(convoy, "local_samples", lambda net, number: slice(0, number))
-    monkeypatch.chdir(tmp_path)
-    assert "Expected" in "".join(faults(["Mesh"], tmp_path))

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 
 from convoy.graph.fake import Fakes, FakeTensor, storage
 from convoy.graph.graph import Call, CaptureError, Graph
-from convoy.models import create
 from convoy.ops import capture
-from graph.replay import replay, same
+from graph.replay import replay
 from plans.made_graph import Does
 
 
@@ -66,100 +64,6 @@ def test_the_network_is_left_as_it_was_in_the_modes_of_its_modules() -> None:
     assert ["dropout" in ops(graph) for graph in graphs] == [True, True, False]
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.second.weight = self.first.weight
-        self.again = self.first
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.again(self.second(self.first(x)))
-
-
-@dataclass
-class Outputs:
-    logits: Tensor
-    sizes: tuple[int, int]
-
-
-def constants(x: Tensor) -> Tensor:
-    """What does not depend on the input, computed in place and branched on."""
-    mask = x.new_zeros(4, 4)
-    mask[1:3, :2] = 1
-    mask[0] += 2
-    grid = torch.arange(4, dtype=x.dtype)[None, :] * torch.linspace(0, 1, 4)[:, None]
-    if (mask > 2).any():
-        mask = mask.neg()
-    return x * mask + grid.to(x) + torch.zeros_like(x) + torch.empty(4).fill_(3)
-
-
-REPLAYED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[Graph], bool]]] = {
-    "tied weights and modules have their first names": (
-        Tied,
-        (2, 4),
-        lambda g: (
-            [*by_name(g), *(value.name for value in g.parameters())]
-            == ["first", "second", "first#2", "first.weight", "first.bias", "second.bias"]
-        ),
-    ),
-    "constants": (
-        lambda: Does(constants),
-        (2, 4, 4),
-        lambda g: ops(g) == ["elementwise"] * 4 and all(g.values[name].origin == "constant" for name in g.constants),
-    ),
-    "a dataclass": (lambda: Does(lambda x: Outputs(x + 1, (1, 2))), (2, 3), lambda g: len(g.calls) == 1),
-}
-"""A network, the shape of its input, what is so of its graph."""
-
-
-@pytest.mark.parametrize("case", REPLAYED)
-def test_a_replayed_graph_gives_what_the_network_gives(case: str) -> None:
-    make, shape, holds = REPLAYED[case]
-    model, images = make().eval(), torch.randn(shape)
-    graph = capture(model, (images,))
-    assert holds(graph), graph.calls
-    assert same(replay(graph, model, (images,)), model(images))
-    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    for example in (torch.empty(shape, device="meta"), shape):
-        assert capture(model, (example,)).values == graph.values  # tensors of any kind, or shapes
-
-
-def test_a_network_is_replayed_and_grows_with_the_batch() -> None:
-    torch.manual_seed(0)
-    model, images = create("lenet").double().eval(), torch.randn(2, 1, 28, 28, dtype=torch.float64)
-    graph = capture(model, (images,))
-    with torch.no_grad():
-        before = replay(graph, model, (images,))
-        assert same(before, model(images))
-        next(iter(model.parameters())).add_(1)
-        assert not same(before, model(images))
-    at = {
-        n: capture(model, (images.new_empty(n, *images.shape[1:], device="meta"),), training=True) for n in (6, 4, 10)
-    }
-    assert at[6].scaled(at[4], 10) == at[10] != at[6]
-    odd = Does(lambda x: x.flatten(1)[: (len(x) + 1) // 2])  # has to be captured again at each size
-    assert capture(odd, ((5, 3),)).scaled(capture(odd, ((4, 3),)), 10) is None
-    assert {value.name for value in at[4].parameters()} == {name for name, _ in model.named_parameters()}
-
-
-def test_stochastic_depth_is_a_draw_and_products() -> None:
-    """In the ways of torchvision, timm and plain code."""
-
-    def drawing(x: Tensor) -> Tensor:
-        keep = x.new_empty((x.shape[0], 1, 1)).bernoulli_(0.8).div_(0.8)
-        floor = (0.8 + torch.rand((x.shape[0], 1, 1), dtype=x.dtype, device=x.device)).floor_()
-        draws = torch.bernoulli(torch.full((x.shape[0], 1, 1), 0.8))
-        return x * keep + x.div(0.8) * floor + x * draws + torch.rand_like(x)
-
-    graph = capture(Does(drawing), ((2, 3, 3),))
-    draws = [call for call in graph.calls if call.op == "random"]
-    bernoulli = {"draw": "bernoulli", "p": pytest.approx(0.8)}
-    uniform = {"draw": "uniform", "p": None}
-    assert [call.attributes for call in draws] == [bernoulli, uniform, bernoulli, uniform]
-    assert set(ops(graph)) == {"random", "elementwise"} and all(call.inputs == () for call in draws)
-
-
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -176,7 +80,7 @@ def without_gradient(x: Tensor) -> Tensor:
     return x * scale
 
 
-def test_custom_functions_checkpoints_and_no_grad_keep_their_gradients() -> None:
+def test_custom_functions_and_no_grad_keep_their_gradients() -> None:
     images = torch.randn(2, 3, requires_grad=True)
     for function, gradient, kinds in (
         (lambda x: Doubled.apply(x) + 1, 3 * torch.ones(2, 3), ["opaque", "elementwise"]),
@@ -189,38 +93,6 @@ def test_custom_functions_checkpoints_and_no_grad_keep_their_gradients() -> None
         (result,) = torch.autograd.grad(replay(graph, Does(function), (images,)).sum(), images)
         torch.testing.assert_close(result, gradient)
     assert Doubled.apply(torch.ones(1)).item() == 2
-    for reentrant in (True, False):
-        block = Residual()
-        model = Does(lambda x, r=reentrant, b=block: torch.utils.checkpoint.checkpoint(b, x, use_reentrant=r) + 1)
-        model.block = block
-        assert [call.name for call in capture(model, ((2, 3, 8, 8),)).calls][:2] == ["block.conv", "block.bn"]
-
-
-class Cached(nn.Module):
-    grid: Tensor | None = None
-
-    def __init__(self, keeps: str = "") -> None:
-        super().__init__()
-        self.keeps, self.bias = keeps, nn.Parameter(torch.ones(3))
-        self.cache: dict[str, dict[str, Tensor]] = {"all": {}}
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.grid is None:
-            self.grid = torch.arange(3.0)
-        if "bias" not in self.cache["all"]:
-            self.cache["all"]["bias"] = self.bias * 2 if self.keeps == "weights" else torch.arange(3.0)
-        return x + self.grid + self.cache["all"]["bias"]
-
-
-def test_what_a_network_keeps_for_later_does_not_stay_in_it() -> None:
-    images = torch.randn(2, 3)
-    for keeps in ("", "weights"):
-        model = Cached(keeps)
-        graph = capture(model, ((2, 3),))
-        assert (model.grid, model.cache) == (None, {"all": {}})
-        assert same(replay(graph, model, (images,)), model(images))
-    with pytest.raises(CaptureError, match="computed from parameters before"):
-        capture(model, ((2, 3),))
 
 
 class Odd(nn.Module):
@@ -249,18 +121,15 @@ FOREIGN = nn.Parameter(torch.ones(1))
 REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
     "layer odd: it asks for the numbers in a tensor": lambda layer, x: x if x.sum() > 0 else -x,
     "randn draws random numbers in a way of its own": lambda layer, x: x + torch.randn(2, 1, 1, 1),
-    "of numbers that belong to no sample": lambda layer, x: x * F.dropout(layer.scale),
     "do not belong to one sample each": lambda layer, x: x * torch.rand(1, 1, 1, 1),
     "random numbers of python or numpy": lambda layer, x: x * random.random(),
     "mul_ changes odd.scale in place": lambda layer, x: x + layer.scale.data.mul_(2),
     "add_ changes a tensor that the network keeps": lambda layer, x: x + layer.table.add_(1),
     "replaces odd.shift in its forward pass": lambda layer, x: setattr(layer, "shift", layer.shift + 1) or x,
-    "odd changed through a view": lambda layer, x: (x.view(-1).add_(1), x)[1],
     "assigns to a part of a tensor": lambda layer, x: (x.__setitem__((slice(None), 0), 1), x)[1],
     "writes into out=": lambda layer, x: torch.add(x, 1, out=torch.empty(2, 4, 5, 5)),
     "switches autocast on by itself": lambda layer, x: under_autocast(x),
     "layer odd: it uses a parameter that is not among the network's own": lambda layer, x: x * FOREIGN,
-    "Output size is too small": lambda layer, x: F.avg_pool2d(x, 9),
 }
 
 
@@ -270,7 +139,7 @@ def test_what_a_graph_cannot_say_is_refused_and_leaves_the_network_alone(caplog:
         model.odd.eval()
         with left_as_it_was(model), pytest.raises(CaptureError, match=message) as caught:
             capture(model, ((2, 3, 5, 5),))
-        assert caught.value.layer == "odd" or any(word in message for word in ("python", "replaces", "through"))
+        assert caught.value.layer == "odd" or any(word in message for word in ("python", "replaces"))
         images = torch.ones(1, 3, 2, 2)
         assert torch.equal(model.conv(images), model.conv(images))
     assert caplog.records == []  # torch logs nothing of its own

@@ -8,7 +8,7 @@ from torch import nn
 from convoy.errors import ConvoyError
 from convoy.hardware.catalog import device_named, devices, link_named, machine
 from convoy.hardware.data_parallel import Site, ring, several
-from convoy.hardware.speed import KINDS, Software, times
+from convoy.hardware.speed import Software, times
 from convoy.planner.machines import work_of
 from plans.made_graph import graph_of
 
@@ -36,20 +36,6 @@ def test_machines_are_devices_on_hosts_with_a_link_and_what_is_none_is_told_what
     }.items():
         with pytest.raises(ConvoyError, match=re.escape(words)):
             machine(text)
-
-
-def test_the_work_of_one_image_is_that_of_its_layers_by_hand_and_takes_its_arithmetic() -> None:
-    assert [KINDS[kind] for kind in WORK.rows.kind] == ["conv", "norm", "pointwise", "pool", "linear"]
-    assert list(WORK.rows.macs) == [16 * 16 * 8 * 3 * 9, 0, 0, 0, 512 * 10]
-    assert (WORK.rows.read[0], WORK.rows.written[0]) == (3 * 16 * 16, 8 * 16 * 16)
-    assert (WORK.rows.window[0], WORK.rows.depth[0], WORK.rows.width[0], WORK.rows.first[0]) == (9, 3, 8, 1)
-    assert (WORK.parameters, WORK.tensors) == (sum(p.numel() for p in NET.parameters()), 6)
-    net = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.ConvTranspose2d(8, 4, 2, 2))
-    grouped = work_of(graph_of(net, 2, 8, 10, 10))
-    assert (list(grouped.rows.groups), list(grouped.rows.macs)) == ([8, 1], [8 * 8 * 8 * 9, 8 * 8 * 8 * 4 * 4])
-    result = times(work_of(graph_of(nn.Conv2d(1024, 1024, 3, padding=1), 2, 1024, 64, 64)), 8, V100, "fp32", OURS, {})
-    least = 2 * 8 * 64 * 64 * 1024 * 1024 * 9 / 15.7e12
-    assert least < result.forward[0] < 1.2 * least
 
 
 def test_more_devices_and_slower_links_take_longer() -> None:

@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from convoy import resources
-from convoy.errors import ConvoyError, MachineError
+from convoy.errors import ConvoyError
 
 PINNED = """
 import os, threading
@@ -61,18 +60,3 @@ def test_control_groups_and_those_around_them_limit_memory_and_files_count_as_fr
     group.write_text(f"9:pids:/other\n{line}\n")
     assert sorted(resources.memory_limits(group, tmp_path)) == [5000, 9000]
     assert list(resources.memory_left(group, tmp_path)) == [3000]
-
-
-def test_a_rank_that_could_start_no_more_threads_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, started = threading.Thread.start, list[threading.Thread]()
-
-    def limited(thread: threading.Thread) -> None:
-        if len(started) == 5:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", limited)
-    with pytest.raises(MachineError, match=r"no 8 more threads .* raise the limit .* \(ulimit -u\) or .* \(pids\)"):
-        resources.check_threads()
-    assert not any(thread.is_alive() for thread in started)

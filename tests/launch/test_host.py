@@ -1,9 +1,6 @@
 """What a machine does beside a run is seen: on this one, on made-up ones, and on a GPU as drivers tell it."""
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,40 +8,6 @@ import pytest
 
 from convoy.launch import host
 from convoy.launch.host import HostWatch, OtherProcess
-
-# It is busy until it has had a core for a while, however many others have it as well, and says what it saw: of
-# every process, as on a machine with much to do a share may be small.
-WATCHED = """
-import json, time
-from dataclasses import asdict
-from convoy.launch import host
-host.LEAST_CORES = 0.0
-watch = host.HostWatch()
-until = time.process_time() + 0.3
-while time.process_time() < until:
-    sum(range(1000))
-print(json.dumps(asdict(watch.read())))
-"""
-BUSY = "print(flush=True)\nwhile True: sum(range(1000))"
-
-
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's counters")
-def test_a_process_on_the_same_core_is_named_unless_it_is_a_rank_of_the_same_run() -> None:
-    python = ["taskset", "-c", str(min(os.sched_getaffinity(0))), sys.executable, "-c"]
-    run = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with subprocess.Popen([*python, BUSY], env=run, stdout=subprocess.PIPE) as busy:
-        try:
-            assert busy.stdout is not None and busy.stdout.readline()
-            for port in ("2", "1"):
-                answer = subprocess.check_output([*python, WATCHED], env=run | {"MASTER_PORT": port}, timeout=100)
-                load = json.loads(answer)
-                waited = max(load["waited_s"] or 0.0, load["throttled_s"] or 0.0)
-                assert load["cores"] == 1 and waited > 0.3 * load["cpu_s"]
-                others = {other["pid"]: other["cores"] for other in load["others"]}
-                assert (others.get(busy.pid, 0) > 0) == (port == "2")
-                assert load["others_cores"] > 0 if port == "2" else load["run_cores"] > 0
-        finally:
-            busy.kill()
 
 
 def made(machine: Path, files: Mapping[str, str]) -> Path:

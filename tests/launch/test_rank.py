@@ -1,18 +1,12 @@
 """Where a process stands among the ranks, and how it ends: with which status and words;
 and the folder that it shares with the process that started it."""
 
-import json
-import os
-import stat
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.launch.rank import ended, find_place, first_host, private_folder
+from convoy.launch.rank import ended, find_place, first_host
 
 TORCHRUN = {"WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "job"}
 SLURM = {
@@ -57,52 +51,3 @@ def test_every_rank_of_torchrun_has_the_status_and_of_other_launchers_the_first(
     for folder in (tmp_path, tmp_path / "gone"):
         assert statuses(TORCHRUN | {"CONVOY_LAUNCH": str(folder)}) == [1, 0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ended-0", "ended-1"]
-
-
-IN_A_FINALIZER = """
-import os, signal, time, weakref
-from convoy.launch.rank import as_rank, find_place
-
-class Tensor: pass
-
-def close():
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(0.1)
-
-with as_rank(find_place(), saves=True):
-    x = Tensor()
-    weakref.finalize(x, close)
-    del x
-    time.sleep(60)
-"""
-
-
-def test_a_signal_that_a_finalizer_swallows_still_ends_the_rank_without_noise(tmp_path: Path) -> None:
-    variables = TORCHRUN | {"RANK": "1", "CONVOY_LAUNCH": str(tmp_path), "CONVOY_AGENTS": str(os.getpid())}
-    variables["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / "failure-1.json")
-    line = [sys.executable, "-c", IN_A_FINALIZER]
-    done = subprocess.run(line, env=os.environ | variables, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (1, "")
-    word = json.loads((tmp_path / "failure-1.json").read_text())["convoy"]
-    assert word["sentence"] == "SIGINT: stopped at once, without saving"
-
-
-def test_what_launchers_leave_is_swept_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with private_folder() as living:
-        names = ("convoy-launch-x", "x", "convoy-launch-y", "convoy-launch-z")
-        killed, victim, young, theirs = (tmp_path / name for name in names)
-        for folder in (killed, victim, young, theirs):
-            folder.mkdir()
-        for folder in (living, killed, victim, theirs):
-            os.utime(folder, (0, 0))
-        if os.geteuid() == 0:
-            os.chown(theirs, 65534, 65534)
-        link = tmp_path / "convoy-launch-link"
-        link.symlink_to(victim)
-        os.utime(link, (0, 0), follow_symlinks=False)
-        with private_folder() as folder:
-            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-            assert {*tmp_path.iterdir()} - {theirs} == {living, victim, young, link, folder}
-            assert theirs.exists() == (os.geteuid() == 0)
-        assert not folder.exists()

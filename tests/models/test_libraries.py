@@ -10,7 +10,6 @@ from torch import nn
 
 from convoy.errors import ConvoyError
 from convoy.models import accepts, classifier_names, count, create, describe
-from models.test_registry import TORCHVISION, digest
 
 
 def real(name: str) -> ModuleType:
@@ -111,9 +110,3 @@ def test_our_networks_start_and_compute_as_torchvisions(name: str) -> None:
         torch.testing.assert_close(network.eval()(images), expected, rtol=1e-5, atol=1e-5)
         next(network.parameters()).mul_(1.01)
         assert not torch.allclose(network(images), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_the_digests_are_torchvisions() -> None:
-    with torch.device("meta"):
-        for name, (_, value, _) in TORCHVISION.items():
-            assert digest(reference(name).state_dict()) == value

@@ -67,18 +67,6 @@ def test_another_number_of_classes_keeps_the_fresh_heads(tmp_path: Path) -> None
             assert torch.equal(value, fresh[key] if kept else state[key]), key
 
 
-def test_googlenets_auxiliary_heads_and_images_are_told(tmp_path: Path) -> None:
-    full, bare = create("googlenet-cifar"), create("googlenet-cifar", aux_logits=False)
-    path, published = tmp_path / "full.safetensors", tmp_path / "googlenet-1378be20.pth"
-    save_file(state_of(full), path)
-    assert load_weights(bare, path) == [f"{path.name} has auxiliary heads and this net none: they are left out"]
-    save_file(state_of(bare), path)
-    (note,) = load_weights(full, path)
-    assert note == f"{path.name} lacks the auxiliary heads: fresh weights stay in aux1 and aux2"
-    torch.save(state_of(full), published)
-    assert "set the model's option transform_input=true" in load_weights(full, published)[0]
-
-
 def test_a_run_directory_stands_for_its_weights(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("")
     with pytest.raises(ConvoyError, match=f"has no weights.safetensors yet: finish it with convoy train {tmp_path}"):

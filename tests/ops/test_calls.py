@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
-from convoy.ops import OPERATIONS, capture, slices, work
+from convoy.ops import OPERATIONS, capture, slices
 from convoy.ops.kernel import as_called
 from convoy.plans.layout import Layout, Split, balanced, consecutive
 from convoy.plans.mesh import Mesh
@@ -103,20 +103,6 @@ CASES = {
     "opaque": """x[:, [0, 2]] | torch.einsum("nchw,nchw->nc", x, x) | F.scaled_dot_product_attention(x, x, x)
         | F.normalize(x) | x.unfold(2, 3, 1) | F.unfold(x, 3) | x.roll((1, 1), (2, 3))""",
 }
-# Functions that are several calls, and which they are.
-SEVERAL = {
-    "x @ x.mT": {"matmul", "permute"},
-    "torch.stack([x, x], 2)": {"reshape", "cat"},
-    "F.max_pool2d(x, 2, return_indices=True)[0]": {"opaque"},
-    "x * x.mean().reshape(1)": {"elementwise", "reduce", "reshape"},
-    "F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2)": {"reshape", "permute"},
-    "F.glu(x, 1)": {"split", "elementwise"},
-    "x[:, None, ..., 1:, None]": {"select", "reshape"},
-    "x.mean((2, 3), keepdim=True).expand_as(x)": {"reduce", "elementwise"},
-    "1 - x + 2 * x - x / 2 + 1 / (x + 3) - (-x) ** 2 + 2**x": {"elementwise"},
-    "torch.where(x > 0, x, x.exp()).clamp(0, 1).maximum(x.abs()).masked_fill(x > 1, 2)": {"elementwise"},
-    "x.add(1).relu_().mul_(2).sub_(x).sigmoid_().add_(m.b.view(1, -1, 1, 1), alpha=2)": {"elementwise"},
-}
 
 
 def written(text: str) -> Function:
@@ -136,27 +122,6 @@ def test_calls_are_recognized_and_ranks_together_do_what_the_whole_call_does(op:
         assert op == "dropout" or same(replay(graph, model, (x,)), model(x.clone())), text
         for mesh in () if op in SENDS or not calls else (TWO, THREE, GRID):
             check(function, x, mesh, draw.layout(SHAPE, mesh))
-
-
-def test_functions_that_are_several_calls() -> None:
-    for text, ops in SEVERAL.items():
-        model, x = Net(written(text)), tensor(*SHAPE)
-        graph = capture(model, (x,))
-        calls = [call for call in graph.calls if call.inputs != ("b",)]
-        assert {call.op for call in calls} == ops and same(replay(graph, model, (x,)), model(x.clone())), text
-        names = [getattr(call.function, "__name__", "") for call in calls]
-        assert not any(name.endswith("_") and not name.startswith("_") for name in names), "something is done in place"
-
-
-def test_keyword_arguments_in_any_order_cost_as_much() -> None:
-    for text, other in (
-        ("F.conv2d(bias=m.b, weight=m.w, input=x, groups=2)", "F.conv2d(x, m.w, m.b, groups=2)"),
-        ("F.linear(weight=m.fc, input=x)", "F.linear(x, m.fc)"),
-        ("torch.matmul(other=x, input=m.fc)", "m.fc @ x"),
-    ):
-        x = tensor(*SHAPE)
-        graph, plain = (capture(Net(written(each)), (x,)) for each in (text, other))
-        assert work(graph) == work(plain) and graph.calls[-1].inputs == plain.calls[-1].inputs, text
 
 
 # Options, shapes and layouts at random: a call from a source of random choices, and the shape of its input.

@@ -10,12 +10,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from convoy.planner import store as store_module
 from convoy.planner.cost.costs import Times
 from convoy.planner.cost.local_op import LocalOp, Operand
-from convoy.planner.store import Device, ProfileStore, this_device
+from convoy.planner.store import Device, ProfileStore
 
 DEVICE = Device("Some CPU @ 2.5 GHz", "2.13", "0.1", 1)
 
@@ -42,6 +41,9 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def test_what_is_put_is_found_again_by_another_store_of_the_same_device(tmp_path: Path) -> None:
+    others = {"str": "other", "int": 7, "bool": True, "float": 0.5}
+    variants = [replace(DEVICE, **{one.name: others[one.type.__name__]}) for one in fields(Device)]
+    assert len({DEVICE.key, *(one.key for one in variants)}) == 1 + len(variants)
     store, other = ProfileStore(tmp_path), ProfileStore(tmp_path)
     assert other.times(DEVICE) == {}
     put(store, {3: 0.5, 4: 2})
@@ -129,17 +131,3 @@ def test_old_runs_count_no_longer_and_the_oldest_operations_and_devices_go(tmp_p
         for threads in (2, 3):
             store.put(replace(DEVICE, threads=threads), {op(1): Times(1, 1)})
     assert {device.threads for device in store.devices()} == {2, 3}
-
-
-def test_devices_are_named_by_all_that_takes_another_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    others = {"str": "other", "int": 7, "bool": True, "float": 0.5}
-    variants = [replace(DEVICE, **{one.name: others[one.type.__name__]}) for one in fields(Device)]
-    assert len({DEVICE.key, *(one.key for one in variants)}) == 1 + len(variants)
-    assert replace(DEVICE).key == DEVICE.key and DEVICE.key.startswith("some-cpu-2-5-ghz-1t-float32-")
-    monkeypatch.setenv("CONVOY_CACHE", str(tmp_path / "mine"))
-    assert ProfileStore().path == tmp_path / "mine" / "profiles"
-    cpu = torch.device("cpu")
-    plain = this_device(cpu)
-    assert (plain.threads, plain.torch, bool(plain.name)) == (torch.get_num_threads(), torch.__version__, True)
-    with patch("convoy.planner.store.cores_allowed", lambda: torch.get_num_threads() / 2):
-        assert (this_device(cpu).share, "50% of the time" in this_device(cpu).describe()) == (0.5, True)

@@ -11,7 +11,7 @@ from convoy.models import create
 from convoy.planner.cost.costs import Costs, HostCost, Times, Update
 from convoy.planner.cost.link import assumed
 from convoy.planner.cost.local_op import LocalOp
-from convoy.planner.explanation import Explanation, explanation_text
+from convoy.planner.explanation import Explanation
 from convoy.planner.planner import Planned, score
 from convoy.planner.workload import workload_of
 from convoy.plans.plan import Plan
@@ -65,9 +65,6 @@ def test_what_was_made_slow_is_what_holds_a_plan_up() -> None:
         assert verdict.kind == kind and verdict.layer in (layer, verdict.layer if layer is None else layer), plan
         assert change in verdict.advice, plan
         assert sum(part.seconds for part in result.parts) == pytest.approx(result.scored.seconds), plan
-    fast = explain("sample=2", costs())
-    assert (fast.planned.speedup, fast.efficiency, fast.changes[0].gain) == pytest.approx((2, 1, 2), rel=1e-2)
-    assert not fast.notes and "one device is faster" not in explanation_text(fast)
     doubted = explain("sample=2", costs(), alone=costs(slow(4)))  # more than the devices can do
     assert any("busy" in note for note in doubted.notes)
 
@@ -82,12 +79,6 @@ def test_a_change_is_what_the_same_plan_is_predicted_to_take_with_it() -> None:
     result = explain("sample=2", costs(gbytes=1e-2))
     links = next(change for change in result.changes if change.kind == "links")
     assert links.update_s == pytest.approx(explain("sample=2", costs(gbytes=2e-2)).scored.seconds)
-    of_update = explain("sample=2", costs(update=Update(per_byte=1e-6)))
-    optimizer = next(change for change in of_update.changes if change.kind == "optimizer")
-    halved = explain("sample=2", costs(update=Update(per_byte=5e-7))).scored.seconds
-    assert optimizer.update_s == pytest.approx(halved) and optimizer.gain > 1.9
-    gains = [change.gain for change in result.changes]
-    assert gains == sorted(gains, reverse=True) and gains[-1] > 1
     layer = next(layer for layer in result.layers if layer.layer == "classifier.0")
     (strategy,) = layer.next_best.strategy
     assert strategy in ("replicate", "filter", "channel")  # by rows a linear layer would be as by samples

@@ -1,6 +1,5 @@
 """What is planned is what is trained; the plan that races and wins; links of GPUs; predictions beside measurements."""
 
-import copy
 from collections.abc import Mapping
 
 import pytest
@@ -8,14 +7,6 @@ import torch
 
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
-from convoy.planner.comparison import (
-    GRADIENTS,
-    Both,
-    Comparison,
-    comparison_text,
-    groups_beside,
-    parts_beside,
-)
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.prediction import RankMemory, Scored
@@ -24,26 +15,11 @@ from convoy.planner.measured import Measurements
 from convoy.planner.planner import Planned, _raced
 from convoy.planner.workload import workload_of
 from convoy.plans.plan import Plan
-from convoy.plans.timeline import PARTS, LayerSeconds, Summary, Task
-from planner.test_verdict import costs, explain, with_delay
-from plans.made_graph import Does
+from convoy.plans.timeline import Task
 from small_nets import SMALL_NETS
 
 IMAGES = torch.zeros(2, 3, 16, 16)
 WORKLOAD = workload_of(SMALL_NETS["depthwise"](), IMAGES, 8)
-
-
-def test_a_pass_has_its_part_of_the_batch_in_whole_microbatches_and_the_network_is_left_alone() -> None:
-    model = SMALL_NETS["depthwise"]().eval()
-    before = copy.deepcopy(model.state_dict())
-    result = workload_of(model, IMAGES, 64, passes=4)
-    assert not model.training and all(torch.equal(before[name], one) for name, one in model.state_dict().items())
-    assert (result.samples, result.parts(3)) == (16, (range(6), range(6, 11), range(11, 16)))
-    whole = workload_of(model, IMAGES, 20, microbatch=8)
-    assert (whole.sizes, whole.parts(2)) == ((8, 8, 4), (range(16), range(16, 20)))
-    branching = Does(lambda x: x * 2 if x.sum() > 0 else x)
-    with pytest.raises(ConvoyError, match=r"needs the network as one graph, but .*, or write a plan yourself"):
-        workload_of(branching, IMAGES, 8)
 
 
 PREDICTED = {"width=2": 0.7, "filter=2": 0.8, "height=2": 0.95, "sample=2": 1.0, "replicate=2": 1.5}
@@ -88,21 +64,3 @@ def test_the_fastest_that_was_measured_is_chosen_and_none_is_predicted_faster_wi
     assert "updates took 3.4 times as long as predicted" in raced(dict.fromkeys(PREDICTED, 3.0))[1][-1]
     with pytest.raises(ConvoyError, match="it cannot be"):
         raced({})
-
-
-def test_what_was_predicted_stands_beside_what_was_measured() -> None:
-    layers = {"features.0": LayerSeconds(3e-3), "classifier.4": LayerSeconds(1e-3, 2e-3)}
-    after = Summary({part: 1e-3 for part in PARTS if part != "stages"}, layers, 4e-3)
-    scored = explain("filter=2", costs(with_delay, gbytes=0.1)).scored
-    before = scored.timeline.summary()
-    assert sum(before.parts.values()) == pytest.approx(scored.seconds)
-    groups = groups_beside(scored.placement, before, after)
-    total = sum(group.computes.predicted_s or 0.0 for group in groups)
-    assert total == pytest.approx(sum(layer.computes for layer in before.layers.values()))
-    assert groups[0].computes.measured_s == pytest.approx(3e-3)
-    assert (groups[-1].name, groups[-1].waits) == (GRADIENTS, Both(before.gradients, 4e-3))
-    update, parts = Both(12e-3, 10e-3), parts_beside(before, after)
-    one = Comparison(timed=9, watched=2, update=update, parts=parts, groups=groups, notes=("as said",))
-    text = comparison_text(one)
-    assert text.startswith("an update took 10.0 ms, the median of 9; 12.0 ms were predicted (+20 %)")
-    assert "as said" in text and one.error == pytest.approx(0.2)

@@ -1,12 +1,10 @@
 """Runs go on with the data and the code that began them: other ones are refused by what differs, or said."""
 
-import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,15 +13,14 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
-from changing import CHANGES, Changing
+from changing import CHANGES
+from convoy.comm.ranks import Ranks
 from convoy.data import DataConfig, dataset, open_data, pack
 from convoy.data.dataset import open_files
 from convoy.data.packed import PackOptions
 from convoy.errors import ConvoyError
-from convoy.ops import capture
-from convoy.training.build import build_model
+from convoy.training.build import build_for, build_model
 from convoy.training.recipe import load_recipe
-from convoy.training.resume import code_difference, code_of
 from ranks import run_ranks
 from tiny import write_mnist, write_pictures
 from training.scenarios import drop_checkpoints, files, refusals, session, summary
@@ -41,27 +38,12 @@ def test_too_large_a_batch_is_refused_before_pictures_are_decoded(data: Path, mo
         session(data, "batch=97")
 
 
-def test_other_classes_and_fewer_samples_are_refused_and_nothing_is_changed(data: Path, tmp_path: Path) -> None:
-    out, less = tmp_path / "run", write_mnist(tmp_path / "less", 72)
-    train_here(data, out, TWO)
-    before = files(out)
-    words = r"was begun on \(the number of training samples was 96 and is 72\): name the same data by --data"
-    with pytest.raises(ConvoyError, match=words):
-        train_here(less, out, TWO, resume=True)
-    assert files(out) == before
-    begun = json.loads((out / "environment.json").read_text())
-    begun["input"]["classes"] = ["cat", "dog"]
-    (out / "environment.json").write_text(json.dumps(begun))
-    with pytest.raises(ConvoyError, match=rf"the data are not those that {out} was begun on \(other classes"):
-        train_here(data, out, TWO, resume=True)
-
-
 def test_the_first_layer_whitens_patches_of_the_training_pictures(data: Path) -> None:
     config = {"data.path": str(data), "model.name": "tiny:TinyWhite", "model.whiten": "80"}
     recipe = load_recipe("default", [f"{key}={value}" for key, value in config.items()])
     opened = open_data(recipe.data)
-    net, _ = build_model(recipe, opened)
-    images = torch.from_numpy(opened.train.subset(np.arange(80)).pixels).permute(0, 3, 1, 2).double() / 255
+    net, _ = build_for(recipe, opened, None, Ranks())
+    images = torch.from_numpy(opened.train.subset(np.arange(80) * 96 // 80).pixels).permute(0, 3, 1, 2).double() / 255
     outputs = F.conv2d((images - opened.mean[0]) / opened.std[0], net.conv.weight).transpose(0, 1).flatten(1)
     products, variances = outputs @ outputs.T / outputs.shape[1], outputs[:4].square().mean(1)
     assert torch.allclose(products[:4, :4], torch.diag(variances), atol=1e-9) and variances.max() > 0.99
@@ -150,28 +132,6 @@ def _unchanged() -> Iterator[None]:
     CHANGES.clear()
     yield
     CHANGES.clear()
-
-
-def written(**changes: Any) -> list[list[str]]:
-    CHANGES.clear()
-    CHANGES.update(changes)
-    model = Changing()
-    code = code_of(model, capture(model, [torch.empty(4, 1, 12, 12, device="meta")], True))
-    return json.loads(json.dumps(code))  # as a checkpoint gives it back
-
-
-def test_the_first_layer_that_differs_is_named_and_what_computes_the_same_is_the_same() -> None:
-    for changes, words in (
-        ({"drop": 0.5}, "layer drop was dropout(p=0.1, training=True) and is dropout(p=0.5, training=True)"),
-        ({"scale": 2.0}, "the network itself, mul, takes other tensors than it took"),
-        ({"skip": True}, "conv2d((2, 2), (1, 1), (1, 1), 1) of layer conv comes where mean((2, 3)) of the network"),
-    ):
-        assert code_difference(written(), written(**changes)).startswith(words)
-    one = written(more=[F.relu, lambda x: x + x, torch.square])
-    assert (
-        code_difference(one, written(more=[lambda x: x.relu_(), lambda x: torch.add(x, x), lambda x: x.square()])) == ""
-    )
-    assert code_difference(one, one[:-1]) == "linear of layer head is gone"
 
 
 def test_other_code_is_refused_and_an_option_goes_on(data: Path, tmp_path: Path) -> None:

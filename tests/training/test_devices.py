@@ -76,24 +76,6 @@ def test_other_parts_would_be_noticed(data: Path, tmp_path: Path, serial: Ended)
     assert run_ranks(_from_even_places, 2, data, tmp_path / "run")[0].digest != serial.digest
 
 
-COUPLED = "mean in the network itself computes with several samples at once"
-INEXACT = {"TinyCounting": (BITS, "changes passes by itself"), "TinyCoupled": ({}, COUPLED)}
-
-
-def test_what_samples_cannot_divide_exactly_is_refused_by_name(data: Path, tmp_path: Path) -> None:
-    """All kinds of both are in `engine/test_coupling.py` and `engine/test_python_state.py`."""
-    cases = [{"epochs": "3ba", "model.name": f"tiny:{name}"} | settings for name, (settings, _) in INEXACT.items()]
-    first, second = run_ranks(refusals, 2, data, tmp_path / "run", cases)
-    assert first == second and len(first) == len(INEXACT)
-    assert all(words in sentence for sentence, (_, words) in zip(first, INEXACT.values(), strict=True)), first
-
-
-def test_layers_that_take_their_shapes_from_images_train_as_on_one_device(data: Path, tmp_path: Path) -> None:
-    settings = {"epochs": "4ba", "optimizer.lr": "0.01", "model.name": "tiny:TinyLazy"}
-    want, found = (on_plan(data, tmp_path / plan, plan, settings)[0] for plan in ("serial", "stage=2"))
-    assert found.curve == pytest.approx(want.curve, rel=1e-5)
-
-
 # Devices that come and go
 
 CRASHES = [("stage=2,sample=2", 5), ("sample=2", 8), ("stage=3", 11), ("stage=2", None)]
@@ -191,7 +173,9 @@ def distance(one: Path, other: Path) -> float:
 
 
 WHITE = {"model.name": "tiny:TinyWhite", "model.whiten": "50", "lookahead.every": "2", "evaluation_views": "6"}
-WHITE |= {"optimizer.groups": "[{parameters: 'norm.bias', lr: 4, until: 3ba}, {parameters: 'aux.*', lr: 0}]"}
+WHITE |= {
+    "optimizer.groups": "[{parameters: 'norm.bias', lr_factor: 4, until: 3ba}, {parameters: 'aux.*', lr_factor: 0}]"
+}
 
 
 @pytest.mark.parametrize("plan", ["filter=2", "height=2", "sample=2", "stage=2"])

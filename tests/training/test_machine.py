@@ -1,6 +1,5 @@
 """What a device can do and a recipe leaves open, GPUs that are not there, signals, and metrics on a full disk."""
 
-import ctypes
 import json
 import os
 import resource
@@ -177,24 +176,6 @@ def test_a_signal_is_noted_once_and_a_second_one_acts_as_usual() -> None:
         signal.signal(number, before)
 
 
-def test_it_is_told_while_the_main_thread_computes() -> None:
-    here, there = os.pipe()
-    os.set_inheritable(here, True)
-    told = []
-
-    def tell(name: str) -> None:
-        told.append((name, interrupt.signal))
-        os.write(there, b"x")
-
-    with Interrupt(tell=tell) as interrupt:
-        # One call without Python in it, in which the signal comes and which waits until it was told.
-        ctypes.CDLL(None).system(f"kill -USR2 {os.getpid()}; timeout 20 head -c 1 </dev/fd/{here} >/dev/null".encode())
-        assert interrupt.signal == "SIGUSR2"
-    assert told == [("SIGUSR2", None)]
-    for end in (here, there):
-        os.close(end)
-
-
 # Metrics
 
 
@@ -209,19 +190,6 @@ def read_events(path: Path) -> list[Event]:
         content = content[4:]
         found.append(Event.FromString(record))
     return found
-
-
-def test_metrics_are_lines_and_events(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", 4) as metrics:
-        metrics.write("train", 5, 0.5, 1.0, loss=2.5, top1=float("nan"), top5=None)
-    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert line == {"split": "train", "step": 5, "epoch": 0.5, "time_s": 1.0, "loss": 2.5, "top1": None, "top5": None}
-    version, purge, loss = read_events(next((tmp_path / "tensorboard").iterdir()))
-    assert (version.file_version, purge.step) == ("brain.Event:2", 5)
-    assert (loss.step, loss.summary.value[0].tag, loss.summary.value[0].simple_value) == (5, "train/loss", 2.5)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConvoyError, match="cannot write to"):
-        MetricsWriter(tmp_path / "other.jsonl", tmp_path / "file")
 
 
 def _on_a_full_disk(folder: Path) -> list[str]:

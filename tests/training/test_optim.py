@@ -97,8 +97,8 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 def test_groups_have_rates_decays_and_ends_of_their_own() -> None:
     net = network()
-    groups = [{"parameters": "*.bias", "lr": 8, "weight_decay": 0.5}, {"parameters": "3.*", "until": "4ba"}]
-    groups += [{"parameters": "0.w?ight", "lr": 0}]
+    groups = [{"parameters": "*.bias", "lr_factor": 8, "weight_decay": 0.5}, {"parameters": "3.*", "until": "4ba"}]
+    groups += [{"parameters": "0.w?ight", "lr_factor": 0}]
     config = SgdConfig.model_validate({"name": "sgd", "lr": 1, "momentum": 0.9, "weight_decay": 0.25, "groups": groups})
     check_groups(net, config)
     assert not net[0].weight.requires_grad
@@ -117,6 +117,9 @@ def test_groups_have_rates_decays_and_ends_of_their_own() -> None:
         optimizer.step()
     torch.testing.assert_close({name: p.detach() for name, p in net.named_parameters()}, want, rtol=1e-12, atol=1e-12)
     assert torch.equal(want["0.weight"], begin["0.weight"]) and not torch.equal(want["3.weight"], begin["3.weight"])
+    frozen = config.model_copy(update={"groups": (GroupConfig(parameters="5.weight"),)})
+    with pytest.raises(ConvoyError, match=r"the network does not train '5.weight'"):
+        check_groups(net, frozen)
     misspelt = config.model_copy(update={"groups": (GroupConfig(parameters="4.bais"),)})
     with pytest.raises(ConvoyError, match=r"'4.bais' is the name of no parameter.*did you mean 4.bias"):
         check_groups(net, misspelt)

@@ -1,16 +1,12 @@
 """Updates recorded and replayed give the bits of updates that run, and say so; what cannot be replayed is named."""
 
-import weakref
-from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from convoy.engine.recorded import Recorded
-from convoy.ops.context import StepContext
 from ranks import run_ranks
 from replayed import ReplayedGraph, recording
 from training.scenarios import session as session_of
@@ -70,33 +66,3 @@ def test_growing_pictures_are_recorded_anew_with_the_same_bits(data: Path) -> No
     growing += ("data.progressive={from_size: 16, begin: 0, end: 1}",)  # an epoch has six updates
     ((alike, said),) = run_ranks(both, 1, data, [growing], ReplayedGraph)[0]
     assert alike and len(said) == 2 and all("has the same bits" in sentence for sentence in said), said
-
-
-class Forgetful:
-    """Keeps nothing alive, as a CUDA graph does not; what it recorded has run already."""
-
-    def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
-        return work()
-
-    def replay(self) -> None:
-        pass
-
-
-def test_a_recording_keeps_what_it_reads_until_it_is_forgotten() -> None:
-    constants, runs, net = [torch.ones(3)], list[int](), nn.Linear(3, 1)
-
-    def function(step: int, inputs: Sequence[Tensor]) -> list[Tensor]:
-        runs.append(step)
-        loss = net(inputs[0] * constants[0]).sum()
-        loss.backward()
-        return [loss.detach()]
-
-    recorded = Recorded(function, net, StepContext(), Forgetful, tell=str)
-    for step in range(6):
-        net.zero_grad()
-        recorded(step, [torch.ones(2, 3)])
-    assert recorded.is_recorded and runs == [0, 1, 2, 3, 4, 4, 3]
-    constant = weakref.ref(constants.pop())
-    assert constant() is not None
-    recorded.forget()
-    assert constant() is None

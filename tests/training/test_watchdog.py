@@ -18,29 +18,8 @@ from convoy.plans.mesh import Mesh
 from convoy.training import watchdog as module
 from convoy.training.division import Division, divide
 from convoy.training.environment import join_ranks
-from convoy.training.watchdog import RankState, SlowRanks, Watchdog, explain
+from convoy.training.watchdog import SlowRanks, Watchdog
 from ranks import run_ranks
-
-
-def seen(update: int = 6, waits: str | None = None, silent_s: float = 0.0, name: str = "rank 0 on host a") -> RankState:
-    place = f"update {update + 1}" + (f", waiting for other ranks{waits}" if waits is not None else "")
-    return RankState(name, place, update, waits is not None, 31.0, 3, heard=time.monotonic() - silent_s)
-
-
-def test_the_one_who_holds_the_others_up_is_named() -> None:
-    other = "rank 1 on host b"
-    for others, words in (
-        ({1: seen(name=other, silent_s=29)}, "held up by rank 1 on host b, not heard of any more\n"),
-        ({1: seen(name=other)}, "held up by rank 1 on host b\n"),
-        ({1: seen(waits="", name=other)}, "while all wait for each other\n"),
-        ({1: seen(5, "", name=other)}, "while all wait for each other, rank 1 on host b behind the others\n"),
-        ({}, "held up by rank 1, not heard of any more\n"),
-    ):
-        said = explain(0, {0: seen(waits=" (exchange)"), **others}, 31.0, 5.0, 2)
-        where = "update 7, waiting for other ranks (exchange)"
-        words = f"rank 0 on host a has not moved for 31 s (--timeout): {where}, {words}last positions:\n"
-        assert said.startswith(words)
-    assert f"{other}: update 7 (for 31 s)" in explain(0, {0: seen(waits=""), 1: seen(name=other)}, 31.0, 5.0, 2, "")
 
 
 def watched(kind: str, limit_s: float = 600.0) -> list[str]:

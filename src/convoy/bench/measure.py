@@ -53,7 +53,7 @@ from convoy.training.classification import ClassificationLoss, InputPipeline
 from convoy.training.derived import resolve
 from convoy.training.division import text as counts_text
 from convoy.training.environment import join_ranks
-from convoy.training.optim import create_optimizer
+from convoy.training.optim import create_optimizer, set_rates
 from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
@@ -295,7 +295,8 @@ def _of_peer(task: MeasurementTask) -> tuple[Row, MemoryPeak]:
     model, memory_format = network_of(recipe, data, device)
     quantities = resolve(recipe, len(data.train))
     called: nn.Module = compile_function(model) if recipe.compile else model  # type: ignore[assignment]
-    wrapped = wrap(task.kind, called.train(), create_optimizer(model, recipe.optimizer, quantities.lr), num, device)
+    optimizer = create_optimizer(model, recipe.optimizer, quantities.lr, quantities.group_ends)
+    wrapped = wrap(task.kind, called.train(), optimizer, num, device)
     torch.set_num_threads(threads)  # some libraries set it
     pipeline = InputPipeline(data, device, memory_format)
     criterion = ClassificationLoss(**dict(recipe.loss))
@@ -317,8 +318,7 @@ def _of_peer(task: MeasurementTask) -> tuple[Row, MemoryPeak]:
         with autocast_of(recipe, device):
             loss = criterion(wrapped.network(images), targets)
         wrapped.backward(loss)
-        for group in wrapped.optimizer.param_groups:
-            group["lr"] = quantities.schedule.lr(number)
+        set_rates(wrapped.optimizer, quantities.schedule.lr(number), number)
         if recipe.clip_norm is not None:
             nn.utils.clip_grad_norm_(list(model.parameters()), recipe.clip_norm)
         wrapped.optimizer.step()

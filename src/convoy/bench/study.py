@@ -231,6 +231,7 @@ def _check_peers(recipe: Recipe) -> None:
     for asked, what in (
         (recipe.precision == "fp16", "precision=fp16 (bf16 can be)"),
         (recipe.ema is not None, "ema"),
+        (recipe.lookahead is not None, "lookahead"),
         (recipe.reproducible, "reproducible"),
     ):
         if asked:

@@ -23,7 +23,7 @@ class AugmentConfig(_Section):
 
     crop: Literal["none", "pad", "random-resized"] = Field(
         "none",
-        description="none: the center, as in evaluation; pad: resize, pad with black, crop at random; "
+        description="none: the center, as in evaluation; pad: resize, pad, crop at random; "
         "random-resized: a random part of random size and shape (Szegedy et al., 2015)",
     )
     pad: int | None = Field(
@@ -117,8 +117,8 @@ class ProgressiveConfig(_Section):
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        if self.end < self.begin:
-            raise ValueError(f"progressive.end={self.end:g} comes before progressive.begin={self.begin:g}: swap them")
+        if self.end <= self.begin:
+            raise ValueError(f"progressive.end={self.end:g} is not after progressive.begin={self.begin:g}: raise it")
         return self
 
     def size(self, epoch: int, image_size: int) -> int:

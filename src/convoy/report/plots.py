@@ -82,6 +82,7 @@ def draw_panels(run: Run) -> list[Panel]:
     """The plots of a run in the order of the report, with title and description."""
     train, test = run.metrics.train, run.metrics.test
     tested = "test, averaged weights" if run.setting("ema.decay") else "test"
+    tested = "test, slow weights" if run.setting("lookahead.every") else tested
 
     def compared(name: str, title: str, values: Sequence[np.ndarray], unit: str = "") -> list[Panel]:
         """A quantity of both splits over updates and over time."""

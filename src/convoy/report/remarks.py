@@ -194,6 +194,11 @@ def _data_wait(run: Run) -> str:
 
 
 def _soft_targets(run: Run) -> str:
+    if run.setting("loss.name") == "bce":
+        return (
+            "The training loss is the binary cross-entropy of every class and the test loss the cross-entropy, so they "
+            "cannot be compared."
+        )
     mixing = [name for name in ("mixup", "cutmix") if _positive(run.setting(f"data.mix.{name}"))]
     if mixing:
         return (

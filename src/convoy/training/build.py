@@ -99,22 +99,17 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
     prepare_given(model, needs_numbers=not torch.empty(0).is_meta)  # of other ranks than the first
     if section.weights is not None and recipe.extends is None:  # all weights are those of the other run then
         notes += models.load_weights(model, section.weights)
-    check_groups(model, recipe.optimizer)
     if section.whiten is not None:
-        whiten(model, given, recipe.data, section.whiten)
+        convolution = _to_whiten(model)
+        convolution.weight.requires_grad_(False)
+        if convolution.bias is not None:
+            nn.init.zeros_(convolution.bias)
+    check_groups(model, recipe.optimizer)
     return model, notes
 
 
-_WHITENING_EPS = 5e-4  # added to variances of normalized pixels: directions with less are noise
-
-
-@torch.no_grad()
-def whiten(model: nn.Module, given: DataSet | NetworkInput, config: DataConfig, num_pictures: int) -> None:
-    """Let the first convolution give the principal components of its patches, each with variance 1, and their negatives
-    (Page, 2018; Jordan, 2024, section 3.2); its weights are not trained. Without data they are to be loaded.
-
-    The filters are the eigenvectors of the patches' covariance, by falling eigenvalue λ, over √(λ + ε).
-    """
+def _to_whiten(model: nn.Module) -> nn.Conv2d:
+    """The network's first convolution; a ConvoyError where it cannot give every direction of its patches twice."""
     convolution = first_convolution(model)
     numel = 0 if convolution is None else convolution.weight[0].numel()
     if convolution is None or convolution.groups > 1 or convolution.out_channels != 2 * numel:
@@ -123,20 +118,30 @@ def whiten(model: nn.Module, given: DataSet | NetworkInput, config: DataConfig, 
             + ("" if convolution is None else f", {2 * numel} of {convolution.out_channels}")
             + ": leave it out, or choose airbench94"
         )
-    convolution.weight.requires_grad_(False)
-    if convolution.bias is not None:
-        nn.init.zeros_(convolution.bias)
-    if isinstance(given, NetworkInput) or convolution.weight.is_meta:
-        return
-    some = given.train.subset(np.arange(min(num_pictures, len(given.train))))
-    covariance = torch.zeros(numel, numel, dtype=torch.float64)
-    number, normalize = 0, Normalize(given.mean, given.std)
+    return convolution
+
+
+_WHITENING_EPS = 5e-4  # added to variances of normalized pixels: directions with less are noise
+
+
+@torch.no_grad()
+def whiten(convolution: nn.Conv2d, data: DataSet, config: DataConfig, num_pictures: int) -> None:
+    """Let a convolution give the principal components of its patches, each with a mean square of about 1, and their
+    negatives (Page, 2018; Jordan, 2024, section 3.2).
+
+    The filters are the eigenvectors of the patches' second moments, by falling eigenvalue λ, over √(λ + ε).
+    """
+    num_pictures, numel = min(num_pictures, len(data.train)), convolution.weight[0].numel()
+    # from all over the data, which may be in the order of its classes
+    some = data.train.subset(np.arange(num_pictures) * len(data.train) // num_pictures)
+    moments = torch.zeros(numel, numel, dtype=torch.float64)
+    number, normalize = 0, Normalize(data.mean, data.std)
     config = config.model_copy(update={"workers": 0})
-    for batch in evaluation_batches(replace(given, test=some), config, batch=256):
+    for batch in evaluation_batches(replace(data, test=some), config, batch=256):
         patches = F.unfold(normalize(batch.images).double(), convolution.kernel_size).transpose(1, 2).flatten(0, 1)
-        covariance += patches.T @ patches
+        moments += patches.T @ patches
         number += len(patches)
-    variances, directions = torch.linalg.eigh(covariance / number)
+    variances, directions = torch.linalg.eigh(moments / number)
     filters = (directions / (variances + _WHITENING_EPS).sqrt()).T.flip(0)
     convolution.weight.copy_(torch.cat([filters, -filters]).view_as(convolution.weight))
 
@@ -154,9 +159,10 @@ def build_for(
     numbers, is built whole on every rank, with a note. All ranks call it.
     """
     model, notes = _build_for(recipe, given, plan, ranks)
-    if recipe.model.whiten is not None:  # hosts may round eigenvectors otherwise
-        convolution = first_convolution(model)
-        assert convolution is not None
+    if recipe.model.whiten is not None and isinstance(given, DataSet):
+        convolution = _to_whiten(model)
+        if ranks.rank == 0:  # hosts may round eigenvectors otherwise
+            whiten(convolution, given, recipe.data, recipe.model.whiten)
         filters = ranks.broadcast(convolution.weight.detach())
         if not convolution.weight.is_meta:
             convolution.weight.data.copy_(filters)

@@ -320,13 +320,18 @@ def evaluate(
 
 
 def mean_over_views(model: nn.Module, images: Tensor, views: int) -> Tensor:
-    """The main head's logits, over one, two or six views of every picture (Jordan, 2024, section 3.5)."""
+    """The main head's logits, over one, two or six views of every picture, of which the moved four count half (Jordan,
+    2024, section 3.5), in float32 at least."""
+
+    def logits(pictures: Tensor) -> Tensor:
+        of_main = heads(model(pictures))[0]
+        return of_main.to(torch.promote_types(of_main.dtype, torch.float32))
 
     def mirrored(pictures: Tensor) -> Tensor:
-        return (heads(model(pictures))[0] + heads(model(pictures.flip(3)))[0]) / 2
+        return (logits(pictures) + logits(pictures.flip(3))) / 2
 
     if views < 6:
-        return heads(model(images))[0] if views == 1 else mirrored(images)
+        return logits(images) if views == 1 else mirrored(images)
     height, width = images.shape[2:]
     padded = F.pad(images, (1, 1, 1, 1), "reflect")
     moved = mirrored(padded[:, :, :height, :width]) + mirrored(padded[:, :, 2:, 2:])

@@ -75,6 +75,11 @@ def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
         return max(1, duration.updates(updates_per_epoch, total))
 
     often = max(1, min(LOG_UPDATES, total // LOG_LINES))
+    if recipe.lookahead is not None and recipe.lookahead.every > total:
+        raise ConvoyError(
+            f"lookahead.every={recipe.lookahead.every} is more than the run's {total} weight updates, so its first "
+            "weights would be delivered: lower it or train longer"
+        )
     save_every = recipe.checkpoint.every
     return Quantities(
         updates_per_epoch=updates_per_epoch,

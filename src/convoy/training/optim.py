@@ -34,9 +34,9 @@ class GroupConfig(Section):
     """Parameters with a rate and a decay of their own."""
 
     parameters: str = Field(min_length=1, description="names that `*` and `?` may stand in, e.g. '*.norm?.bias'")
-    lr: float = Field(1.0, ge=0, description="times the learning rate of the others; 0 = never trained")
-    weight_decay: float | None = Field(None, ge=0, description="(that of the others if not said)")
-    until: Duration | None = Field(None, description="trained until then, and left as they are from then on")
+    lr_factor: float = Field(1.0, ge=0, description="times the learning rate of the others; 0 = never trained")
+    weight_decay: float | None = Field(None, ge=0, description="(that of others of their kind if not said)")
+    until: PositiveDuration | None = Field(None, description="trained until then; from then on their rate is 0")
 
 
 class _Common(Section):
@@ -214,15 +214,22 @@ def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float, end
 def _groups(model: "nn.Module", config: OptimizerConfig, ends: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Torch's groups of parameters, some of them empty."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for number, group in enumerate(config.groups):
-        members = [named.pop(name) for name in list(named) if fnmatchcase(name, group.parameters)]
-        options: dict[str, Any] = {LR_FACTOR: group.lr, END: ends[number] if ends else sys.maxsize}
+    for number, (group, members) in enumerate(_members(named, config)):
+        options: dict[str, Any] = {LR_FACTOR: group.lr_factor, END: ends[number] if ends else sys.maxsize}
         if group.weight_decay is not None:
             options["weight_decay"] = group.weight_decay
         for parameters, decay in _by_decay(members, config):
             yield {"params": parameters, "weight_decay": decay} | options
     for parameters, decay in _by_decay(list(named.values()), config):
         yield {"params": parameters, "weight_decay": decay}
+
+
+def _members(
+    named: "dict[str, nn.Parameter]", config: OptimizerConfig
+) -> "Iterator[tuple[GroupConfig, list[nn.Parameter]]]":
+    """The parameters of each group, taken out of those that have no group yet: the first pattern that fits counts."""
+    for group in config.groups:
+        yield group, [named.pop(name) for name in list(named) if fnmatchcase(name, group.parameters)]
 
 
 def _by_decay(parameters: "list[nn.Parameter]", config: OptimizerConfig) -> "list[tuple[list[nn.Parameter], float]]":
@@ -242,16 +249,21 @@ def set_rates(optimizer: "Optimizer", rate: float, update: int) -> None:
 def check_groups(model: "nn.Module", config: OptimizerConfig) -> None:
     """Let nothing train what a group says is never trained; a ConvoyError where a group has no parameter."""
     named = dict(model.named_parameters())
-    for group in config.groups:
-        members = [named.pop(name) for name in list(named) if fnmatchcase(name, group.parameters)]
+    for group, members in _members(named, config):
         if not members:
             names = [name for name, _ in model.named_parameters()]
             near = did_you_mean(group.parameters, names, otherwise=f"there are {', '.join(names[:4])}, …")
             raise ConvoyError(
                 f"optimizer.groups: {group.parameters!r} is the name of no parameter that is left of the network{near}"
             )
-        for parameter in members if group.lr == 0 else []:
-            parameter.requires_grad_(False)
+        if group.lr_factor == 0:
+            for parameter in members:
+                parameter.requires_grad_(False)
+        elif not any(parameter.requires_grad for parameter in members):
+            raise ConvoyError(
+                f"optimizer.groups: the network does not train {group.parameters!r}: leave that group out, or set its "
+                "lr_factor to 0"
+            )
 
 
 def _make_ready(optimizer: "Optimizer", *_: Any) -> None:

@@ -111,7 +111,7 @@ class LookaheadConfig(Section):
 
     every: int = Field(5, ge=1, description="weight updates from one step of the slow weights to the next")
     step: float = Field(0.5, gt=0, le=1, description="part of the way to the trained weights that a step goes")
-    power: float = Field(0.0, ge=0, description="let that part fall from 1 to `step` as 1 - (1 - step) · (t/T)^power")
+    power: float = Field(0.0, ge=0, description="power of t/T by which that part falls from 1; 0: it is `step` always")
 
 
 class Recipe(Section):
@@ -184,7 +184,7 @@ class Recipe(Section):
     evaluation_views: Literal[1, 2, 6] = Field(
         1,
         description="views of a picture whose logits are averaged: 2 with its mirror image, 6 with both moved by a "
-        "pixel to the upper left and to the lower right as well",
+        "pixel to the upper left and to the lower right, which count half",
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log_every: PositiveDuration | Literal["auto"] = Field(
@@ -227,6 +227,8 @@ class Recipe(Section):
         if self.reproducible and parallel.approximate is not None:
             promise = "reproducible gives the same weights on any number of devices"
             yield f"{promise}, but {parallel.approximate}: leave one of them out"
+        if self.model.whiten is not None and self.model.weights is not None:
+            yield "model.whiten would replace the first layer of model.weights: give one, or model.whiten=null"
         if self.ema is not None and self.lookahead is not None:
             yield "ema and lookahead would both say which weights are delivered: give one"
         for key in ("ema", "lookahead"):

@@ -223,6 +223,7 @@ MAY_CHANGE = (
     "optimizer.base_lr",
     "loss",
     "clip_norm",
+    "evaluation_views",
     "data.augment",
     "data.mix",
     "data.progressive",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from convoy.comm.groups import Groups
-from convoy.engine.gradients.reducer import GradientReducer, at_end_of_backward
+from convoy.engine.gradients.reducer import GradientReducer
 from convoy.engine.gradients.tree import TreeReducer
 from convoy.plans.buckets import Sizes
 from convoy.plans.mesh import Mesh
@@ -157,16 +157,6 @@ def used_by_some() -> tuple[float, float]:
 
 def test_a_parameter_that_one_rank_uses_and_shares_that_weigh_alike() -> None:
     assert all(worst < 1e-12 < 1e-3 < unweighted for worst, unweighted in run_ranks(used_by_some, 3))
-
-
-def test_the_engine_tells_the_end_of_a_backward_pass() -> None:
-    """torch's private `queue_callback`; without it, gradients could not be added by the end of `backward()`."""
-    events: list[str] = []
-    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    second.register_post_accumulate_grad_hook(lambda _: at_end_of_backward(lambda: events.append("end")))
-    first.register_post_accumulate_grad_hook(lambda _: events.append("after"))
-    (first.exp() * second).sum().backward()
-    assert events == ["after", "end"]
 
 
 Bits = list[bytes | None]

@@ -1,13 +1,12 @@
 """Updates in stages: pipelines by hand, and what a rank of a stage holds."""
 
-from functools import partial
 from typing import Any
 
 import pytest
 from torch import nn
 
 from convoy.ops.recompute import with_recomputed
-from convoy.planner.cost.costs import Costs, HostCost, Times, Update
+from convoy.planner.cost.costs import Costs, Times
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.prediction import Scored, scored
@@ -18,8 +17,8 @@ from convoy.plans.schedule import bubble
 from plans.made_graph import chain, placed
 
 SAMPLES, WIDTH = 4, 64
-ONE, WEIGHT, BIAS = SAMPLES * WIDTH * 4, WIDTH * WIDTH * 4, WIDTH * 4
-"""Bytes of an activation, of a weight, of a bias."""
+ONE, WEIGHT = SAMPLES * WIDTH * 4, WIDTH * WIDTH * 4
+"""Bytes of an activation and of a weight."""
 
 
 def links(seconds: float = 0.0, overlap: bool = True, cpu_share: float = 0.0) -> Links:
@@ -99,34 +98,6 @@ def test_the_slowest_stage_device_or_link_decides() -> None:
     # the second pass back from 14 to 18 s, and the third in half the time.
     assert predicted("stage=2", 3, "1f1b", samples=(4, 4, 2)).seconds == pytest.approx(20.0)
     assert predicted("stage=2", 3, "1f1b").seconds == pytest.approx(24.0)
-
-
-def test_weight_gradients_of_several_passes_at_once_may_take_less() -> None:
-    """The second stage computes all of them at the end. Here a second of each backward pass is for reading weights."""
-
-    def reading(op: LocalOp) -> Times:
-        result = layers_only(op)
-        return Times(result.forward, 1.0 + result.backward) if result.forward else result
-
-    of = partial(predicted, cut("l1"), 4, layers=3)
-    assert of("zero-bubble", times=reading).seconds == pytest.approx(
-        1.0 + 4 * 2 * (1.0 + 1.5) + 2 * 0.5 * (1.0 + 4 * 2.0)
-    )
-    assert of("gpipe", times=reading).seconds == pytest.approx(1.0 + 4 * 2 * (1.0 + 3.0) + 3.0)  # one by one
-
-
-def test_the_loss_is_the_last_stages_and_every_stage_updates_its_own() -> None:
-    result = predicted("stage=2", 2, "1f1b", loss=HostCost(0.5), update=Update(per_byte=1 / (WEIGHT + BIAS)))
-    kinds = [result.timeline.by_kind(rank) for rank in (0, 1)]
-    assert [kind.get("around", 0.0) for kind in kinds] == [0.0, 1.0]
-    assert [kind["update"] for kind in kinds] == pytest.approx([2.0, 2.0])
-    assert [one.parameters for one in result.by_stage] == [2 * (WEIGHT + BIAS)] * 2
-    for plan in ("stage=2,sample=2", "stage=2,filter=2"):  # which divide the layers of a stage
-        result = predicted(plan, 4, "1f1b", links(0.5))
-        sent = [span.task for span in result.timeline.spans if span.task.stream == "stages"]
-        assert sent and all(one.num_bytes == ONE // 2 for one in sent)
-        mesh = result.placement.mesh
-        assert all(mesh.stage_of(one.rank) != mesh.stage_of(one.peer) for one in sent)
 
 
 def test_a_stage_keeps_the_activations_of_its_passes_in_flight() -> None:

@@ -5,16 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from convoy.models import create
-from convoy.planner.cost.costs import Costs, HostCost, Times, Update
-from convoy.planner.cost.link import Curve, Link, Links
-from convoy.planner.cost.local_op import LocalOp
 from convoy.planner.cost.simulation import simulate
-from convoy.planner.planner import score
-from convoy.planner.workload import workload_of
-from convoy.plans.plan import Plan
 from convoy.plans.timeline import Task
 
 
@@ -69,18 +61,6 @@ def test_tasks_end_when_they_do_by_hand() -> None:
             simulate(tasks)
 
 
-def test_where_the_time_goes_adds_up_to_the_total() -> None:
-    tasks = [compute(2), message(5, 0, share=0.5), compute(1, 0, kind="backward"), compute(1, 1, kind="update")]
-    timeline = simulate(tasks)
-    assert timeline.by_kind() == pytest.approx({"forward": 2, "backward": 2, "update": 1, "exposed": 3, "idle": 0})
-    assert timeline.total == pytest.approx(8) and timeline.contention() == pytest.approx(1)
-    assert simulate([compute(1), compute(4, rank=1)]).by_kind(0)["idle"] == pytest.approx(3)
-    together = simulate(
-        [*ENDS["a collective begins when the last rank is there"][0], compute(1, 2), compute(1, 3, rank=1)]
-    )
-    assert (together.exposed(0), together.exposed(1), together.busiest) == ({"g": 4}, {"g": 2}, 1)
-
-
 def chain(kernels: list[tuple[float, float]]) -> list[Task]:
     """Kernels one after the other, by seconds of the host and of the device."""
     return [compute(device, layer=f"layer{number}", host=host) for number, (host, device) in enumerate(kernels)]
@@ -113,25 +93,3 @@ def test_a_device_waits_for_a_host_that_is_slower() -> None:
 
     timeline = simulate(rank(0, 0.5) + rank(1, 5.0))  # ranks wait for the host of another
     assert timeline.total == pytest.approx(10) and timeline.by_kind(0)["exposed"] == pytest.approx(8)
-
-
-def test_small_batches_take_what_the_host_takes_and_recorded_ones_issue_the_optimizer_alone() -> None:
-    host, workload_at = 1e-5, lambda batch: workload_of(create("lenet"), torch.zeros(2, 1, 28, 28), batch)
-
-    def predicted(batch: int, host: float = host, recorded: bool = False, plan: str = "serial") -> float:
-        """Operations take a time by their bytes, and their hosts always the same."""
-
-        def times(one: LocalOp) -> Times:
-            seconds = 1e-12 * sum(operand.bytes for operand in one.inputs)
-            return Times(seconds, 2 * seconds, host, 2 * host)
-
-        links = Links(otherwise=lambda ranks: Link(Curve(((1, 1e-6),)), Curve(((1, 1e-6),))))
-        update, loss = Update(host=host, host_per_tensor=host), HostCost(per_pass=1e-6, host=host)
-        costs = Costs(times, links, update, loss=loss, on_cpu=False, recorded=recorded)
-        return score(workload_at(batch), Plan.parse(plan), costs).timeline.total
-
-    assert predicted(2) == predicted(4) > 20 * predicted(2, 0.0)
-    assert predicted(2**17) == pytest.approx(predicted(2**17, 0.0))
-    tensors = len(list(create("lenet").parameters()))
-    assert predicted(2, recorded=True) == pytest.approx((1 + tensors) * host, rel=0.05)
-    assert predicted(2, host, True, "stage=2") == predicted(2, host, False, "stage=2")  # stages are not recorded

@@ -7,16 +7,14 @@ import pytest
 
 from convoy.errors import ConvoyError
 from convoy.planner.cost.prediction import most, rank_memory
-from convoy.planner.search import search as searching
 from convoy.planner.search.layers import Constraints
-from convoy.planner.search.prices import AXIS_STRATEGIES, meshes
+from convoy.planner.search.prices import AXIS_STRATEGIES
 from convoy.planner.search.search import search
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.traffic import redistributions
 from planner.search import nets
 from planner.search.nets import COSTS, EVERY, FEW, ONE, THREE, TWO, every_placement, seconds_of, workload
-from small_nets import Dense
 
 
 def within(mesh: Mesh, among: Sequence[str] = AXIS_STRATEGIES, **options: Any) -> Constraints:
@@ -56,19 +54,6 @@ def test_no_plan_costs_less_and_none_that_is_about_as_fast_redistributes_less(
             assert seconds_of(job, placement, costs) == pytest.approx(best.seconds, rel=1e-12)
             simpler += best.seconds > least * (1 + 1e-9)
     assert simpler or not options, "no case in which the tolerance matters"
-
-
-@pytest.mark.slow
-def test_the_best_of_all_meshes_comes_first_and_plain_samples_with_it() -> None:
-    assert [mesh.sizes for mesh in meshes(12)] == [(12,), (2, 6), (3, 4), (4, 3), (6, 2)]
-    job = workload(nets.Residual(), 16)
-    result = search(job, 4, COSTS, top=4, tolerance=0.0)
-    assert len({str(candidate.plan) for candidate in result.candidates}) == len(result.candidates) >= 3
-    assert result.best.seconds == min(search(job, 4, COSTS, within(m), tolerance=0.0).best.seconds for m in meshes(4))
-    result = search(job, 4, nets.costs(flops=1e12, rate=1e6), top=1, tolerance=0.0)
-    assert Plan.parse("sample=4") in [one.plan for one in result.candidates] and str(result.best.plan) != "sample=4"
-    whole = search(workload(nets.Chain(), microbatch=8), 2, COSTS)  # one microbatch is not divided
-    assert all("sample" not in str(candidate.plan) for candidate in whole.candidates)
 
 
 def test_of_plans_that_are_about_as_fast_the_simplest_comes_first() -> None:
@@ -138,19 +123,3 @@ def test_layers_that_are_fixed_keep_their_strategy_and_the_others_are_chosen_for
     ):
         with pytest.raises(ConvoyError, match=words):
             search(workload(nets.Chain()), 4, COSTS, within(Mesh(("gpu",), (4,)), fixes=(fix,)))
-
-
-def test_where_much_meets_layers_of_one_role_are_tied_and_the_result_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = workload(Dense())  # whose last features are concatenated of four
-    result = search(job, 2, COSTS, within(ONE, FEW), tolerance=0.0)
-    assert not result.exact and "3 layers were given one strategy between them" in result.notes[0]
-    seconds = [
-        seconds_of(job, placement, COSTS)
-        for one in FEW
-        for _, placement in every_placement(job, ONE, FEW, {f"convs.{number}": [(one,)] for number in range(3)})
-    ]
-    assert result.best.seconds == pytest.approx(min(seconds), rel=1e-12)
-    exact = search(workload(nets.Nested()), 2, COSTS, within(ONE), tolerance=0.0)
-    monkeypatch.setattr(searching, "LIMIT", 40)  # what is too wide otherwise is tied as well
-    small = search(workload(nets.Nested()), 2, COSTS, within(ONE), tolerance=0.0)
-    assert (exact.exact, small.exact) == (True, False) and small.best.seconds >= exact.best.seconds

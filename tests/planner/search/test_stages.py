@@ -1,7 +1,6 @@
 """Cuts against all cuts, and plans with stages where they must win."""
 
 import itertools
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,19 +9,18 @@ import torch
 from torch import nn
 
 from convoy.hardware.catalog import Hop
-from convoy.planner.cost.additive import Additive, sums_of_calls
+from convoy.planner.cost.additive import Additive
 from convoy.planner.cost.costs import Costs
 from convoy.planner.cost.link import Links, ring
 from convoy.planner.cost.simulation import StageTimes, pipeline_seconds
-from convoy.planner.search.cuts import Chain, cuts_of
+from convoy.planner.search.cuts import Chain
 from convoy.planner.search.layers import Constraints
 from convoy.planner.search.stages import search_stages
 from convoy.planner.workload import Workload, workload_of
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import SCHEDULES, Schedule, actions
-from convoy.plans.stages import StagedGraph, Stages
 from planner.search import nets
-from planner.search.nets import COSTS, Branches, Nested, Residual, Twice, seconds_of
+from planner.search.nets import Branches, Residual
 
 SLOW = Links(otherwise=lambda ranks: ring(Hop(1e-5, 1e6), len(ranks), overlap=True, cpu_share=0.0))
 FAST = Links(otherwise=lambda ranks: ring(Hop(0.0, 1e12), len(ranks), overlap=True, cpu_share=0.0))
@@ -36,34 +34,6 @@ def staged(model: nn.Module, **options: Any) -> Workload:
 
 def chain_of(job: Workload, costs: Costs, plan: str = "serial") -> Chain:
     return Chain(job.place(Plan.parse(plan)), Additive(costs, job.graph, job.passes))
-
-
-@pytest.mark.parametrize(("make", "plan"), [(Residual, "sample=2"), (Nested, "serial"), (Twice, "serial")])
-def test_a_chain_is_the_sum_of_its_parts_and_sends_what_the_engine_sends(make: Any, plan: str) -> None:
-    """Of any two cuts the parts cost as much as the whole, and that as much as the search has it, in two passes; the
-    gradients of the second are added to those of the first. A byte takes a second, so that the seconds of messages are
-    the bytes of the crossings."""
-    job = staged(make()).through(2, 2)
-    chain, placement = chain_of(job, COSTS, plan), job.place(Plan.parse(plan))
-    rows = sums_of_calls(placement, Additive(COSTS, job.graph, 2))
-    adding = sum(of.adding for _, parameters in rows for of in parameters.values())
-    whole = 2 * chain.seconds[0, -1] + chain.once[0, -1]
-    assert adding > 0 and whole == pytest.approx(seconds_of(job, placement, COSTS) + adding, rel=1e-9)
-    for a, b, c in itertools.combinations(range(len(chain.cuts)), 3):
-        assert chain.seconds[a, b] + chain.seconds[b, c] == pytest.approx(chain.seconds[a, c])
-    chain = chain_of(job, COSTS)
-    (sends, returns), points, graph = chain.messages(ring(Hop(0.0, 1.0), 2, True, 0.0)), chain.cuts, job.graph
-    size = {name: 4.0 * math.prod(value.shape) for name, value in graph.values.items()}
-    for stages in (2, 3):
-        for cuts in itertools.combinations(range(1, len(points) - 1), stages - 1):
-            cut = Stages.of(graph, stages, ("", *(graph.calls[points[place]].layer for place in cuts)), ())
-            cut.owners(graph)  # no weight is used on both sides
-            result = StagedGraph(graph, job.outputs, cut.of_calls(graph), stages)
-            for stage, pair in enumerate(itertools.pairwise((0, *cuts, len(points) - 1))):
-                assert sends[pair] == pytest.approx(sum(size[one.value] for one in result.sent(stage)))
-                assert returns[pair] == pytest.approx(sum(size[one.value] for one in result.received(stage)))
-    layers = [staged(Twice()).graph.calls[point].layer for point in cuts_of(staged(Twice()).graph)[:-1]]
-    assert "tied" not in layers and "again" in layers  # what uses one weight is in one stage
 
 
 class Wide(nn.Sequential):
