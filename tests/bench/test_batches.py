@@ -6,13 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from bench.made_study import MACHINE, RECIPE
+from bench.made_study import MACHINE
 from convoy.bench.batch_page import write_batches
-from convoy.bench.batches import BatchCourse, BatchFacts, BatchStudy, StepTime
-from convoy.bench.jobs import Job
-from convoy.bench.search import DIMINISHING, LEAST, NONE, PERFECT, next_rates, regimes
+from convoy.bench.batches import (
+    DIMINISHING,
+    LEAST,
+    NONE,
+    PERFECT,
+    BatchStudy,
+    Search,
+    StepTime,
+    agreement,
+    next_rates,
+    regimes,
+)
+from convoy.bench.jobs import Job, Outcome
 from convoy.errors import ConvoyError
-from convoy.training import Recipe, load_recipe
+from convoy.training import load_recipe
 from convoy.training.gradients import ADVICE
 
 BATCHES, NOISE = [32, 64, 128, 256, 512, 1024, 2048, 4096], 512
@@ -27,70 +37,77 @@ def best_rate(batch: int) -> float:
     return 0.4 / (1 + NOISE / batch)
 
 
-def train(folder: Path, job: Job) -> str | None:
-    """What a training leaves: the best rate takes fewest updates, one of eight times that is too high."""
+def train(job: Job) -> Outcome:
+    """What a training gives: the best rate takes fewest updates, one of eight times that is too high."""
     recipe, octaves = job.recipe, math.log2((job.recipe.optimizer.lr or 0) / best_rate(job.recipe.batch))
     if octaves > 3:
-        return f"the loss became nan: {ADVICE}"
+        return Outcome({}, f"the loss became nan: {ADVICE}")
     every = recipe.evaluate_every.updates(1)
     needed = every * math.ceil(fewest(recipe.batch) * (1 + 0.5 * octaves**2) / every) + recipe.seed
     steps = min(needed, recipe.epochs.updates(4096 // recipe.batch))
-    facts = {"status": "finished", "reached": needed <= steps, "steps": steps, "train_s": 0.01 * steps}
-    (folder / job.name).mkdir(parents=True, exist_ok=True)
-    facts |= {"best_top1": min(0.97, 0.9 * steps / needed)}
-    (folder / job.name / "summary.json").write_text(json.dumps(facts))
-    return None
+    facts = {"reached": needed <= steps, "steps": steps, "best_top1": min(0.97, 0.9 * steps / needed)}
+    return Outcome(facts | {"noise_scale": 1.5 * NOISE})
 
 
-def course(folder: Path, recipe: Recipe = RECIPE, tune: bool = True) -> BatchCourse:
-    recipes = {"sgd": recipe, "lamb": load_recipe("default", ["model.name=lenet", *_LAMB])}
-    plain = {name: {"optimizer": name} for name in recipes}
-    facts = BatchFacts(
-        model="lenet", recipes=plain, target=0.97, tune=tune, device_type="cpu", cores_per_device=1, num_train=4096
-    )
-    study = BatchStudy.open(folder, facts)
-    study.machine, study.batches, study.seeds = MACHINE, BATCHES, 3
-    return BatchCourse(study, recipes, folder)
+SETTINGS = ["model.name=lenet", "data.path=mnist-mini", "batch=64"]
+RECIPES = {
+    "sgd": load_recipe("default", SETTINGS),
+    "lamb": load_recipe("default", [*SETTINGS, "optimizer.name=lamb", "optimizer.base_lr=0.02", "epochs=200"]),
+}
 
 
-_LAMB = ["data.path=mnist-mini", "optimizer.name=lamb", "optimizer.base_lr=0.02", "epochs=200"]
+def study(folder: Path, tune: bool = True) -> BatchStudy:
+    names: dict[str, dict[str, str]] = {name: {} for name in RECIPES}
+    facts = {"model": "lenet", "recipes": names, "target": 0.97, "tune": tune, "num_train": 4096, "machine": "it"}
+    new = BatchStudy.open(folder, facts)
+    new.machine, new.batches, new.seeds = MACHINE, BATCHES, 3
+    return new
 
 
-def run(course: BatchCourse, most: int = 10_000) -> list[str]:
+def run(study: BatchStudy, folder: Path, outcomes: dict[Path, Outcome]) -> list[str]:
     names = []
-    while (jobs := course.wanted()) and len(names) < most:
-        names.append(jobs[0].name)
-        course.ended(jobs[0], train(course.folder, jobs[0]))
+    while jobs := (search := Search(study, RECIPES, folder, outcomes)).jobs:
+        names.append(jobs[0].out.name)
+        outcomes[jobs[0].out] = train(jobs[0])
+    study.rows = search.rows
     return names
 
 
 def test_the_best_rate_of_every_batch_is_found_and_the_study_goes_on(tmp_path: Path) -> None:
-    whole = run(course(tmp_path / "whole"))
-    first = run(course(tmp_path / "parts"), most=20)
-    rest = course(tmp_path / "parts")
-    assert first + run(rest) == whole and len(set(whole)) == len(whole)
-    for name in ("sgd", "lamb"):
-        rows = rest.study.rows(name)
-        assert [row.best.batch for row in rows] == BATCHES and all(row.reached for row in rows)
+    new, outcomes = study(tmp_path), dict[Path, Outcome]()
+    whole = run(new, tmp_path, outcomes)
+    part = dict(list(outcomes.items())[:20])
+    assert run(study(tmp_path), tmp_path, part) == whole[20:] and len(set(whole)) == len(whole)
+    for name in RECIPES:
+        rows = [row for row in new.rows if row.optimizer == name]
+        assert [row.batch for row in rows] == BATCHES and new.reached(name) == rows
         for row in rows:
-            assert abs(math.log2(row.best.lr / best_rate(row.best.batch))) < 0.5
-            assert fewest(row.best.batch) <= row.updates <= 1.15 * fewest(row.best.batch) + row.best.every
-            assert row.band == (row.best.updates, row.best.updates + 2) and len(row.trials) == 3
-            rates = [t for t in rest.study.of(name, row.best.batch) if t.seed == 0]
-            assert LEAST <= len(rates) <= 10
-    found = regimes(BATCHES, [row.updates for row in rest.study.rows("sgd")])
-    assert found[:2] == [PERFECT, PERFECT] and found[4:6] == [DIMINISHING] * 2 and found[-1] == NONE
-    rest.study.step_times = [
+            assert abs(math.log2(row.lr / best_rate(row.batch))) < 0.5
+            assert fewest(row.batch) <= row.updates <= 1.2 * fewest(row.batch) + 1
+            assert row.ends[-1] - row.ends[0] == 2 and len(row.ends) == 3
+            assert LEAST <= sum(run.startswith(f"{name}-{row.batch}-") for run in whole) - 2 <= 10
+        names = list(new.regimes(name).values())
+        assert names[:2] == [PERFECT, PERFECT] and names[4:6] == [DIMINISHING] * 2 and names[-1] == NONE
+        assert NOISE / 1.2 < (new.critical(name) or 0) < 1.2 * NOISE
+    new.step_times = [
         StepTime(batch=b, devices=n, seconds=b / n / 1e4, measured=n < 4) for b in BATCHES for n in (1, 4)
     ]
-    rest.study.save(tmp_path / "parts")
-    written = write_batches(tmp_path / "parts")
+    new.save(tmp_path)
+    (tmp_path / "a-branches").mkdir()
+    (tmp_path / "a-branches" / "branches.json").write_text(json.dumps({"useful": 512}))
+    written = write_batches(tmp_path)
     page = written.report.read_text()
-    assert all(
-        words in page for words in ("perfect scaling", "4 devices, predicted", "square-root rule", "batches.csv")
-    )
+    for words in ("perfect scaling", "4 devices, predicted", "batches.csv", "770 by the gradient noise scale"):
+        assert words in page
     assert len(written.tables["batches"].rows) == 2 * len(BATCHES)
     assert any(line.startswith("sgd: perfect scaling up to ") for line in written.remarks)
+    assert any("by branches" in line and "agree within a factor of two" in line for line in written.remarks)
+
+
+def test_measures_that_differ_are_said_to(tmp_path: Path) -> None:
+    sentence = agreement({"the study": 512.0, "the gradient noise scale": 1600, "branches": None})
+    assert sentence.endswith("about 1600 by the gradient noise scale, 3.1 times apart: believe the study.")
+    assert agreement({"the study": None, "branches": 3}) == ""
 
 
 def test_no_regime_comes_back_once_it_is_left() -> None:
@@ -102,23 +119,13 @@ def test_a_search_ends_at_its_edge_and_prefers_lower_rates_where_all_fail() -> N
     while places := next_rates(scores):
         scores |= {place: (0, -place) for place in places}  # the higher the better
     assert max(scores) == 14 and len(scores) <= 12
-    assert -4 in next_rates({0: (2, 1.0), 2: (2, 2.0), -2: (2, 0.5)})
+    assert -4 in next_rates({0: (2, 0), 2: (2, 2), -2: (2, -2)})
 
 
-def test_a_study_without_the_target_and_another_one_are_refused(tmp_path: Path) -> None:
-    short = course(
-        tmp_path,
-        RECIPE.model_copy(
-            update={"epochs": load_recipe("default", ["model.name=lenet", "data.path=x", "epochs=3ba"]).epochs}
-        ),
-        tune=False,
-    )
-    short.recipes.pop("lamb")
-    run(short)
-    with pytest.raises(ConvoyError, match=r"no training reached --target 0\.97: the best was"):
-        short.check_reached()
+def test_another_study_is_refused(tmp_path: Path) -> None:
+    study(tmp_path, tune=False).save(tmp_path)
     with pytest.raises(ConvoyError, match="is of a study with tune=False and not True"):
-        course(tmp_path)
+        study(tmp_path)
     (tmp_path / "batches.json").write_text("{}")
     with pytest.raises(ConvoyError, match="is no study of convoy bench --batches"):
         BatchStudy.read(tmp_path)

@@ -16,12 +16,14 @@ from convoy.plans.plan import WORDS, Plan, plan_text
 from convoy.terminal import pip_install
 from convoy.training.recipe import Recipe, check_names, load_recipe
 
-DEFAULT_BATCH, DEFAULT_PLANS = 256, "sample;auto"
+DEFAULT_BATCH = 256
 # The least that options may be which are whole numbers; others are any number above 0.
 _LEAST = dict.fromkeys(("batch", "batch_per_device", "image_size", "classes", "rounds", "updates"), 1)
 _LEAST |= {"warm_up": 0, "dataset_size": 1, "cores_per_device": 1, "seeds": 1}
 # Optimizers of a study of the batch, and the rate for a batch of 256 from which one that is not the recipe's begins.
 GUESSES = {"sgd": 0.1, "lars": 0.4, "lamb": 0.01, "adamw": 0.002}
+_OF_BATCHES = ("target", "tune", "optimizers", "seeds")
+_NOT_WITH_BATCHES = ("batch", "batch_per_device", "peers", "shares", "train_epochs", "epochs", "emulate")
 _AMOUNTS = ("epochs", "timeout", "train_epochs")
 
 
@@ -59,7 +61,6 @@ class Ask:
     tune: bool = False
     optimizers: str | None = None
     seeds: int | None = None
-    minutes: float | None = None
 
     @property
     def folder(self) -> Path:
@@ -97,24 +98,18 @@ class Ask:
 
     def _mistakes_of_batches(self) -> Iterator[str]:
         """What is wrong with the options of a study of the batch, or with those without one."""
+        names = _NOT_WITH_BATCHES if self.batches is not None else _OF_BATCHES
+        named = (f"--{name.replace('_', '-')}" for name in names if getattr(self, name) not in (None, "", False))
         if self.batches is None:
-            for name in ("target", "tune", "optimizers", "seeds", "minutes"):
-                if getattr(self, name) not in (None, False):
-                    yield f"--{name} is for a study of the batch: name batches with --batches, e.g. 64,128,256"
+            yield from (f"{name} is for a study of the batch: name batches with --batches 64,128,256" for name in named)
             return
-        for name in ("batch", "batch_per_device", "peers", "shares", "image_size", "train_epochs", "emulate", "epochs"):
-            if getattr(self, name) not in (None, ""):
-                yield f"--{name.replace('_', '-')} contradicts --batches, which trains on one device at each: drop one"
-        if self.plans != DEFAULT_PLANS:
-            yield "--plans contradicts --batches, which trains on one device at each: drop one"
+        yield from (f"{name} contradicts --batches, which trains on one device at each: drop one" for name in named)
         if self.data is None:
             yield "--batches trains on real pictures: name them with --data, e.g. --data mnist-mini"
         if self.target is None or not 0 < self.target <= 1:
             yield "--batches needs the top-1 that is to be reached: give --target, e.g. --target 0.97"
-        if self.minutes is not None and not 0 < self.minutes < math.inf:
-            yield f"--minutes is {self.minutes:g}: give a number above 0"
-        for name in (self.optimizers or "").split(","):
-            if name.strip() not in ("", *GUESSES):
+        for name in (self.optimizers or "sgd").split(","):
+            if name not in GUESSES:
                 yield f"--optimizers {name} is none: choose among {', '.join(GUESSES)}"
 
     def batch_numbers(self) -> list[int]:

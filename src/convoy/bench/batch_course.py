@@ -1,19 +1,17 @@
 """The course of a study of the batch: the trainings, then what an update takes on several devices."""
 
-import math
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from convoy.bench.ask import GUESSES, Ask
-from convoy.bench.batches import BatchCourse, BatchFacts, BatchStudy, StepTime
-from convoy.bench.jobs import Jobs
+from convoy.bench.batches import LEAST, USUAL, BatchStudy, Search, StepTime
+from convoy.bench.jobs import Job, Jobs, Outcome
 from convoy.bench.measure import MeasurementTask, measure_rank, network_of
 from convoy.bench.processes import RankFailed, Say, run_ranks
 from convoy.bench.records import CONVOY
-from convoy.bench.search import LEAST, USUAL
 from convoy.bench.study import machine_facts, plain_recipe
 from convoy.comm.ranks import Ranks
 from convoy.data import open_data
@@ -33,103 +31,95 @@ _UPDATES, _WARM_UP, _PATIENCE_S = 10, 2, 120.0
 def recipes_of(ask: Ask) -> dict[str, Recipe]:
     """The recipe of each optimizer of a study. The rate is constant after the warm-up unless a schedule is said: one
     that falls would tie the updates that are needed to the length of a training, and the length is looked for."""
-    first = ask.recipe_of()
-    recipes = {}
-    for name in (part.strip() for part in (ask.optimizers or first.optimizer.name).split(",")):
-        recipe = first
-        if name != first.optimizer.name:
-            is_set = ask.says("optimizer.lr") or ask.says("optimizer.base_lr")
-            rate = () if is_set else (f"optimizer.base_lr={GUESSES[name]}",)
-            recipe = replace(ask, settings=(*ask.settings, f"optimizer.name={name}", *rate)).recipe_of()
-        if not ask.says("schedule."):
-            warmup = recipe.schedule.warmup
-            if warmup.unit == "%":  # of a length that a search changes
-                warmup = Duration(round(warmup.value / 100 * recipe.epochs.value, 6), recipe.epochs.unit)
-            recipe = recipe.model_copy(update={"schedule": ConstantConfig(name="constant", warmup=warmup)})
-        recipes[name] = recipe
+    first, recipes = ask.recipe_of(), {}
+    for name in ask.optimizers.split(",") if ask.optimizers else [first.optimizer.name]:
+        other = name != first.optimizer.name and not ask.says("optimizer.lr") and not ask.says("optimizer.base_lr")
+        rate = [f"optimizer.base_lr={GUESSES[name]}"] if other else []
+        recipe = replace(ask, settings=(*ask.settings, f"optimizer.name={name}", *rate)).recipe_of()
+        warmup = recipe.schedule.warmup
+        if warmup.unit == "%":  # of a length that a search changes
+            warmup = Duration(round(warmup.value / 100 * recipe.epochs.value, 6), recipe.epochs.unit)
+        constant = {"schedule": ConstantConfig(name="constant", warmup=warmup)}
+        alone = {"parallel": recipe.parallel.model_copy(update={"devices": 1, "plan": None, "shares": None})}
+        recipes[name] = recipe.model_copy(update=alone | ({} if ask.says("schedule") else constant))
     return recipes
 
 
 def study_batches(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
-    """Train all that is not trained yet, one training a device, as far as there is time."""
-    began, device = time.monotonic(), choose_device(ask.device)
+    """Train all that is not trained yet, one training a device, and take the time of updates."""
+    device, batches = choose_device(ask.device), ask.batch_numbers()
     recipes = {name: settle(recipe, device).recipe for name, recipe in recipes_of(ask).items()}
-    recipe, batches = next(iter(recipes.values())), ask.batch_numbers()
+    recipe = next(iter(recipes.values()))
     num_train = len(open_data(recipe.data, progress).train)
     if batches[-1] > num_train:
         raise ConvoyError(f"--batches {batches[-1]} is more than the {num_train:,} training images: leave it out")
-    jobs = Jobs(ask.folder, device.type, ask.cores_per_device or 1, ask.command)
-    facts = BatchFacts(
-        model=recipe.model.name,
-        recipes={name: plain_recipe(recipe, None) | {"batch": None} for name, recipe in recipes.items()},
-        target=ask.target or 1.0,
-        tune=ask.tune,
-        device_type=device.type,
-        cores_per_device=jobs.places.cores_per_device,
-        num_train=num_train,
-    )
+    jobs, machine = Jobs.here(device.type, ask.cores_per_device or 1, ask.command), machine_facts(device)
+    facts: dict[str, Any] = {"model": recipe.model.name, "target": ask.target, "tune": ask.tune, "num_train": num_train}
+    facts |= {"recipes": {name: plain_recipe(recipe, None) | {"batch": None} for name, recipe in recipes.items()}}
+    facts |= {"device": device.type, "cores_per_device": jobs.places.cores_per_device, "machine": machine["machine"]}
     BatchStudy.open(ask.folder, facts)
     ask.folder.mkdir(parents=True, exist_ok=True)
     with RunDirectory(ask.folder).lock(tell=tell):
         study = BatchStudy.open(ask.folder, facts)
-        study.machine, study.commands = machine_facts(device), list(dict.fromkeys([*study.commands, ask.command]))
+        study.machine, study.commands = machine, list(dict.fromkeys([*study.commands, ask.command]))
         study.batches, study.seeds = sorted({*study.batches, *batches}), max(study.seeds, ask.seeds or 1)
-        rates = (LEAST, USUAL) if study.facts.tune else (1, 1)
-        least, usual = (len(study.batches) * len(recipes) * (number + study.seeds - 1) for number in rates)
-        tell(
-            f"about {least}{f' to {usual}' if usual > least else ''} trainings, {jobs.number} at a time: of "
-            f"{plural(len(study.batches), 'batch', 'batches')} with {plural(len(recipes), 'optimizer')}, "
-            f"{' to '.join(map(str, dict.fromkeys(rates)))} rates each, then {plural(study.seeds, 'seed')}"
-        )
-        course = BatchCourse(study, recipes, ask.folder)
+        pairs, rates = len(study.batches) * len(recipes), (LEAST, USUAL) if ask.tune else (1, 1)
+        least, usual = (pairs * (number + study.seeds - 1) for number in rates)
+        tell(f"about {least} to {usual} trainings, {jobs.number} at a time" if ask.tune else plural(least, "training"))
+        done: Mapping[Path, Outcome] = {}
 
-        def say(text: str) -> None:
-            done = sum(trial.done for trial in study.trials)
-            progress(f"{done} trained, {text}", done, max(usual, done + 1))
+        def wanted(outcomes: Mapping[Path, Outcome]) -> list[Job]:
+            nonlocal done
+            done, search = outcomes, Search(study, recipes, ask.folder, outcomes)
+            if search.rows != study.rows:
+                study.rows = search.rows
+                study.save(ask.folder)
+            return search.jobs
 
-        jobs.progress = say
-        until = began + 60 * ask.minutes if ask.minutes is not None else math.inf
-        if not jobs.run(course.wanted, course.ended, until):
-            tell(f"{ask.minutes:g} minutes are over: the same command goes on")
-        course.check_reached()
-        for batch in study.batches:
-            progress(f"what an update of {batch} takes", len(study.trials), len(study.trials))
-            for devices in ask.numbers(0) if ask.devices else (1, 2, 4, 8):
-                if time.monotonic() < until:
-                    _time_step(study, recipe.model_copy(update={"batch": batch}), devices, jobs)
+        def say(job: Job, text: str, _: int, __: int) -> None:
+            progress(f"{len(done)} trained, {job.out.name}: {text}", len(done), max(usual, len(done) + 1))
+
         study.save(ask.folder)
+        jobs.say = say
+        jobs.train(wanted)
+        if not study.reached():
+            best = max(study.rows, key=lambda row: row.top1)
+            why = f"the best was {best.top1:.2%} ({best.run})" if best.top1 else str(best.failure)
+            more = "lower it, or train longer (--set epochs=…)"
+            raise ConvoyError(f"no training reached --target {ask.target:g}: {why}; {more}")
+        for batch in study.batches:
+            progress(f"what an update of {batch} takes", len(done), len(done))
+            timed = [step.devices for step in study.step_times if step.batch == batch]
+            numbers = [n for n in (ask.numbers(0) if ask.devices else (1, 2, 4, 8)) if n <= batch and n not in timed]
+            study.step_times += _step_times(recipe.model_copy(update={"batch": batch}), numbers, jobs)
+            study.save(ask.folder)
 
 
-def _time_step(study: BatchStudy, recipe: Recipe, devices: int, jobs: Jobs) -> None:
+def _step_times(recipe: Recipe, numbers: list[int], jobs: Jobs) -> Iterator[StepTime]:
     """What an update takes, measured on as many devices as there are, predicted on more; nothing where the batch cannot
     be divided so."""
-    batch = recipe.batch
-    if devices > batch or any((step.batch, step.devices) == (batch, devices) for step in study.step_times):
-        return
-    parallel = recipe.parallel.model_copy(update={"devices": devices, "plan": Plan.by_samples(devices)})
-    recipe = recipe.model_copy(update={"parallel": parallel})
-    task = MeasurementTask(CONVOY, recipe, None, jobs.device_type, _UPDATES, _WARM_UP)
-    try:
-        if devices <= jobs.number:
-            ranks = run_ranks(measure_rank, jobs.places.of(devices), task, seconds=_PATIENCE_S)
-            took_s = max(statistics.median(rank.seconds) for rank in ranks)
-        else:
-            (took_s,) = run_ranks(predict_step, jobs.places.of(1), task, seconds=_PATIENCE_S)
-    except (RankFailed, ConvoyError):
-        return
-    new = StepTime(batch=batch, devices=devices, seconds=took_s, measured=devices <= jobs.number)
-    study.step_times = [*study.step_times, new]
+    for devices in numbers:
+        parallel = recipe.parallel.model_copy(update={"devices": devices, "plan": Plan.by_samples(devices)})
+        task = MeasurementTask(
+            CONVOY, recipe.model_copy(update={"parallel": parallel}), None, jobs.device_type, _UPDATES, _WARM_UP
+        )
+        try:
+            if devices <= jobs.number:
+                ranks = run_ranks(measure_rank, jobs.places.of(devices), task, seconds=_PATIENCE_S)
+                took_s = max(statistics.median(rank.seconds) for rank in ranks)
+            else:
+                alone = replace(task, recipe=recipe)
+                (took_s,) = run_ranks(predict_step, jobs.places.of(1), alone, devices, seconds=_PATIENCE_S)
+        except (RankFailed, ConvoyError):
+            continue
+        yield StepTime(batch=recipe.batch, devices=devices, seconds=took_s, measured=devices <= jobs.number)
 
 
-def predict_step(task: MeasurementTask, say: Say) -> float:
+def predict_step(task: MeasurementTask, devices: int, say: Say) -> float:
     """The planner's prediction of an update on devices like this one, whose links are assumed."""
-    recipe, devices = task.recipe, task.num_devices
-    parallel: dict[str, Any] = {"devices": 1, "plan": None}
-    alone = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=parallel)})
-    _, device = replace(task, recipe=alone).join()
-    data = open_data(recipe.data)
+    recipe, data, (_, device) = task.recipe, open_data(task.recipe.data), task.join()
     set_numerics(recipe)
     model, _ = network_of(recipe, data, device)
     shape = data.channels, data.image_size, data.image_size
-    workload = workload_of_recipe(alone, model.train(), shape, devices, device)
+    workload = workload_of_recipe(recipe, model.train(), shape, devices, device)
     return make_plan(Question(workload, devices, plans=[Plan.by_samples(devices)]), Ranks(), say).best.seconds

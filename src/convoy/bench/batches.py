@@ -1,28 +1,29 @@
 """A study of the batch: how many updates a target takes by batch and optimizer, with the learning rate tuned at each.
 
-The trainings are jobs, one a device. Tuning begins at the middle batch and goes outward: a batch begins with the rate
-that its neighbor found best, scaled as the optimizer does.
+Tuning begins at the middle batch and goes outward: a batch begins with the rate that its neighbor found best, scaled as
+the optimizer does. All is computed anew from the run directories whenever a training has ended, so that a study goes on
+wherever it was stopped, with more batches and seeds, too.
 """
 
 import math
 import shutil
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
-from convoy.bench.jobs import Job
+from convoy import units
+from convoy.bench.jobs import Job, Outcome
 from convoy.bench.records import Record, difference
-from convoy.bench.search import Score, next_rates, rate_at
 from convoy.errors import ConvoyError
 from convoy.files import write_text
 from convoy.training.derived import resolve
-from convoy.training.gradients import ADVICE
 from convoy.training.optim import learning_rate, rate_factor
-from convoy.training.recipe import Recipe
+from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.run_directory import RunDirectory
 from convoy.training.schema import Duration
 
@@ -30,33 +31,56 @@ NAME = "batches.json"
 LONGEST = 2.0  # times the updates of the best rate so far, after which a training of another one ends
 _OFTEN, _FIRST = 20, 4  # evaluations until the target is expected; and in an epoch, where nothing is known yet
 
+# Smaller is better: (0, updates) of a training that reached the target, (1, test error) of one that did not, and
+# (2, place) of one that failed, so that rates that are too high lead to lower ones.
+Score = tuple[int, float]
+FARTHEST = 14  # half octaves from the first guess: a factor of 128 either way
+LEAST, USUAL = 4, 6  # rates of a search, at least and usually: the first three, one or three octaves more, the middle
 
-class Trial(Record):
-    """A training, and what came of it."""
+
+def next_rates(scores: Mapping[int, Score]) -> list[int]:
+    """The rates to be tried next, in half octaves from the first guess; none where the best is found: by factors of two
+    until it is inside, then the middle between it and its better neighbor."""
+    if missing := [place for place in (0, 2, -2) if place not in scores]:
+        return missing
+    octaves = {place: score for place, score in scores.items() if place % 2 == 0}
+    best = min(octaves, key=lambda place: (octaves[place], place))
+    if outside := [place for place in (best - 2, best + 2) if place not in octaves and abs(place) <= FARTHEST]:
+        return outside
+    neighbors = [place for place in (best - 2, best + 2) if place in octaves]
+    middle = (best + min(neighbors, key=lambda place: (octaves[place], place))) // 2
+    return [] if middle in scores else [middle]
+
+
+PERFECT, DIMINISHING, NONE = REGIMES = "perfect scaling", "diminishing returns", "no gain"
+# Slopes of log(updates) over log(batch): -1 where twice the batch needs half the updates, 0 where it needs as many.
+_STEEP, _FLAT = -0.75, -0.25
+
+
+def regimes(batches: Sequence[int], updates: Sequence[float]) -> list[str]:
+    """The regime in which each batch after the first lies (Shallue et al., 2019, section 4.1), by the slope from the
+    one before it; the first has that of the second. No regime comes back once it is left: a steeper slope behind a flat
+    one is noise."""
+    latest, names = 0, list[str]()
+    for (small, more), (large, fewer) in pairwise(zip(batches, updates, strict=True)):
+        slope = math.log(fewer / more) / math.log(large / small)
+        latest = max(latest, 0 if slope <= _STEEP else 1 if slope <= _FLAT else 2)
+        names.append(REGIMES[latest])
+    return [*names[:1], *names]
+
+
+class BatchRow(Record):
+    """An optimizer at a batch with its best rate: the trainings of all seeds."""
 
     optimizer: str
     batch: int
-    place: int  # of its rate in the search
     lr: float
-    seed: int
-    limit: int  # updates after which it ends in any case
-    every: int  # updates from one evaluation to the next
-    done: bool = False
-    reached: bool = False
-    updates: int = 0  # at its end
-    train_s: float = 0.0  # seconds of training, without evaluations and checkpoints
-    top1: float = 0.0  # the best
-    failed: str | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.optimizer}-{self.batch}-lr{self.lr:g}-seed{self.seed}"
-
-    @property
-    def score(self) -> Score:
-        if self.failed is not None:
-            return 2, self.lr
-        return (0, self.updates) if self.reached else (1, 1 - self.top1)
+    run: str  # the run directory of the first seed
+    updates: float  # the median over the seeds; infinite where it did not reach the target
+    ends: list[int]  # of the seeds that reached it
+    top1: float  # the best
+    failure: str | None
+    noise_scale: float | None  # at the end of the first seed
 
 
 class StepTime(Record):
@@ -68,191 +92,165 @@ class StepTime(Record):
     measured: bool
 
 
-class BatchFacts(Record):
-    """What all trainings share; they tell whether two studies can be in one file."""
-
-    model: str
-    recipes: dict[str, dict[str, Any]]  # by optimizer
-    target: float
-    tune: bool
-    device_type: str
-    cores_per_device: int
-    num_train: int
-
-
 class BatchStudy(Record):
     """The file of a study."""
 
-    format: Literal["convoy-batches-1"] = "convoy-batches-1"
-    facts: BatchFacts
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+    facts: dict[str, Any]  # what all trainings share; they tell whether two studies can be in one folder
     machine: dict[str, Any] = Field({})
     commands: list[str] = Field([])
     batches: list[int] = Field([])  # in rising order
     seeds: int = 1
-    trials: list[Trial] = Field([])
+    rows: list[BatchRow] = Field([])  # of which all is trained
     step_times: list[StepTime] = Field([])
-
-    @staticmethod
-    def read(path: Path) -> "BatchStudy":
-        """The study in a file, or in the file that a folder has."""
-        path = path / NAME if path.is_dir() else path
-        try:
-            return BatchStudy.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            raise ConvoyError(f"{path} is no study of convoy bench --batches, or damaged: name another") from error
-
-    @staticmethod
-    def open(folder: Path, facts: BatchFacts) -> "BatchStudy":
-        """The study that is in a folder, or a new one; a ConvoyError where there is another, or a run."""
-        if RunDirectory(folder).is_run():
-            raise ConvoyError(f"--out {folder} holds a training run, which a study would overwrite: give another --out")
-        if not (folder / NAME).exists():
-            return BatchStudy(facts=facts)
-        study = BatchStudy.read(folder)
-        if unlike := difference(study.facts.model_dump(mode="json"), facts.model_dump(mode="json")):
-            raise ConvoyError(f"{folder / NAME} is of a study with {unlike}: give another --out, or remove it")
-        for trial in study.trials:  # one that failed is tried again, unless its rate was too high
-            trial.done = trial.done and (trial.failed is None or ADVICE in trial.failed)
-        return study
 
     def save(self, folder: Path) -> None:
         write_text(folder / NAME, self.model_dump_json() + "\n")
 
-    def of(self, optimizer: str, batch: int) -> list[Trial]:
-        """All trainings of a pair."""
-        return [trial for trial in self.trials if (trial.optimizer, trial.batch) == (optimizer, batch)]
+    @staticmethod
+    def read(path: Path) -> "BatchStudy":
+        """The study in a file, or in the file that a folder has."""
+        try:
+            return BatchStudy.model_validate_json((path / NAME if path.is_dir() else path).read_bytes())
+        except (OSError, ValidationError) as error:
+            raise ConvoyError(f"{path} is no study of convoy bench --batches, or damaged: name another") from error
 
-    def best(self, optimizer: str, batch: int) -> Trial | None:
-        """The training of the first seed with the best rate so far."""
-        ended = [trial for trial in self.of(optimizer, batch) if trial.done and trial.seed == 0]
-        return min(ended, key=lambda trial: (trial.score, trial.place), default=None)
+    @staticmethod
+    def open(folder: Path, facts: dict[str, Any]) -> "BatchStudy":
+        """The study that is in a folder, or a new one; a ConvoyError where there is another, or a run."""
+        if RunDirectory(folder).is_run():
+            raise ConvoyError(f"--out {folder} holds a training run, which a study would overwrite: give another --out")
+        study = BatchStudy.read(folder) if (folder / NAME).exists() else BatchStudy(facts=facts)
+        if unlike := difference(study.facts, facts):
+            raise ConvoyError(f"{folder / NAME} is of a study with {unlike}: give another --out, or remove it")
+        return study
 
-    def next_places(self, optimizer: str, batch: int) -> list[int]:
-        """The places of rates that are still to be trained at a batch; none where the search has ended."""
-        ended = [trial for trial in self.of(optimizer, batch) if trial.done and trial.seed == 0]
-        scores = {trial.place: trial.score for trial in ended}
-        return next_rates(scores) if self.facts.tune else [0] if 0 not in scores else []
+    def reached(self, optimizer: str | None = None) -> list[BatchRow]:
+        """The rows with the target, of one optimizer or of the one that needs fewest updates at each batch."""
+        rows = [row for row in self.rows if row.updates < math.inf and optimizer in (None, row.optimizer)]
+        best = {row.batch: row for row in sorted(rows, key=lambda row: -row.updates)}
+        return [best[batch] for batch in sorted(best)]
 
-    def rows(self, optimizer: str) -> "list[BatchRow]":
-        """A row for each batch of which all seeds were trained with the best rate."""
-        rows = []
-        for batch in self.batches:
-            best = self.best(optimizer, batch)
-            if best is not None and not self.next_places(optimizer, batch):
-                trials = [trial for trial in self.of(optimizer, batch) if trial.done and trial.place == best.place]
-                rows += [BatchRow(best, trials)] if len(trials) == self.seeds else []
-        return rows
+    def regimes(self, optimizer: str) -> dict[int, str]:
+        rows = self.reached(optimizer)
+        return dict(
+            zip([r.batch for r in rows], regimes([r.batch for r in rows], [r.updates for r in rows]), strict=True)
+        )
 
-    def fewest(self) -> dict[int, float]:
-        """The updates to the target by batch, with the optimizer that needs fewest."""
-        rows = [row for name in self.facts.recipes for row in self.rows(name) if row.reached]
-        return {row.best.batch: row.updates for row in sorted(rows, key=lambda row: -row.updates)}
+    def critical(self, optimizer: str | None = None) -> float | None:
+        """The batch at which the target takes about twice its fewest updates and twice its fewest samples, which the
+        noise scale predicts (McCandlish et al., 2018, equation 2.11); None where the batches show one regime only."""
+        rows = self.reached(optimizer)
+        if len(set(regimes([row.batch for row in rows], [row.updates for row in rows]))) < 2:
+            return None
+        return min(row.updates * row.batch for row in rows) / min(row.updates for row in rows)
 
 
-@dataclass(frozen=True)
-class BatchRow:
-    """An optimizer at a batch with its best rate: the trainings of all seeds."""
-
-    best: Trial
-    trials: list[Trial]
-
-    @property
-    def reached(self) -> bool:
-        """Whether most seeds reached the target."""
-        return 2 * sum(trial.reached for trial in self.trials) > len(self.trials)
-
-    @property
-    def updates(self) -> float:
-        """The median over the seeds, of which one without the target counts as longer than all others."""
-        return statistics.median_low([trial.updates if trial.reached else math.inf for trial in self.trials])
-
-    @property
-    def band(self) -> tuple[float, float]:
-        """The fewest and the most updates of any seed that reached the target."""
-        numbers = [trial.updates for trial in self.trials if trial.reached]
-        return min(numbers), max(numbers)
+def agreement(sizes: Mapping[str, float | None]) -> str:
+    """A sentence on the largest useful batch by several measures, those first that are to be believed."""
+    pairs = {name: size for name, size in sizes.items() if size}
+    if len(pairs) < 2:
+        return ""
+    words = ", ".join(f"about {units.significant(size, 2)} by {name}" for name, size in pairs.items())
+    apart = max(pairs.values()) / min(pairs.values())
+    if apart <= 2:
+        return f"The largest useful batch is {words}: they agree within a factor of two."
+    return (
+        f"The largest useful batch is {words}, {units.significant(apart, 2)} times apart: believe {next(iter(pairs))}."
+    )
 
 
 @dataclass
-class BatchCourse:
-    """Which trainings a study needs next, and what came of those that have ended."""
+class Search:
+    """The rows as far as outcomes tell, and which trainings come next."""
 
     study: BatchStudy
     recipes: dict[str, Recipe]  # by optimizer
     folder: Path
+    outcomes: Mapping[Path, Outcome]
+    jobs: list[Job] = field(default_factory=list)  # all that can be done by now, those first that others wait for
 
-    def wanted(self) -> list[Job]:
-        """The trainings that can be done now, those first that others wait for."""
-        study, middle = self.study, len(self.study.batches) // 2
-        names = {trial.name: trial for trial in study.trials}
-        jobs = []
-        for number in sorted(range(len(study.batches)), key=lambda number: abs(number - middle)):
-            batch, before = study.batches[number], study.batches[number + (number < middle) - (number > middle)]
-            for optimizer in self.recipes:
-                neighbor = study.best(optimizer, before) if batch != before else None
-                if batch != before and (neighbor is None or study.next_places(optimizer, before)):
-                    continue  # it begins with what its neighbor finds
-                trials = [names.setdefault(trial.name, trial) for trial in self._trials(optimizer, batch, neighbor)]
-                jobs += [Job(trial.name, self._recipe(trial)) for trial in trials if not trial.done]
-        study.trials = list(names.values())
-        return jobs
+    def __post_init__(self) -> None:
+        """The middle batch of all optimizers comes first, then its neighbors."""
+        batches, rows = self.study.batches, dict[tuple[str, int], BatchRow]()
+        middle = len(batches) // 2
+        for number in sorted(range(len(batches)), key=lambda number: abs(number - middle)):
+            batch, before = batches[number], batches[number + (number < middle) - (number > middle)]
+            for name in self.recipes:
+                if number == middle or (name, before) in rows:
+                    row = self._row(name, batch, rows.get((name, before)))
+                    rows |= {(name, batch): row} if row is not None else {}
+        self.rows = [rows[name, batch] for name in self.recipes for batch in batches if (name, batch) in rows]
 
-    def _trials(self, optimizer: str, batch: int, neighbor: Trial | None) -> Iterator[Trial]:
-        """The trainings that a pair needs now: of the rates to be tried, or of the other seeds with the best one."""
-        study, recipe, num_train = self.study, self.recipes[optimizer], self.study.facts.num_train
-        trials, best = study.of(optimizer, batch), study.best(optimizer, batch)
-        expected = None
-        if neighbor is not None and neighbor.reached:
+    def _row(self, optimizer: str, batch: int, neighbor: BatchRow | None) -> BatchRow | None:
+        """The row of a batch that begins with what its neighbor found; None where trainings are to come."""
+        recipe, num_train = self.recipes[optimizer].model_copy(update={"batch": batch}), self.study.facts["num_train"]
+        tune, expected, guess = self.study.facts["tune"], math.inf, learning_rate(recipe.optimizer, batch)
+        if neighbor is not None:
             expected = neighbor.updates * max(1.0, neighbor.batch / batch)
-        if trials:
-            guess, every = trials[0].lr, trials[0].every  # which has place 0
-        else:
-            every = max(1, round(expected / _OFTEN if expected else num_train / batch / _FIRST))
-            guess = learning_rate(recipe.optimizer, batch)
-            if neighbor is not None and study.facts.tune:
-                guess = neighbor.lr * rate_factor(recipe.optimizer, batch / neighbor.batch)
-        fewest = best.updates if best is not None and best.reached else expected
-        limit = resolve(recipe.model_copy(update={"batch": batch}), num_train).total_updates
-        limit = limit if fewest is None else max(2 * every, math.ceil(LONGEST * fewest))
-        pair: dict[str, Any] = {"optimizer": optimizer, "batch": batch, "limit": limit, "every": every}
-        places = study.next_places(optimizer, batch)
-        for place in places:
-            yield Trial(**pair, place=place, lr=rate_at(rate_at(guess, 0), place), seed=0)
-        if best is not None and not places:
-            yield from (Trial(**pair, place=best.place, lr=best.lr, seed=seed) for seed in range(1, study.seeds))
+            guess = neighbor.lr * rate_factor(recipe.optimizer, batch / neighbor.batch) if tune else guess
+        every = max(1, round(expected / _OFTEN if expected < math.inf else num_train / batch / _FIRST))
+        longest, scores = resolve(recipe, num_train).total_updates, dict[int, Score]()
 
-    def _recipe(self, trial: Trial) -> Recipe:
-        recipe = self.recipes[trial.optimizer]
-        warmup = recipe.schedule.warmup.updates(self.study.facts.num_train // trial.batch, trial.limit)
+        def trained(place: int, seed: int = 0) -> Outcome | None:
+            fewest = min((number for kind, number in scores.values() if kind == 0), default=expected)
+            limit = longest if fewest == math.inf else max(2 * every, math.ceil(LONGEST * fewest))
+            return self._trained(recipe, rate_at(guess, place), seed, limit, every)
+
+        while places := next_rates(scores) if tune else [0][len(scores) :]:
+            outcomes = {place: trained(place) for place in places}
+            if None in outcomes.values():
+                return None
+            scores |= {place: _score(outcome, place) for place, outcome in outcomes.items() if outcome is not None}
+        best = min(scores, key=lambda place: (scores[place], place))
+        for place in scores.keys() - {best}:  # convoy branch may go on with the best
+            shutil.rmtree(self._out(recipe, rate_at(guess, place), 0) / "checkpoints", ignore_errors=True)
+        trials = [outcome for seed in range(self.study.seeds) if (outcome := trained(best, seed)) is not None]
+        if len(trials) < self.study.seeds:
+            return None
+        updates = [number if kind == 0 else math.inf for kind, number in (_score(trial, best) for trial in trials)]
+        return BatchRow(
+            optimizer=optimizer,
+            batch=batch,
+            lr=rate_at(guess, best),
+            run=self._out(recipe, rate_at(guess, best), 0).name,
+            updates=statistics.median_low(updates),
+            ends=sorted(int(number) for number in updates if number < math.inf),
+            top1=max(trial.summary.get("best_top1") or 0.0 for trial in trials),
+            failure=trials[0].failure,
+            noise_scale=trials[0].summary.get("noise_scale"),
+        )
+
+    def _out(self, recipe: Recipe, rate: float, seed: int) -> Path:
+        return self.folder / f"{recipe.optimizer.name}-{recipe.batch}-lr{rate:g}-seed{seed}"
+
+    def _trained(self, recipe: Recipe, rate: float, seed: int, limit: int, every: int) -> Outcome | None:
+        """What came of a training; None where it is still to be done. One that was begun goes on as it was begun."""
+        out, warmup = self._out(recipe, rate, seed), recipe.schedule.warmup
+        if out in self.outcomes:
+            return self.outcomes[out]
+        warmup = Duration(min(warmup.updates(self.study.facts["num_train"] // recipe.batch, limit), limit // 2), "ba")
         changes: dict[str, Any] = {
-            "batch": trial.batch,
-            "seed": recipe.seed + trial.seed,
-            "optimizer": recipe.optimizer.model_copy(update={"lr": trial.lr, "base_lr": None}),
-            "schedule": recipe.schedule.model_copy(update={"warmup": Duration(min(warmup, trial.limit // 2), "ba")}),
-            "epochs": Duration(trial.limit, "ba"),
-            "evaluate_every": Duration(trial.every, "ba"),
-            "target": self.study.facts.target,
+            "seed": recipe.seed + seed,
+            "optimizer": recipe.optimizer.model_copy(update={"lr": rate, "base_lr": None}),
+            "schedule": recipe.schedule.model_copy(update={"warmup": warmup}),
+            "epochs": Duration(limit, "ba"),
+            "evaluate_every": Duration(every, "ba"),
+            "target": self.study.facts["target"],
         }
-        return recipe.model_copy(update=changes)
+        run = RunDirectory(out)
+        recipe = load_recipe(str(run.config)) if run.is_run() else recipe.model_copy(update=changes)
+        self.jobs.append(Job(out, recipe))
+        return None
 
-    def ended(self, job: Job, failure: str | None) -> None:
-        """Keep what came of a training, without its checkpoints."""
-        trial = next(trial for trial in self.study.trials if trial.name == job.name)
-        run = RunDirectory(self.folder / job.name)
-        summary = run.summary()
-        trial.failed, trial.done = failure, True
-        trial.reached = failure is None and bool(summary.get("reached"))
-        for key, name in (("updates", "steps"), ("train_s", "train_s"), ("top1", "best_top1")):
-            setattr(trial, key, summary.get(name) or 0)
-        if failure is None:
-            shutil.rmtree(run.checkpoints, ignore_errors=True)
-        self.study.save(self.folder)
 
-    def check_reached(self) -> None:
-        """Refuse (ConvoyError) a study in which no training reached the target."""
-        trials = [trial for trial in self.study.trials if trial.done]
-        if trials and not any(trial.reached for trial in trials):
-            best = max(trials, key=lambda trial: trial.top1)
-            why = f"the best was {best.top1:.2%} ({best.name})" if best.top1 else str(best.failed)
-            more = "lower it, or train longer (--set epochs=…)"
-            raise ConvoyError(f"no training reached --target {self.study.facts.target:g}: {why}; {more}")
+def rate_at(guess: float, place: int) -> float:
+    """A rate, to four digits."""
+    return float(f"{guess * 2 ** (place / 2):.4g}")
+
+
+def _score(outcome: Outcome, place: int) -> Score:
+    summary = outcome.summary
+    if outcome.failure is not None:
+        return 2, place
+    return (0, summary["steps"]) if summary.get("reached") else (1, 1 - (summary.get("best_top1") or 0.0))

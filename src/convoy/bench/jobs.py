@@ -1,120 +1,178 @@
-"""Many trainings, one a device at a time: what is finished stays, what was begun goes on, and Ctrl-C ends all of them.
+"""Trainings side by side, each on some of the devices at hand: what is finished stays, what was begun goes on, and on
+Ctrl-C all of them save.
 
-Which trainings there are may depend on those that have ended, as in a search: whoever asks for them is asked again
-whenever a device is free.
+Which trainings there are may depend on how others ended, as in a search: whoever wants them is asked again whenever one
+has ended.
 """
 
-import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from convoy.bench.course import train_rank
 from convoy.bench.measure import MeasurementTask
-from convoy.bench.processes import PRELOAD, Places, RankFailed, answer, end_softly, reason_of, start
+from convoy.bench.processes import PRELOAD, Group, Places, RankFailed, Say, end_softly, give_up, reason_of
 from convoy.bench.records import CONVOY
+from convoy.comm.joining import meeting_store
+from convoy.doctor.updates import RunDoctor
+from convoy.errors import ConvoyError
+from convoy.progress import Reporter
 from convoy.resources import own_cores
-from convoy.training import Recipe, RunDirectory
-
-_SAY_EVERY_S, _END_S, _TIMEOUT_S = 1.0, 10.0, 600.0
+from convoy.training import Recipe, RunDirectory, Trainer
+from convoy.training.gradients import ADVICE
+from convoy.training.watchdog import Watchdog, collective_limit_s
+from convoy.units import plural
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training on one device; its run directory has its name."""
+    """A training, on as many devices as its recipe says, else on one."""
 
-    name: str
+    out: Path  # its run directory
     recipe: Recipe
+
+    @property
+    def devices(self) -> int:
+        return self.recipe.parallel.devices or 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a training ended: its `summary.json`, and why it failed or was stopped, if so."""
+
+    summary: dict[str, Any]
+    failure: str | None = None
+
+
+STOPPED = "was stopped by"
+Running = dict[Path, tuple[Job, Group, range]]  # by run directory, with their processes and devices
 
 
 @dataclass
 class Jobs:
-    """Runs trainings, each in a process of its own, pinned to the cores of a device or on a GPU: on all that there
-    are."""
+    """Runs trainings in processes of their own, each on a block of the devices."""
 
-    folder: Path  # in which the run directories are
+    places: Places
+    number: int  # of devices
     device_type: str
-    cores_per_device: int = 1
     command: str = ""  # repeats them, for their reports
-    progress: Callable[[str], None] = lambda text: None  # told in one line how the running ones stand
-    _running: dict[Connection, tuple[Job, int, BaseProcess]] = field(default_factory=dict)
+    keeps_times: bool = True  # whether times that were measured before are used, and new ones stored
+    timeout_s: float = 600.0  # in which nothing of a training moves until it is given up
+    say: Callable[[Job, str, int, int], None] = lambda job, what, done, total: None  # hears of each, in updates
 
-    def __post_init__(self) -> None:
-        on_gpus = self.device_type == "cuda"
-        self.places = Places(0 if on_gpus else self.cores_per_device)
-        self.number = torch.cuda.device_count() if on_gpus else len(own_cores()) // self.cores_per_device
+    @staticmethod
+    def here(device_type: str, cores_per_device: int = 1, command: str = "") -> "Jobs":
+        """On all devices of this machine; on a CPU one is so many cores."""
+        if device_type == "cuda":
+            return Jobs(Places(0), torch.cuda.device_count(), device_type, command)
+        return Jobs(Places(cores_per_device), len(own_cores()) // cores_per_device, device_type, command)
 
-    def run(
-        self, wanted: Callable[[], Sequence[Job]], ended: Callable[[Job, str | None], None], until: float = math.inf
-    ) -> bool:
-        """Train until nothing is wanted any more; False where the time, `until` by the monotonic clock, was up before:
-        what ran then has saved, and goes on with the next call. `ended` is told of each training that has ended, and
-        why it failed, if so.
+    def train(self, wanted: Callable[[Mapping[Path, Outcome]], Iterable[Job]]) -> dict[Path, Outcome]:
+        """Train until nothing is wanted that has no outcome; those, by run directory. `wanted` is given the outcomes so
+        far, and names the trainings that can be done now, the most urgent first; others may be among them. A training
+        that has failed is tried again with the next call, unless its loss was not finite.
         """
-        had: set[str] = set()
+        outcomes: dict[Path, Outcome] = {}
+        running: Running = {}
         try:
             while True:
-                is_free = len(self._running) < self.number
-                job = next((job for job in wanted() if job.name not in had), None) if is_free else None
-                if job is not None:
-                    had.add(job.name)
-                    if RunDirectory(self.folder / job.name).summary().get("status") == "finished":
-                        ended(job, None)
-                    else:
-                        self._start(job)
-                elif not self._running:
-                    return True
-                elif time.monotonic() > until:
-                    return False
-                else:
-                    self._listen(ended)
+                jobs = {job.out: job for job in wanted(outcomes)}
+                waiting = [job for out, job in jobs.items() if out not in outcomes and out not in running]
+                if kept := {job.out: outcome for job in waiting if (outcome := _kept(job)) is not None}:
+                    outcomes |= kept
+                    continue  # which may say more
+                for job in waiting:
+                    if not self._start(job, running):
+                        break
+                if not running:
+                    return outcomes
+                self._listen(running, outcomes)
         finally:
-            processes = [process for _, _, process in self._running.values()]
+            groups = [group for _, group, _ in running.values()]
             with suppress(KeyboardInterrupt):
-                end_softly(processes)
-            for process in processes:
-                process.kill()
-                process.join()
-            for pipe in self._running:
-                pipe.close()
-            self._running.clear()
+                end_softly(groups)
+            for group in groups:
+                group.close()
 
-    def _start(self, job: Job) -> None:
-        taken = {device for _, device, _ in self._running.values()}
-        device = next(number for number in range(self.number) if number not in taken)
-        out = self.folder / job.name
-        if out.is_dir() and not RunDirectory(out).is_run():
-            shutil.rmtree(out)  # ended before it had begun
-        alone = job.recipe.parallel.model_copy(update={"devices": 1, "plan": None, "shares": None})
-        name = f"cuda:{device}" if self.device_type == "cuda" else self.device_type
-        task = MeasurementTask(CONVOY, job.recipe.model_copy(update={"parallel": alone}), None, name)
-        arguments = task, out, self.command, False, _TIMEOUT_S
-        (place,) = self.places.of(1, first=device)
-        process, pipe = start(place, 0, {}, True, train_rank, arguments, [*PRELOAD, "convoy.bench.course"])
-        self._running[pipe] = job, device, process
+    def _start(self, job: Job, running: Running) -> bool:
+        """Begin a training, or go on with it, if enough devices that lie side by side are free."""
+        if job.devices > self.number:
+            there = plural(self.number, "device")
+            raise ConvoyError(f"{job.out.name} is for {job.devices} devices, but here are {there}: give it fewer")
+        busy = {number for _, _, block in running.values() for number in block}
+        blocks = (range(first, first + job.devices) for first in range(self.number - job.devices + 1))
+        block = next((block for block in blocks if busy.isdisjoint(block)), None)
+        if block is None:
+            return False
+        if job.out.is_dir() and not RunDirectory(job.out).is_run():
+            shutil.rmtree(job.out)  # ended before it had begun
+        task = MeasurementTask(CONVOY, job.recipe, None, self.device_type)
+        arguments = task, job.out, self.command, self.keeps_times, self.timeout_s
+        _, group, _ = running[job.out] = job, Group(), block
+        places, quiet = self.places.of(job.devices, first=block.start), job.devices < self.number
+        group.start(train_rank, places, arguments, quiet, [*PRELOAD, __name__])
+        return True
 
-    def _listen(self, ended: Callable[[Job, str | None], None]) -> None:
+    def _listen(self, running: Running, outcomes: dict[Path, Outcome]) -> None:
         """Hear what the trainings say, and take out those that have ended."""
-        for pipe in wait(list(self._running), timeout=_SAY_EVERY_S):
-            assert isinstance(pipe, Connection)
-            job, _, process = self._running[pipe]
+        ready = wait([pipe for _, group, _ in running.values() for pipe in group.waiting])
+        for out, (job, group, _) in list(running.items()):
+            failure = None
             try:
-                kind, value = answer(pipe, process, job.name)
-            except RankFailed as error:
-                kind, value = "failed", error
-            if kind == "says":
-                self.progress(f"{len(self._running)} at a time; {job.name}: {value[0]}")
+                for pipe in group.waiting:
+                    if pipe in ready:
+                        group.hear(pipe, partial(self.say, job))
+            except (RankFailed, ConvoyError) as error:
+                failure = reason_of(error)
+            if failure is None and group.waiting:
                 continue
-            del self._running[pipe]
-            pipe.close()
-            process.join(_END_S)
-            process.kill()
-            stopped = f"it was stopped by {value}" if value else None  # the signal
-            ended(job, reason_of(value) if kind == "failed" else stopped)
+            if failure is None and (signal := next(filter(None, group.results), None)):
+                failure = f"{STOPPED} {signal}"
+            group.close()
+            del running[out]
+            outcomes[out] = Outcome(RunDirectory(out).summary(), failure)
+
+
+def _kept(job: Job) -> Outcome | None:
+    """The outcome of a training that ended in an earlier call, for good."""
+    summary = RunDirectory(job.out).summary()
+    failure = str(summary.get("error")) if summary.get("status") == "failed" else None
+    if summary.get("status") == "finished" or (failure is not None and ADVICE in failure):
+        return Outcome(summary, failure)
+    return None
+
+
+class _Told(Reporter):
+    """Tells a training's progress, at most once in a second."""
+
+    def __init__(self, say: Say) -> None:
+        self._tell, self._text, self._total, self._at = say, "training", 0, 0.0
+
+    def prepare(self, what: str, done: int, total: int) -> None:
+        self._tell(what, 0, 0)
+
+    def begin(self, done: int, total: int) -> None:
+        self._total = total
+
+    def advance(self, done: int, text: str | None = None) -> None:
+        self._text = text or self._text
+        if time.monotonic() - self._at >= 1:
+            self._at = time.monotonic()
+            self._tell(self._text, done, self._total)
+
+
+def train_rank(task: MeasurementTask, out: Path, command: str, keep: bool, timeout_s: float, say: Say) -> str | None:
+    """A rank's part of a training, in the folder `out`; the name of the signal that stopped it, None at its end. All
+    ranks call it. `command` repeats the study; `keep` uses times that were measured before, and stores new ones."""
+    ranks, device = task.join(collective_limit_s(timeout_s))
+    options: dict[str, Any] = {"command": command, "handed_on": True, "keep": keep, "subscribe": RunDoctor}
+    with Watchdog(ranks, meeting_store(), give_up, timeout_s, patient=True) as watchdog:
+        options |= {"watchdog": watchdog, "reporter": _Told(say)}
+        return Trainer(task.recipe, out, resume=True, device=device, ranks=ranks, **options).run().signal

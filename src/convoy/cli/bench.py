@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from convoy.bench.ask import DEFAULT_PLANS, Ask
+from convoy.bench.ask import Ask
 from convoy.cli import keys, options
 from convoy.cli.options import command_of
 from convoy.late import waiting_for
@@ -28,7 +28,7 @@ Examples:
 @click.argument("model")
 @click.option("--devices", metavar="N,N,…", help="Numbers of devices. [default: 1 and all that there are]")
 @click.option(
-    "--plans", metavar="P;P;…", default=DEFAULT_PLANS, show_default=True, help="Without size: on all; auto=4: on 4."
+    "--plans", metavar="P;P;…", default="sample;auto", show_default=True, help="Without size: on all; auto=4: on 4."
 )
 @click.option(
     "--batch", type=int, metavar="N", help="Global batch, the same on any number of devices. [--recipe's, or 256]"
@@ -58,7 +58,6 @@ Examples:
 @click.option("--tune", is_flag=True, help="Search the best learning rate at each of --batches.")
 @click.option("--optimizers", metavar="O,O,…", help="For --batches: sgd, lars, lamb, adamw. [default: the recipe's]")
 @click.option("--seeds", type=int, metavar="N", help="Trainings with the best rate at each of --batches. [default: 1]")
-@click.option("--minutes", type=float, metavar="M", help="Time for --batches; the same command goes on.")
 @click.option("--out", type=options.OutputPath(), help="Folder of the study. [default: runs/bench-MODEL]")
 @keys.recompute
 @options.device

@@ -211,11 +211,7 @@ def run_on(request: PlanRequest, recipe: Recipe) -> int:
 
 
 def predicted(
-    request: PlanRequest,
-    recipe: Recipe,
-    machine: Machine,
-    workload: Callable[[str, int], Workload],
-    plans: Sequence[Plan] = (),
+    request: PlanRequest, recipe: Recipe, machine: Machine, workload: Callable[[str, int], Workload]
 ) -> Prediction:
     """The prediction for one machine, with microbatches so small that each device has one; in the recipe's precision,
     else in bf16 on devices that have it, as in training."""
@@ -230,7 +226,7 @@ def predicted(
         machine,
         precision,
         fixes=request.fix,
-        plans=plans or request.plans,
+        plans=request.plans,
         memory_limit=recipe.parallel.memory_bytes,
         images_per_second=request.images_per_second,
         software=replace(OURS, channels_last=channels_last, compiled=recipe.compile),

@@ -319,6 +319,7 @@ def write_summary(
         steps=steps,
         total_steps=quantities.total_updates,
         target=recipe.target,
+        noise_scale=noise_scale(progress.noise),
         reached=None if recipe.target is None else progress.reached,
         epochs=steps / quantities.updates_per_epoch,
         **of_evaluation,

@@ -123,6 +123,7 @@ class RunSummary(Record):
     reached: bool | None = None  # the run ended at its target; null where it has none
     time_s: Number = None
     train_s: Number = None
+    noise_scale: Number = None
     images_per_s: Number = None
     data_wait_share: Share = None
     checkpoints: dict[str, Any] = {}
