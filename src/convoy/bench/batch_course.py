@@ -1,16 +1,16 @@
-"""The course of a study of the batch: the trainings, then what an update takes on several devices."""
+"""The course of a study of the batch: the trainings, then what several devices would gain."""
 
-import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from convoy.bench.ask import GUESSES, Ask
-from convoy.bench.batches import LEAST, USUAL, BatchStudy, Search, StepTime
+from convoy.bench.batches import LEAST, USUAL, BatchStudy, Search
 from convoy.bench.jobs import Job, Jobs, Outcome
-from convoy.bench.measure import MeasurementTask, measure_rank, network_of
-from convoy.bench.processes import RankFailed, Say, run_ranks
+from convoy.bench.measure import MeasurementTask, network_of
+from convoy.bench.processes import RankFailed, Say, reason_of, run_ranks
 from convoy.bench.records import CONVOY
 from convoy.bench.study import machine_facts, plain_recipe
 from convoy.comm.ranks import Ranks
@@ -24,8 +24,6 @@ from convoy.training.precision import set_numerics, settle
 from convoy.training.schema import Duration
 from convoy.training.workloads import workload_of_recipe
 from convoy.units import plural
-
-_UPDATES, _WARM_UP, _PATIENCE_S = 10, 2, 120.0
 
 
 def recipes_of(ask: Ask) -> dict[str, Recipe]:
@@ -87,39 +85,30 @@ def study_batches(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
             why = f"the best was {best.top1:.2%} ({best.run})" if best.top1 else str(best.failure)
             more = "lower it, or train longer (--set epochs=…)"
             raise ConvoyError(f"no training reached --target {ask.target:g}: {why}; {more}")
-        for batch in study.batches:
-            progress(f"what an update of {batch} takes", len(done), len(done))
-            timed = [step.devices for step in study.step_times if step.batch == batch]
-            numbers = [n for n in (ask.numbers(0) if ask.devices else (1, 2, 4, 8)) if n <= batch and n not in timed]
-            study.step_times += _step_times(recipe.model_copy(update={"batch": batch}), numbers, jobs)
-            study.save(ask.folder)
-
-
-def _step_times(recipe: Recipe, numbers: list[int], jobs: Jobs) -> Iterator[StepTime]:
-    """What an update takes, measured on as many devices as there are, predicted on more; nothing where the batch cannot
-    be divided so."""
-    for devices in numbers:
-        parallel = recipe.parallel.model_copy(update={"devices": devices, "plan": Plan.by_samples(devices)})
-        task = MeasurementTask(
-            CONVOY, recipe.model_copy(update={"parallel": parallel}), None, jobs.device_type, _UPDATES, _WARM_UP
-        )
+        progress("what devices would gain", len(done), len(done))
+        numbers = ask.numbers(0) if ask.devices else [1, 2, 4, 8]
+        asked = {row.batch: [n for n in numbers if 1 < n <= row.batch] for row in study.reached()}
         try:
-            if devices <= jobs.number:
-                ranks = run_ranks(measure_rank, jobs.places.of(devices), task, seconds=_PATIENCE_S)
-                took_s = max(statistics.median(rank.seconds) for rank in ranks)
-            else:
-                alone = replace(task, recipe=recipe)
-                (took_s,) = run_ranks(predict_step, jobs.places.of(1), alone, devices, seconds=_PATIENCE_S)
-        except (RankFailed, ConvoyError):
-            continue
-        yield StepTime(batch=recipe.batch, devices=devices, seconds=took_s, measured=devices <= jobs.number)
+            (study.speedups,) = run_ranks(predict_speedups, jobs.places.of(1), recipe, device.type, asked)
+        except (RankFailed, ConvoyError) as error:
+            tell(f"nothing is predicted for several devices: {reason_of(error)}")
+        study.save(ask.folder)
 
 
-def predict_step(task: MeasurementTask, devices: int, say: Say) -> float:
-    """The planner's prediction of an update on devices like this one, whose links are assumed."""
-    recipe, data, (_, device) = task.recipe, open_data(task.recipe.data), task.join()
+def predict_speedups(
+    recipe: Recipe, device_type: str, asked: dict[int, list[int]], _: Say
+) -> dict[int, dict[int, float]]:
+    """By batch and number of devices like this one, with assumed links, under data parallelism; nothing where the
+    batch cannot be divided so."""
+    data, (_, device) = open_data(recipe.data), MeasurementTask(CONVOY, recipe, None, device_type).join()
     set_numerics(recipe)
     model, _ = network_of(recipe, data, device)
-    shape = data.channels, data.image_size, data.image_size
-    workload = workload_of_recipe(recipe, model.train(), shape, devices, device)
-    return make_plan(Question(workload, devices, plans=[Plan.by_samples(devices)]), Ranks(), say).best.seconds
+    shape, speedups = (data.channels, data.image_size, data.image_size), dict[int, dict[int, float]]()
+    for batch, numbers in asked.items():
+        for devices in numbers:
+            with suppress(ConvoyError):
+                at_batch = recipe.model_copy(update={"batch": batch})
+                workload = workload_of_recipe(at_batch, model.train(), shape, devices, device)
+                question = Question(workload, devices, plans=[Plan.by_samples(devices)])
+                speedups.setdefault(batch, {})[devices] = make_plan(question, Ranks()).speedup
+    return speedups

@@ -8,7 +8,7 @@ wherever it was stopped, with more batches and seeds, too.
 import math
 import shutil
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -78,18 +78,11 @@ class BatchRow(Record):
     run: str  # the run directory of the first seed
     updates: float  # the median over the seeds; infinite where it did not reach the target
     ends: list[int]  # of the seeds that reached it
+    update_s: float  # on one device
     top1: float  # the best
     failure: str | None
     noise_scale: float | None  # at the end of the first seed
-
-
-class StepTime(Record):
-    """Seconds of an update of a batch on some devices, measured or predicted."""
-
-    batch: int
-    devices: int
-    seconds: float
-    measured: bool
+    regime: str = ""
 
 
 class BatchStudy(Record):
@@ -102,10 +95,7 @@ class BatchStudy(Record):
     batches: list[int] = Field([])  # in rising order
     seeds: int = 1
     rows: list[BatchRow] = Field([])  # of which all is trained
-    step_times: list[StepTime] = Field([])
-
-    def save(self, folder: Path) -> None:
-        write_text(folder / NAME, self.model_dump_json() + "\n")
+    speedups: dict[int, dict[int, float]] = Field({})  # that the planner predicts: by batch, by devices
 
     @staticmethod
     def read(path: Path) -> "BatchStudy":
@@ -125,23 +115,26 @@ class BatchStudy(Record):
             raise ConvoyError(f"{folder / NAME} is of a study with {unlike}: give another --out, or remove it")
         return study
 
+    def save(self, folder: Path) -> None:
+        write_text(folder / NAME, self.model_dump_json() + "\n")
+
     def reached(self, optimizer: str | None = None) -> list[BatchRow]:
         """The rows with the target, of one optimizer or of the one that needs fewest updates at each batch."""
         rows = [row for row in self.rows if row.updates < math.inf and optimizer in (None, row.optimizer)]
         best = {row.batch: row for row in sorted(rows, key=lambda row: -row.updates)}
         return [best[batch] for batch in sorted(best)]
 
-    def regimes(self, optimizer: str) -> dict[int, str]:
-        rows = self.reached(optimizer)
-        return dict(
-            zip([r.batch for r in rows], regimes([r.batch for r in rows], [r.updates for r in rows]), strict=True)
-        )
+    def times(self) -> Iterator[tuple[BatchRow, int, float]]:
+        """The seconds to the target of each batch on one device, and on several as the planner predicts."""
+        for row in self.reached():
+            for devices, speedup in {1: 1.0, **self.speedups.get(row.batch, {})}.items():
+                yield row, devices, row.updates * row.update_s / speedup
 
-    def critical(self, optimizer: str | None = None) -> float | None:
+    def critical(self) -> float | None:
         """The batch at which the target takes about twice its fewest updates and twice its fewest samples, which the
         noise scale predicts (McCandlish et al., 2018, equation 2.11); None where the batches show one regime only."""
-        rows = self.reached(optimizer)
-        if len(set(regimes([row.batch for row in rows], [row.updates for row in rows]))) < 2:
+        rows = self.reached()
+        if len({row.regime for row in rows}) < 2:
             return None
         return min(row.updates * row.batch for row in rows) / min(row.updates for row in rows)
 
@@ -181,6 +174,11 @@ class Search:
                     row = self._row(name, batch, rows.get((name, before)))
                     rows |= {(name, batch): row} if row is not None else {}
         self.rows = [rows[name, batch] for name in self.recipes for batch in batches if (name, batch) in rows]
+        for name in self.recipes:
+            reached = [row for row in self.rows if row.optimizer == name and row.updates < math.inf]
+            of_rows = regimes([row.batch for row in reached], [row.updates for row in reached])
+            for row, regime in zip(reached, of_rows, strict=True):
+                row.regime = regime
 
     def _row(self, optimizer: str, batch: int, neighbor: BatchRow | None) -> BatchRow | None:
         """The row of a batch that begins with what its neighbor found; None where trainings are to come."""
@@ -216,6 +214,7 @@ class Search:
             run=self._out(recipe, rate_at(guess, best), 0).name,
             updates=statistics.median_low(updates),
             ends=sorted(int(number) for number in updates if number < math.inf),
+            update_s=(trials[0].summary.get("train_s") or 0.0) / max(1, trials[0].summary.get("steps") or 0),
             top1=max(trial.summary.get("best_top1") or 0.0 for trial in trials),
             failure=trials[0].failure,
             noise_scale=trials[0].summary.get("noise_scale"),

@@ -4,7 +4,7 @@ import csv
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -115,13 +115,6 @@ class Machine:
     @property
     def label(self) -> str:
         return self.text + (f" over {self.between}" if self.between else "")
-
-    def first(self, number: int) -> "Machine | None":
-        """Only so many of its devices, whole hosts where these are several; None where that cannot be."""
-        if number > self.per_host and number % self.per_host:
-            return None
-        inside = number if self.hosts == 1 else min(number, self.per_host)
-        return replace(self, devices=self.devices[:number], per_host=inside)
 
 
 def _device(row: Mapping[str, Any]) -> Device:
