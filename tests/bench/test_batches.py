@@ -15,7 +15,6 @@ from convoy.bench.batches import (
     PERFECT,
     BatchStudy,
     Search,
-    StepTime,
     agreement,
     next_rates,
     regimes,
@@ -45,7 +44,12 @@ def train(job: Job) -> Outcome:
     every = recipe.evaluate_every.updates(1)
     needed = every * math.ceil(fewest(recipe.batch) * (1 + 0.5 * octaves**2) / every) + recipe.seed
     steps = min(needed, recipe.epochs.updates(4096 // recipe.batch))
-    facts = {"reached": needed <= steps, "steps": steps, "best_top1": min(0.97, 0.9 * steps / needed)}
+    facts = {
+        "reached": needed <= steps,
+        "steps": steps,
+        "train_s": 0.01 * steps,
+        "best_top1": min(0.97, 0.9 * steps / needed),
+    }
     return Outcome(facts | {"noise_scale": 1.5 * NOISE})
 
 
@@ -89,9 +93,7 @@ def test_the_best_rate_of_every_batch_is_found_and_the_study_goes_on(tmp_path: P
         names = list(new.regimes(name).values())
         assert names[:2] == [PERFECT, PERFECT] and names[4:6] == [DIMINISHING] * 2 and names[-1] == NONE
         assert NOISE / 1.2 < (new.critical(name) or 0) < 1.2 * NOISE
-    new.step_times = [
-        StepTime(batch=b, devices=n, seconds=b / n / 1e4, measured=n < 4) for b in BATCHES for n in (1, 4)
-    ]
+    new.speedups = {batch: {4: 3.0} for batch in BATCHES}
     new.save(tmp_path)
     (tmp_path / "a-branches").mkdir()
     (tmp_path / "a-branches" / "branches.json").write_text(json.dumps({"useful": 512}))
@@ -101,7 +103,8 @@ def test_the_best_rate_of_every_batch_is_found_and_the_study_goes_on(tmp_path: P
         assert words in page
     assert len(written.tables["batches"].rows) == 2 * len(BATCHES)
     assert any(line.startswith("sgd: perfect scaling up to ") for line in written.remarks)
-    assert any("768 by the gradient noise scale" in line and "agree within a factor of two" in line for line in written.remarks)
+    (line,) = (line for line in written.remarks if "agree within a factor of two" in line)
+    assert "512 by branches" in line and "768 by the gradient noise scale" in line
 
 
 def test_measures_that_differ_are_said_to(tmp_path: Path) -> None:

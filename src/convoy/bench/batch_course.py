@@ -95,20 +95,23 @@ def study_batches(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
         study.save(ask.folder)
 
 
+Speedups = dict[int, dict[int, float]]
+
+
 def predict_speedups(
-    recipe: Recipe, device_type: str, asked: dict[int, list[int]], _: Say
+    recipe: Recipe, device_type: str, asked: dict[int, list[int]], say: Say
 ) -> dict[int, dict[int, float]]:
     """By batch and number of devices like this one, with assumed links, under data parallelism; nothing where the
     batch cannot be divided so."""
     data, (_, device) = open_data(recipe.data), MeasurementTask(CONVOY, recipe, None, device_type).join()
     set_numerics(recipe)
     model, _ = network_of(recipe, data, device)
-    shape, speedups = (data.channels, data.image_size, data.image_size), dict[int, dict[int, float]]()
+    shape, speedups = (data.channels, data.image_size, data.image_size), Speedups()
     for batch, numbers in asked.items():
         for devices in numbers:
             with suppress(ConvoyError):
                 at_batch = recipe.model_copy(update={"batch": batch})
                 workload = workload_of_recipe(at_batch, model.train(), shape, devices, device)
                 question = Question(workload, devices, plans=[Plan.by_samples(devices)])
-                speedups.setdefault(batch, {})[devices] = make_plan(question, Ranks()).speedup
+                speedups.setdefault(batch, {})[devices] = make_plan(question, Ranks(), say).speedup
     return speedups

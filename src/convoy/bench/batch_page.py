@@ -112,11 +112,9 @@ def _agreement(study: BatchStudy, folder: Path) -> str:
 
 
 def _how(study: BatchStudy) -> Iterator[str]:
-    rule = "the optimizer's rule, not tuned"
-    if study.facts["tune"]:
-        rule = "a search from the rate of the neighboring batch, scaled: by factors of two until the best is inside, "
-        rule += "then the middle to its better neighbor"
-    yield f"Rates are by {rule}. A training ends at {LONGEST:g} times the updates of the best rate so far."
+    tuned = "tuned by factors of two, from that of the neighboring batch, then of the square root of two"
+    tuned = tuned if study.facts["tune"] else "by the optimizer's rule, not tuned"
+    yield f"Rates are {tuned}. A training ends at {LONGEST:g} times the updates of the best rate so far."
     yield (
         "Time on one device is that of the training, without evaluations and checkpoints; on more it is divided by the "
         "speed-up that the planner predicts with assumed links."

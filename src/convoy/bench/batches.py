@@ -177,7 +177,7 @@ class Search:
         for name in self.recipes:
             reached = [row for row in self.rows if row.optimizer == name and row.updates < math.inf]
             of_rows = regimes([row.batch for row in reached], [row.updates for row in reached])
-            for row, regime in zip(reached, of_rows, strict=True):
+            for row, regime in zip(reached, of_rows, strict=False):
                 row.regime = regime
 
     def _row(self, optimizer: str, batch: int, neighbor: BatchRow | None) -> BatchRow | None:

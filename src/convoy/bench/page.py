@@ -37,10 +37,6 @@ from convoy.report import axes, pages
 from convoy.report.pages import KINDS, Download, Panel, Tile, data_uri
 
 DPI = 300
-_TRAINED_LEAD = (
-    "Test error over time shows what devices are for; over updates, whether they change anything: the pale line is the "
-    "run on the fewest devices, and the strip below shows how far the others are from it."
-)
 
 
 @dataclass(frozen=True)
@@ -75,8 +71,6 @@ def write_files(folder: Path) -> Written:
         "timed": is_timed,
         "table": _shown(tables["configurations"], _row_names(results.rows)),
         "remarks": of_times,
-        "trained_lead": _TRAINED_LEAD,
-        "trained_title": "Training curves",
         "trained_remarks": of_trained,
         "missing": [*warnings, *gaps, *untrained],
     }

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -35,18 +36,7 @@ Examples:
 @options.trust_code
 @options.verbose
 @click.pass_obj
-def command(
-    arguments: Sequence[str],
-    /,
-    run: Path,
-    batches: str,
-    epochs: float,
-    at: int | None,
-    out: Path | None,
-    device: str | None,
-    as_json: bool,
-    trust_code: bool,
-) -> int:
+def command(arguments: Sequence[str], /, run: Path, batches: str, epochs: float, **values: Any) -> int:
     """Train the next stretch of RUN with several batches, each with the rate scaled as the optimizer does.
 
     All see the same number of samples, one training a device, as many at a time as there are. RUN stays as it is, and
@@ -57,7 +47,7 @@ def command(
         raise ConvoyError(f"--epochs is {epochs:g}: give a number above 0")
     RunDirectory(run).check_run()
     config = str(RunDirectory(run).config)
-    if not trust_code:
+    if not values["trust_code"]:
         keys.check_own(load_recipe(config), config, ())
     with waiting_for("loading PyTorch"):
         from convoy.bench.branch import branches_of, train_branches
@@ -65,12 +55,13 @@ def command(
         from convoy.progress import ConsoleReporter
         from convoy.training import choose_device
 
-    step, jobs = branches_of(run, numbers, epochs, at, out or run.with_name(f"{run.resolve().name}-branches"))
-    runner = Jobs.here(choose_device(device).type, command=command_of(arguments))
+    folder = values["out"] or run.with_name(f"{run.resolve().name}-branches")
+    step, jobs = branches_of(run, numbers, epochs, values["at"], folder)
+    runner = Jobs.here(choose_device(values["device"]).type, command=command_of(arguments))
     with options.sigterm_as_interrupt(), ConsoleReporter(Console(stderr=True, highlight=False)) as reporter:
         runner.say = lambda job, text, done, total: reporter.prepare(f"{job.out.name}: {text}", done, total)
         document = train_branches(run, jobs, epochs, runner)
-    if as_json:
+    if values["as_json"]:
         click.echo(json.dumps(document, indent=2, allow_nan=False))
         return 0
     words = dict.fromkeys(("loss", "test_loss"), "{:.4f}".format) | {"test_top1": "{:.2%}".format}

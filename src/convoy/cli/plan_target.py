@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, partial
+from typing import Any
 
 import click
 
@@ -25,12 +26,10 @@ def run_target(request: PlanRequest, recipe: Recipe) -> int:
     if not study.reached():
         raise ConvoyError(f"{target}: no training of it has reached its target yet: go on with it")
     cost = "price" if request.prices else "device_hours"
-    ways = [
+    ways: list[dict[str, Any]] = [
         {"machine": machine, "devices": devices, "batch": row.batch, "updates": row.updates, "seconds": took_s}
         | {cost: took_s * devices / 3600 * price}
-        for row, machine, devices, took_s, price in (
-            _here(study) if request.on is None else _on(request, recipe, study)
-        )
+        for row, machine, devices, took_s, price in _ways(request, recipe, study)
     ]
     if not ways:
         raise ConvoyError(f"{target}: none of its batches can be predicted there: ask for more devices")
@@ -51,14 +50,10 @@ def run_target(request: PlanRequest, recipe: Recipe) -> int:
 Way = tuple[BatchRow, str, int, float, float]  # a batch, machine and devices; seconds; the price of a device and hour
 
 
-def _here(study: BatchStudy) -> Iterator[Way]:
-    """As the study has measured on one device, and predicted on more."""
-    for row, devices, took_s in study.times():
+def _ways(request: PlanRequest, recipe: Recipe, study: BatchStudy) -> Iterator[Way]:
+    """On the machine of the study, or on those of --on, as far as it fits into their memory."""
+    for row, devices, took_s in study.times() if request.on is None else ():
         yield row, study.facts["machine"], devices, took_s, 1.0
-
-
-def _on(request: PlanRequest, recipe: Recipe, study: BatchStudy) -> Iterator[Way]:
-    """On the devices of each machine, as far as it fits into their memory."""
     for machine, price in zip(request.machines, request.prices or [1.0] * len(request.machines), strict=True):
         for row in study.reached():
             at_batch = recipe.model_copy(update={"batch": row.batch})

@@ -93,16 +93,10 @@ def draw_panels(run: Run) -> list[Panel]:
             drawn(f"{name}-{x}", f"{title} over {x}", partial(_compare, run, curves, x, unit), NOTHING) for x in against
         ]
 
-    noise = PlotLine("gradient noise scale", train, column(train, "noise_scale"), ax.TRAIN)
     return [
         *compared("loss", "Loss", [column(lines, "loss") for lines in (train, test)]),
         *compared("error", "Top-1 error", [100 * (1 - column(lines, "top1")) for lines in (train, test)], ", %"),
         drawn("learning-rate", "Learning rate over updates", partial(_learning_rate, run), NOTHING),
-        *(
-            []
-            if noise.is_empty
-            else [drawn("noise", "Gradient noise scale, images", partial(_noise, run, noise), NOTHING)]
-        ),
         drawn("speed", "Speed and data wait over time", partial(_speed, run), NOTHING),
     ]
 
@@ -165,17 +159,6 @@ def _learning_rate(run: Run, title: str) -> Drawing:
     falls_by_factors = len(rates) > 2 and rates[-1] < 0.02 * rates.max() and np.mean(np.diff(rates) == 0) > 0.5
     (ax.wide_axis if falls_by_factors else ax.linear_axis)(axes, curve.y)
     return str(curve), figure
-
-
-def _noise(run: Run, curve: PlotLine, title: str) -> Drawing:
-    """The batch up to which more images an update help, beside the batch of the run."""
-    batch = run.setting("batch")
-    axes = ax.panel(title, "updates", _PLOT, [curve.label, "batch"])
-    _Scale(run, "updates").draw(axes, curve)
-    if isinstance(batch, int):
-        axes.axhline(batch, color=ax.MUTED, linestyle=DASHED, linewidth=1, label="batch")
-    ax.wide_axis(axes, np.append(curve.y, batch if isinstance(batch, int) else np.nan))
-    return str(curve), ax.with_legend(axes)
 
 
 def _speed(run: Run, title: str) -> Drawing:

@@ -387,8 +387,7 @@ class Loop:
             self.progress.to_evaluate = True
             return
         self.progress.to_evaluate, self._evaluated = False, self.done
-        target = self.session.recipe.target
-        if target is not None and result.top1 >= target:  # the same on all ranks, as the counts of all are added up
+        if result.top1 >= (self.session.recipe.target or math.inf):  # on all ranks, as the counts of all are added up
             self.progress.reached, self.total = True, self.done
             self._log.collect()
             if self._log.sums.num_updates:
@@ -405,13 +404,11 @@ class Loop:
         target, progress = self.session.recipe.target, self.progress
         if target is None:
             return
-        sentence = f"target of {target:.2%} not reached: the best test top-1 was {progress.best_top1:.2%} after "
-        sentence += f"{progress.best_step:,} of {self.done:,} updates"
-        if progress.reached:
-            epochs = self.done / self.session.quantities.updates_per_epoch
-            sentence = f"target of {target:.2%} reached after {self.done:,} updates, {epochs:.3g} epochs and "
-            sentence += f"{progress.train_s:.3g} s of training: the run ends"
-        self.tell(sentence)
+        epochs = self.done / self.session.quantities.updates_per_epoch
+        how = f"reached after {self.done:,} updates, {epochs:.3g} epochs and {progress.train_s:.3g} s of training"
+        if not progress.reached:
+            how = f"not reached: the best test top-1 was {progress.best_top1:.2%} after {progress.best_step:,} updates"
+        self.tell(f"target of {target:.2%} {how}")
 
     def _save(self) -> None:
         """Save the state, if it is not saved yet, and if no checkpoint would hold what the next loss shows to be lost.

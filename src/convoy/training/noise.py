@@ -27,11 +27,11 @@ def noise_scale(averages: Mapping[str, float]) -> float | None:
     return variance / squared if squared > 0 and variance > 0 else None
 
 
-def interval(parts: int, microbatches: int, replayed: bool) -> int:
-    """Every how many updates one is sampled, so that a pass of one microbatch takes at most a hundredth of the time:
-    `parts` of the devices have nothing else to do meanwhile. Of LeNet on a CPU it took a quarter of an update of 16
-    microbatches, which a floor of 50 allows for."""
-    return max(50, math.ceil(_SLOWER * parts / microbatches / _SHARE)) * (_NOT_REPLAYED if replayed else 1)
+def interval(division: Division, num_stages: int, replayed: bool) -> int:
+    """Every how many updates one is sampled, so that a pass of one microbatch, for which all devices wait, takes a
+    hundredth of the time at most. Of LeNet on a CPU it took a quarter of an update of 16: a floor of 50 allows for it."""
+    updates = _SLOWER * len(division.counts) * num_stages / len(division.sizes)  # as long as such a pass
+    return max(50, math.ceil(updates / _SHARE)) * (_NOT_REPLAYED if replayed else 1)
 
 
 @dataclass
