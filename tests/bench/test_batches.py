@@ -90,9 +90,9 @@ def test_the_best_rate_of_every_batch_is_found_and_the_study_goes_on(tmp_path: P
             assert fewest(row.batch) <= row.updates <= 1.2 * fewest(row.batch) + 1
             assert row.ends[-1] - row.ends[0] == 2 and len(row.ends) == 3
             assert LEAST <= sum(run.startswith(f"{name}-{row.batch}-") for run in whole) - 2 <= 10
-        names = list(new.regimes(name).values())
+        names = [row.regime for row in rows]
         assert names[:2] == [PERFECT, PERFECT] and names[4:6] == [DIMINISHING] * 2 and names[-1] == NONE
-        assert NOISE / 1.2 < (new.critical(name) or 0) < 1.2 * NOISE
+        assert NOISE / 1.2 < (new.critical() or 0) < 1.2 * NOISE
     new.speedups = {batch: {4: 3.0} for batch in BATCHES}
     new.save(tmp_path)
     (tmp_path / "a-branches").mkdir()

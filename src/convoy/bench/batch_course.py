@@ -98,9 +98,7 @@ def study_batches(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
 Speedups = dict[int, dict[int, float]]
 
 
-def predict_speedups(
-    recipe: Recipe, device_type: str, asked: dict[int, list[int]], say: Say
-) -> dict[int, dict[int, float]]:
+def predict_speedups(recipe: Recipe, device_type: str, asked: dict[int, list[int]], say: Say) -> Speedups:
     """By batch and number of devices like this one, with assumed links, under data parallelism; nothing where the
     batch cannot be divided so."""
     data, (_, device) = open_data(recipe.data), MeasurementTask(CONVOY, recipe, None, device_type).join()
@@ -113,5 +111,5 @@ def predict_speedups(
                 at_batch = recipe.model_copy(update={"batch": batch})
                 workload = workload_of_recipe(at_batch, model.train(), shape, devices, device)
                 question = Question(workload, devices, plans=[Plan.by_samples(devices)])
-                speedups.setdefault(batch, {})[devices] = make_plan(question, Ranks(), say).speedup
+                speedups.setdefault(batch, {})[devices] = min(devices, make_plan(question, Ranks(), say).speedup)
     return speedups

@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from convoy import units
 from convoy.bench.batches import LONGEST, NAME, PERFECT, BatchRow, BatchStudy, agreement
@@ -77,7 +76,7 @@ def _cells(study: BatchStudy, row: BatchRow) -> dict[str, str]:
         "configuration": f"{row.optimizer}, batch {row.batch}",
         "rate": f"{row.lr:g}",
         "updates": f"{row.updates:,g}",
-        "of all seeds": f"{row.ends[0]} to {row.ends[-1]}" if study.seeds > 1 else units.UNKNOWN,
+        **({"of all seeds": f"{row.ends[0]} to {row.ends[-1]}"} if study.seeds > 1 else {}),
         "epochs": units.significant(row.updates * row.batch / study.facts["num_train"]),
         "one device": units.seconds(row.updates * row.update_s),
         "noise scale": units.UNKNOWN if row.noise_scale is None else units.significant(row.noise_scale, 2),
@@ -139,10 +138,14 @@ def _over_batch(lines: Lines, rule: str, title: str) -> Drawing:
         if points and points[0][2]:
             low, high = [min(band) for _, _, band in points], [max(band) for _, _, band in points]
             axes.fill_between(x, low, high, color=look["color"], alpha=0.2, linewidth=0)
-    ax.wide_axis(axes, np.array([value for points in lines.values() for _, value, _ in points]))
+    values = [value for points in lines.values() for _, value, _ in points]
+    axes.set_yscale("log")
+    axes.set_ylim(min(values) / 1.2, 1.2 * max(values))
     batches = sorted({batch for points in lines.values() for batch, _, _ in points})
     axes.xaxis.set_major_locator(FixedLocator(batches[:: -(-len(batches) // 7)]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
     words = (f"{name} at {b}: {units.significant(y)}." for name, points in lines.items() for b, y, _ in points)
     return " ".join(words), ax.with_legend(axes, 2)

@@ -29,7 +29,7 @@ def noise_scale(averages: Mapping[str, float]) -> float | None:
 
 def interval(division: Division, num_stages: int, replayed: bool) -> int:
     """Every how many updates one is sampled, so that a pass of one microbatch, for which all devices wait, takes a
-    hundredth of the time at most. Of LeNet on a CPU it took a quarter of an update of 16: a floor of 50 allows for it."""
+    hundredth of the time at most. Of LeNet on a CPU it took a quarter of an update of 16, hence a floor of 50."""
     updates = _SLOWER * len(division.counts) * num_stages / len(division.sizes)  # as long as such a pass
     return max(50, math.ceil(updates / _SHARE)) * (_NOT_REPLAYED if replayed else 1)
 
