@@ -109,7 +109,7 @@ def test_the_best_rate_of_every_batch_is_found_and_the_study_goes_on(tmp_path: P
 
 def test_measures_that_differ_are_said_to(tmp_path: Path) -> None:
     sentence = agreement({"the study": 512.0, "the gradient noise scale": 1600, "branches": None})
-    assert sentence.endswith("about 1600 by the gradient noise scale, 3.1 times apart: believe the study.")
+    assert sentence.endswith("about 1,600 by the gradient noise scale, 3.1 times apart: believe the study.")
     assert agreement({"the study": None, "branches": 3}) == ""
 
 

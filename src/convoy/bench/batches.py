@@ -100,8 +100,9 @@ class BatchStudy(Record):
     @staticmethod
     def read(path: Path) -> "BatchStudy":
         """The study in a file, or in the file that a folder has."""
+        path = path / NAME if path.is_dir() else path
         try:
-            return BatchStudy.model_validate_json((path / NAME if path.is_dir() else path).read_bytes())
+            return BatchStudy.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
             raise ConvoyError(f"{path} is no study of convoy bench --batches, or damaged: name another") from error
 
