@@ -156,12 +156,10 @@ class Loop:
         self._accepts_code_change = accept_code_change
         recipe, self.total = session.recipe, session.quantities.total_updates
         self.store = CheckpointStore(run.checkpoints, recipe.checkpoint.keep)
-        # Local SGD averages the weights for a checkpoint: only when it does so anyway may clocks decide.
-        multiple = recipe.parallel.local_sgd or 1
         every, mtbf_s = session.quantities.checkpoint_every, recipe.checkpoint.mtbf_s
         self.saver = Saver(
             self.store,
-            Timetable(every, session.ranks, mtbf_s, multiple),
+            Timetable(every, session.ranks, mtbf_s),
             session.ranks,
             self.tell,
             goes_on=recipe.checkpoint.on_error == "continue",
@@ -225,7 +223,7 @@ class Loop:
             )
         if changed:
             self.tell(f"from update {checkpoint.step + 1:,} on with other code: {changed}")
-        values = self.session.state.unpack(checkpoint)
+        values = self.session.state.unpack(checkpoint, self.tell)
         self.progress, self._sums = RunProgress(**values["progress"]), Sums(**values["window"])
         self.done = checkpoint.step
 
@@ -394,7 +392,6 @@ class Loop:
         self._log.collect()
         window = asdict(self._log.sums)
         self._check_loss(window["loss"])
-        self.session.state.exchange.synchronize()
         fine = all(bool(torch.isfinite(weight).all()) for weight in self.session.model.parameters())
         if self.session.ranks.any(not fine):
             self._not_finite("weights became infinite or no numbers")

@@ -176,7 +176,6 @@ class Session(Prepared):
         `is_asked_to_stop` is called before each batch, the same on all ranks, and ends in a StoppedError; nothing has
         changed then.
         """
-        self.state.exchange.synchronize()
         announce = partial(setattr, self.network, "samples")
         size, num_classes = self.evaluation_batch(), len(self.data.classes)
         with self.state.delivered() as model:
@@ -252,7 +251,7 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
     example = torch.empty(sizes[0], *ready.image_shape, device=ready.device)
     schedule = recipe.parallel.schedule or (staging.schedule if staging is not None else "1f1b")
     network = divided_network(model.train(), plan, example, recipe)
-    exchange = Exchange(network, recipe)
+    exchange = Exchange(network, recipe, ready.quantities.average_from)
     ranks.follow(plan.mesh, network.sample_axes)
     num_passes = 1
     if plan.num_stages > 1:
@@ -267,6 +266,7 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
         division = Division(sizes, chosen.shares)
     else:
         division = divide(sizes, ranks.num_sample_ranks, given_shares)
+    exchange.weigh(division)
     workers, why = num_workers(data, recipe.data)
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
     numbers = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes)
