@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Literal, cast
 
+_PART = 1 / 5  # of the time that averaging may take, where devices wait for it
 FORMS = "bf16, powersgd:RANK, as powersgd:4, or topk:PART, as topk:0.01"
 
 
@@ -62,3 +63,8 @@ class Compression:
         if self.kind == "bf16":
             return "in bf16"
         return f"in rank {self.amount:g} (PowerSGD)" if self.kind == "powersgd" else f"as the largest {self.amount:.4%}"
+
+
+def rounds_of(ratio: float, staleness: int) -> int:
+    """After how many updates to average weights, which takes `ratio` times as long as an update."""
+    return max(1, ceil(ratio if staleness else ratio * (1 - _PART) / _PART))

@@ -1,10 +1,12 @@
 """The gradients of an update: how those of all ranks' passes become those of the global batch, on the network as this
-rank's part of it, or, approximately, how weights become those of all ranks; and losses and gradients that are not finite: which updates are skipped, and in which layer the
-numbers begin.
+rank's part of it, or, approximately, how weights become those of all ranks; and losses and gradients that are not
+finite: which updates are skipped, and in which layer the numbers begin.
 """
 
 import math
 import socket
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -53,8 +55,8 @@ def divided_network(model: nn.Module, plan: Plan, example: Tensor, recipe: Recip
 
 # What is said where an approximate method goes on from a checkpoint of other devices, or of none of its kind
 _ANEW = (
-    "goes on from the mean of all devices' weights: what each of them had kept to send later, rounds on their way and an "
-    "outer momentum were of other devices or options, and begin anew"
+    "goes on from the mean of all devices' weights: what each of them had kept to send later, rounds on their way and "
+    "an outer momentum were of other devices or options, and begin anew"
 )
 
 
@@ -70,7 +72,9 @@ class Exchange:
         self.local_mean = section.local_sgd is not None
         self.version = network.sample_rank if self.local_mean else 0  # which of the optimizer's states is this rank's
         self.is_due = False  # whether gradients of passes are there that no exchange has taken with it
-        self.every = section.local_sgd if section.local_sgd != "auto" else None  # updates of a round, once that is known
+        self.every = (
+            section.local_sgd if section.local_sgd != "auto" else None
+        )  # updates of a round, once that is known
         self._tree: TreeReducer | None = None
         self._average: WeightAverage | None = None
         parameters = dict(network.model.named_parameters())
@@ -180,8 +184,9 @@ class Exchange:
 
     def _new_average(self) -> WeightAverage:
         section = self._recipe.parallel
-        options = section.averaging.model_dump(include={"nesterov", "staleness"})
+        options = section.averaging.model_dump(include={"staleness"})
         options |= {"lr": section.averaging.outer_lr, "momentum": section.averaging.outer_momentum}
+        options["nesterov"] = section.averaging.outer_nesterov
         total = CompressedSum(self._merged, self._group, section.compression, beside=section.averaging.staleness > 0)
         return WeightAverage([p.detach() for p in self._merged], total, self._share, **options)
 
@@ -189,6 +194,22 @@ class Exchange:
         """After an update, at that learning rate."""
         if self._average is not None and self.every is not None and (update + 1 - self._first) % self.every == 0:
             self._average.meet(rate)
+
+    @property
+    def lag(self) -> int:
+        """How many updates a rank may be behind another."""
+        return (self.every or 1) * self._recipe.parallel.averaging.staleness
+
+    def averaging_seconds(self) -> float:
+        """Of one meeting, by some that change nothing. All ranks call it."""
+        total = CompressedSum(self._merged, self._group, self._recipe.parallel.compression)
+        tensors = [parameter.detach() for parameter in self._merged]
+        seconds = []
+        for _ in range(4 if tensors else 0):
+            began = time.perf_counter()
+            total.start(tensors).wait()[0].flatten()[:1].tolist()  # a GPU is waited for
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds[1:]) if seconds else 0.0
 
     @contextmanager
     def agreed(self) -> Iterator[None]:

@@ -52,18 +52,20 @@ class AveragingConfig(Section):
 
     start: Duration | Literal["decay"] = Field(
         Duration(0, "ba"),
-        description="local updates from there on, exact ones before, e.g. 30ep or 50%; decay: once the learning rate is "
-        "half of its peak (post-local SGD: Lin et al., 2020)",
+        description="local updates from there on, exact ones before, e.g. 30ep or 50%; decay: once the learning rate "
+        "is half of its peak (post-local SGD: Lin et al., 2020)",
     )
     outer_lr: float = Field(1.0, gt=0, description="step from the old weights to the mean of the devices'; 1: to it")
     outer_momentum: float = Field(
-        0.0, ge=0, lt=1, description="of these steps, e.g. 0.5 (SlowMo: Wang et al., 2020), or 0.9 with nesterov"
+        0.0, ge=0, lt=1, description="of these steps, e.g. 0.5 (SlowMo: Wang et al., 2020), or 0.9 with outer_nesterov"
     )
-    nesterov: bool = Field(
+    outer_nesterov: bool = Field(
         False, description="that of Nesterov (DiLoCo: Douillard et al., 2023, with outer_lr=0.7)"
     )
     staleness: int = Field(
-        0, ge=0, description="rounds that a mean may be on its way while devices go on: for slow links, and uneven speed"
+        0,
+        ge=0,
+        description="rounds that a mean may be on its way while devices go on: for slow links, and uneven speed",
     )
 
 
@@ -94,8 +96,8 @@ class ParallelConfig(Section):
     )
     gradient_compression: Annotated[str, AfterValidator(_compression)] | None = Field(
         None,
-        description="approximate: send gradients, or with local_sgd what weights have changed, as bf16, powersgd:RANK or "
-        "topk:PART, e.g. topk:0.01; what is left out is sent later; not said: exact",
+        description="approximate: send gradients, or with local_sgd what weights have changed, as bf16, powersgd:RANK "
+        "or topk:PART, e.g. topk:0.01; what is left out is sent later; not said: exact",
     )
     local_sgd: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
         None,
@@ -115,13 +117,14 @@ class ParallelConfig(Section):
             raise ValueError("parallel.shares must be numbers above zero, one for each part of the batch, e.g. 3,3,2")
         averaging = self.averaging
         if self.local_sgd is None and (changed := averaging.model_dump(exclude_defaults=True)):
-            raise ValueError(f"parallel.averaging.{[*changed][0]} has no effect without parallel.local_sgd: give both")
-        if averaging.nesterov and not averaging.outer_momentum:
-            raise ValueError("parallel.averaging.nesterov needs outer_momentum, e.g. 0.9: give both")
+            key = f"parallel.averaging.{next(iter(changed))}"
+            raise ValueError(f"{key} has no effect without parallel.local_sgd: give both")
+        if averaging.outer_nesterov and not averaging.outer_momentum:
+            raise ValueError("parallel.averaging.outer_nesterov needs outer_momentum, e.g. 0.9: give both")
         if averaging.staleness and (self.gradient_compression or "").startswith("powersgd"):
             raise ValueError(
-                "parallel.averaging.staleness sends while devices compute, but PowerSGD sends twice, the second time what "
-                "follows from the first: choose bf16 or topk for gradient_compression"
+                "parallel.averaging.staleness sends while devices compute, but PowerSGD sends twice, the second time "
+                "what follows from the first: choose bf16 or topk for gradient_compression"
             )
         return self
 
@@ -141,7 +144,7 @@ class ParallelConfig(Section):
             start = "the learning rate has halved" if averaging.start == "decay" else averaging.start
             words.append(f"exact until {start}")
         if averaging.outer_momentum:
-            kind = "Nesterov momentum" if averaging.nesterov else "momentum"
+            kind = "Nesterov momentum" if averaging.outer_nesterov else "momentum"
             words.append(f"with an outer {kind} of {averaging.outer_momentum:g}")
         if averaging.outer_lr != 1:
             words.append(f"in steps of {averaging.outer_lr:g}")

@@ -227,8 +227,8 @@ class Recipe(Section):
                 yield f"{key} needs the weights of all updates, but local_sgd lets each device have others: give one"
         if self.precision == "fp16" and parallel.gradient_compression is not None and parallel.local_sgd is None:
             yield (
-                "precision=fp16 scales gradients now more and now less, which what gradient_compression keeps for later "
-                "cannot follow: set precision=bf16"
+                "precision=fp16 scales gradients now more and now less, which what gradient_compression keeps for "
+                "later cannot follow: set precision=bf16"
             )
         for key, value in (("on_nan", "skip"), ("batch_norm", "sync")):
             if parallel.averaging.staleness and getattr(self, key) == value:

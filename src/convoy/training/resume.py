@@ -188,7 +188,7 @@ ADDED: dict[str, Any] = {
     "parallel.averaging.start": "0ba",
     **dict.fromkeys(("parallel.averaging.outer_momentum", "parallel.averaging.staleness"), 0),
     "parallel.averaging.outer_lr": 1.0,
-    "parallel.averaging.nesterov": False,
+    "parallel.averaging.outer_nesterov": False,
 }
 
 

@@ -2,6 +2,7 @@
 together: batches, updates, evaluations.
 """
 
+import operator
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,7 @@ from convoy.planner.cost.prediction import most as most_of
 from convoy.planner.cost.step import Staging
 from convoy.planner.store import ProfileStore
 from convoy.planner.workload import memory_of_updates
+from convoy.plans.compression import rounds_of
 from convoy.plans.fit import note_on_hosts
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
@@ -43,6 +45,7 @@ from convoy.training.precision import Scaler, lowered
 from convoy.training.recipe import Recipe
 from convoy.training.records import Derived, StageRecord
 from convoy.training.resume import Code
+from convoy.training.schema import in_words
 from convoy.training.state import AveragedWeights, MovingAverage, RunState, SlowWeights
 from convoy.training.step import TrainingStep
 from convoy.units import plural, rough_percent, size
@@ -210,6 +213,21 @@ class Session(Prepared):
         times = ", ".join(f"{1e3 * time:.3g}" for time in seconds)
         shares = f"shares {text(self.division.counts)} of {len(sizes)} microbatches"
         return f"{shares}, by measured times of {times} ms a microbatch"
+
+    def choose_interval(self) -> str | None:
+        """With `local_sgd=auto`, say how often weights are averaged from now on: so that this takes no more than a
+        fifth of the time, or, while devices go on meanwhile, no more than they compute. All ranks call it, before an
+        update.
+        """
+        exchange, ranks = self.state.exchange, self.ranks
+        if self.recipe.parallel.local_sgd != "auto" or exchange.every is not None:
+            return None
+        microbatch_s = self.step().microbatch_seconds(ranks)
+        update_s = max(map(operator.mul, microbatch_s, self.division.counts))
+        averaging_s = max(ranks.gather(exchange.averaging_seconds()))
+        exchange.every = rounds_of(averaging_s / update_s, self.recipe.parallel.averaging.staleness)
+        every = f"weights are averaged every {plural(exchange.every, 'update')}"
+        return f"{every}, as that takes {in_words(averaging_s)}, and an update {in_words(update_s)} without it"
 
     def guard(self) -> FiniteGuard:
         """What looks at every update before it is made."""
