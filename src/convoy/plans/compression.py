@@ -49,15 +49,24 @@ class Compression:
         """How many of a tensor's numbers are sent."""
         return min(count, ceil(self.amount * count))
 
+    @property
+    def passes(self) -> int:
+        """About how many times as long as an update of SGD with momentum it takes to compress: as measured on one core
+        for ResNet-18, a network of the CIFAR kind and AlexNet."""
+        return {"bf16": 6, "powersgd": 3, "topk": 12}[self.kind]
+
+    def message_bytes(self, shapes: Sequence[Sequence[int]], itemsize: int) -> float:
+        """Of a rank's message."""
+        if self.kind == "topk":
+            return sum(self.num_kept(prod(shape)) for shape in shapes) * (itemsize + 4)
+        if self.kind == "bf16":
+            return 2 * sum(map(prod, shapes))
+        return itemsize * sum(self.rank(s) * (s[0] + prod(s[1:])) if self.rank(s) else prod(s) for s in shapes)
+
     def sent_bytes(self, shapes: Sequence[Sequence[int]], itemsize: int, ranks: int) -> float:
         """What a rank sends for one sum: of an all-reduce in a ring, or, of the largest, to every other rank."""
-        ring = 2 * (ranks - 1) / ranks
-        if self.kind == "topk":
-            return (ranks - 1) * sum(self.num_kept(prod(shape)) for shape in shapes) * (itemsize + 4)
-        if self.kind == "bf16":
-            return ring * 2 * sum(map(prod, shapes))
-        numbers = (self.rank(s) * (s[0] + prod(s[1:])) if self.rank(s) else prod(s) for s in shapes)
-        return ring * itemsize * sum(numbers)
+        hops = ranks - 1 if self.kind == "topk" else 2 * (ranks - 1) / ranks
+        return hops * self.message_bytes(shapes, itemsize)
 
     def __str__(self) -> str:
         if self.kind == "bf16":
