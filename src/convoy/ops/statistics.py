@@ -118,8 +118,10 @@ class RunningStatistics:
         if self._left_out:
             for layer in self._layers.values():
                 self._add_left_out(layer)
-        for layer in self._layers.values() if self.is_local and groups is not None else ():
-            if layer.running.momentum is not None:  # the mean of all terms stays that of all ranks
+        if self.is_local and groups is not None:
+            for layer in self._layers.values():
+                if layer.running.momentum is None:
+                    continue  # the mean of all terms stays that of all ranks
                 layer.take_own(groups.mesh.index(groups.coordinates, layer.running.axes))
         by_kind: dict[tuple[Any, ...], list[_Layer]] = {}
         for layer in self._layers.values():

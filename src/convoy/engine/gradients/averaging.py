@@ -65,7 +65,7 @@ class CompressedSum:
     def start(self, tensors: Sequence[Tensor]) -> Sum:
         if self._compression is None or self._group is None:
             return whole_sum(tensors, self._group, beside=self._beside)
-        tensors = torch._foreach_add(list(tensors), self._errors)
+        tensors = list(torch._foreach_add(list(tensors), self._errors))
         start = {"bf16": self._rounded, "topk": self._largest, "powersgd": self._factored}
         return start[self._compression.kind](tensors)
 
