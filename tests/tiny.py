@@ -41,6 +41,18 @@ class TinyDouble(TinyNet):
         return super().forward(x.double())
 
 
+class TinyPlain(nn.Sequential):
+    """Nothing that draws numbers or looks at other samples; in float64."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        conv = nn.Conv2d(in_channels, 4, 5, stride=4)
+        super().__init__(conv, nn.Tanh(), nn.Flatten(), nn.Linear(4 * 36, num_classes))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.double())
+
+
 class TinyWhite(TinyDouble):
     """Its first layer can whiten patches of 2x2 pixels."""
 

@@ -11,7 +11,7 @@ from convoy.models import create
 from convoy.planner.cost.costs import Costs, HostCost, Times, Update
 from convoy.planner.cost.link import assumed
 from convoy.planner.cost.local_op import LocalOp
-from convoy.planner.explanation import Explanation
+from convoy.planner.explanation import Explanation, explanation_text
 from convoy.planner.planner import Planned, score
 from convoy.planner.workload import workload_of
 from convoy.plans.plan import Plan
@@ -85,3 +85,17 @@ def test_a_change_is_what_the_same_plan_is_predicted_to_take_with_it() -> None:
     other = f"mesh: {{sample: 2}}\nlayers:\n  classifier.0: {{sample: {strategy}}}\n  '*': {{sample: sample}}"
     again = explain(other, costs(gbytes=1e-2))
     assert layer.next_best.extra_s == pytest.approx(again.scored.seconds - result.scored.seconds)
+
+
+def test_approximate_methods_are_named_where_they_gain_something() -> None:
+    slow, fast = (explain("sample=2", costs(gbytes=rate)) for rate in (1e-3, 1e3))
+    assert "exact is as fast: no approximate method is predicted to gain a tenth" in explanation_text(fast)
+    text, rows = explanation_text(slow), {row.method: row for row in slow.approximate}
+    assert "approximate: another result" in text and "exact is as fast" not in text
+    bf16, alone_s = rows["--gradient-compression bf16"], fast.scored.seconds
+    exact_bytes = sum(p.numel() for p in create("lenet").parameters()) * 4
+    assert (bf16.rounds, bf16.sent_bytes) == (1.0, exact_bytes / 2)  # a ring of two: each sends the whole once
+    assert bf16.update_s == pytest.approx(alone_s + exact_bytes / 2 / 1e6, rel=1e-3)
+    local = next(row for method, row in rows.items() if method.startswith("--local-sgd") and "staleness" not in method)
+    assert 0.8 * local.update_s <= alone_s < local.update_s < slow.scored.seconds / 4
+    assert explain("filter=2", costs()).approximate == ()

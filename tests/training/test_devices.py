@@ -104,7 +104,7 @@ def apart(a: Ended, b: Ended) -> float:
 
 
 APPROXIMATE = {
-    "gradient_compression=bf16": ("gradients are sent in bf16", 1e-5),
+    "gradient_compression=bf16": ("gradients are sent in bf16", 1e-6),
     "local_sgd=3": ("local SGD averages the weights every 3 updates", 1e-3),
 }
 

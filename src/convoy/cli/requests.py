@@ -63,6 +63,11 @@ class TrainRequest(SimpleNamespace):
         section, number = recipe.parallel, num_devices(recipe.parallel)
         if plan_of(section, number)[0] is None:
             check_shares(section.shares, number)
+        if section.averaging.staleness and number == 1 and not self.resume:
+            raise ConvoyError(
+                "parallel.averaging.staleness lets devices go on while others are late, and there is one device: give "
+                "several (--devices 4), or leave it out"
+            )
         if self.out is not None and not (self.resume and RunDirectory(self.out).is_run()):
             RunDirectory(self.out).check_free()
 

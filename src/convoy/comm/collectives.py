@@ -151,17 +151,18 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
     return x if group is None else start_all_reduce(x, group).wait()
 
 
-def start_all_reduce(x: Tensor, group: Group) -> Pending:
-    """As `all_reduce`, but without waiting."""
+def start_all_reduce(x: Tensor, group: Group, beside: bool = False) -> Pending:
+    """As `all_reduce`, but without waiting. Through memory that ranks share it runs only once all wait for it, unless
+    it is to go on `beside` the computation."""
     if group is None or x.numel() == 0:
         return Pending((), lambda: x)
     assert x.is_contiguous(), "in-place collectives need one piece of memory"
-    if (channel := _channel(x, group)) is not None:
+    if not beside and (channel := _channel(x, group)) is not None:
         return Pending((), lambda: shared_memory.all_reduce(x, channel))
     if not _over_gloo(x.device, group):
         return Pending([_numbered("all reduce", dist.all_reduce(x, group=group, async_op=True), group)], lambda: x)
     if size(group) * x.nbytes <= _SMALL:
-        received = start_all_gather(x, group)
+        received = start_all_gather(x, group, beside)
         return Pending((), lambda: torch.sum(received.wait(), 0, out=x))
     local = x.cpu()
     return Pending([dist.all_reduce(local, group=group, async_op=True)], lambda: x if local is x else x.copy_(local))
@@ -172,11 +173,11 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     return start_all_gather(x, group).wait()
 
 
-def start_all_gather(x: Tensor, group: Group) -> Pending:
-    """As `all_gather`, but without waiting."""
+def start_all_gather(x: Tensor, group: Group, beside: bool = False) -> Pending:
+    """As `all_gather`, but without waiting; `beside` as there."""
     if group is None:
         return Pending((), lambda: x.unsqueeze(0))
-    if (channel := _channel(x, group)) is not None:
+    if not beside and (channel := _channel(x, group)) is not None:
         return Pending((), lambda: shared_memory.all_gather(x, channel))
     ranks = size(group)
     local = _for(group, x).contiguous()
@@ -299,12 +300,18 @@ def start_receive(x: Tensor, source: int, group: dist.ProcessGroup, tag: int = 0
 
 
 def gather_ints(numbers: Sequence[int], group: Group) -> list[list[int]]:
-    """Equally many whole numbers from every rank of a group. They travel between CPUs: a GPU would have to finish all
-    that it was asked before. Where a user has joined all ranks by NCCL alone, they go through the group `beside` that
-    one; groups of fewer ranks are made for tensors of both."""
+    """Equally many whole numbers from every rank of a group."""
+    return start_gather_ints(numbers, group)()
+
+
+def start_gather_ints(numbers: Sequence[int], group: Group, beside_work: bool = False) -> Callable[[], list[list[int]]]:
+    """As `gather_ints`, but without waiting: what is given waits. They travel between CPUs: a GPU would have to finish
+    all that it was asked before. Where a user has joined all ranks by NCCL alone, they go through the group `beside`
+    that one; groups of fewer ranks are made for tensors of both."""
     if group is not None and "cpu:" not in dist.get_backend_config(group):
         group = beside(group)
-    return cast(list[list[int]], all_gather(torch.tensor(list(numbers), dtype=torch.int64), group).tolist())
+    pending = start_all_gather(torch.tensor(list(numbers), dtype=torch.int64), group, beside_work)
+    return lambda: cast(list[list[int]], pending.wait().tolist())
 
 
 def beside(world: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -8,7 +8,7 @@ update, and update the buffers together at its end.
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,6 +66,12 @@ class _Layer:
     passes: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     own: list[Tensor] = field(default_factory=list)
 
+    def take_own(self, rank: int) -> None:
+        """Leave the records of one rank along the layer's axes, as if it were alone."""
+        of_rank = [[start for start, owner in zip(*row, strict=True) if owner == rank] for row in self.passes]
+        self.passes = [(tuple(starts), (0,) * len(starts)) for starts in of_rank]
+        self.running = replace(self.running, axes=())
+
 
 class RunningStatistics:
     """Collects the statistics of a network's batch norm layers in one update, and updates their buffers.
@@ -81,6 +87,7 @@ class RunningStatistics:
 
     def __init__(self, in_order: bool = False) -> None:
         self.in_order = in_order
+        self.is_local = False  # whether each rank takes its own terms alone, as its weights drift from the others'
         self._layers: dict[str, _Layer] = {}
         self._local: dict[str, Running] = {}
         self._left_out: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -111,6 +118,11 @@ class RunningStatistics:
         if self._left_out:
             for layer in self._layers.values():
                 self._add_left_out(layer)
+        if self.is_local and groups is not None:
+            for layer in self._layers.values():
+                if layer.running.momentum is None:
+                    continue  # the mean of all terms stays that of all ranks
+                layer.take_own(groups.mesh.index(groups.coordinates, layer.running.axes))
         by_kind: dict[tuple[Any, ...], list[_Layer]] = {}
         for layer in self._layers.values():
             by_kind.setdefault(_kind(layer, self.in_order), []).append(layer)
@@ -122,7 +134,7 @@ class RunningStatistics:
                 _apply_in_order(vectors, group, 1 if groups is None else groups.mesh.size(axes))
             else:
                 _apply(vectors, group)
-        if groups is not None:
+        if groups is not None and not self.is_local:
             self._average(groups)
         self.abandon()
 

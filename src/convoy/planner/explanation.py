@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from convoy.errors import ConvoyError
 from convoy.ops.memory import what_is_recomputed
+from convoy.planner.approximate import WORTH, Approximate, approximations
 from convoy.planner.cost.prediction import RankMemory, Scored, predict
 from convoy.planner.layers import (
     HOST_WAIT,
@@ -92,6 +93,11 @@ class Explanation:
     def stages(self) -> tuple[Stage, ...]:
         """In order; none where the network is in one piece."""
         return stages_of(self.scored)
+
+    @cached_property
+    def approximate(self) -> tuple[Approximate, ...]:
+        """What would change the result, the fastest first."""
+        return approximations(self.planned, self.scored)
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
@@ -187,6 +193,7 @@ class Explanation:
                 }
                 for plan in planned.candidates
             ],
+            "approximate": list(map(asdict, self.approximate)),
             "schedule": scored.staging.schedule if scored.staging is not None else None,
             "bubble": scored.bubble,
             "stages": [asdict(stage) | {"memory": _memory(stage.memory)} for stage in self.stages],
@@ -373,6 +380,7 @@ def explanation_text(answer: Explanation, first: Sequence[str] = ()) -> str:
         table(headers[: 3 + several], parts, headers[1:]),
         table(("what if", "samples/s", "update"), changes, ("samples/s", "update")) if changes else (),
         _candidates(answer) if several or len(planned.candidates) > 1 else (),
+        _approximate(answer) if answer.approximate else (),
         _stages(answer) if answer.stages else (),
         _layers(answer) if several else (),
         [note for note in answer.notes if note not in first],
@@ -425,6 +433,27 @@ def _candidates(answer: Explanation) -> list[str]:
     ]
     headers = ("", "update", "speed-up", "memory", *(["measured"] if raced else []), "plan")
     return table(headers, rows, headers[1:-1])
+
+
+def _approximate(answer: Explanation) -> list[str]:
+    """What would be faster at the price of another result, if anything would."""
+    exact_s = answer.scored.seconds
+    rows = [
+        (
+            row.method,
+            seconds(row.update_s),
+            f"{exact_s / row.update_s:.2f} ×",
+            f"{row.rounds:.2g}",
+            size(round(row.sent_bytes)),
+            seconds(row.compress_s),
+        )
+        for row in answer.approximate
+        if exact_s >= WORTH * row.update_s
+    ]
+    if not rows:
+        return ["exact is as fast: no approximate method is predicted to gain a tenth"]
+    headers = ("approximate: another result", "update", "gain", "rounds per update", "sends in a round", "compressing")
+    return table(headers, rows, headers[1:])
 
 
 def _stages(answer: Explanation) -> list[str]:

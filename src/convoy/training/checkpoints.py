@@ -41,11 +41,11 @@ class Timetable:
     Young, A first order approximation to the optimum checkpoint interval, 1974: with a checkpoint that costs C and a
     mean time M between failures, `mtbf_s`, the least time is lost with sqrt(2 · C · M) between checkpoints. (Daly,
     2006, adds terms that matter where C is not far below M.) Shorter than the time in which a checkpoint is written it
-    cannot be. Such checkpoints come after a `multiple` of so many updates.
+    cannot be.
     """
 
-    def __init__(self, every: int | None, ranks: Ranks, mtbf_s: float = 6 * 3600.0, multiple: int = 1) -> None:
-        self._every, self._ranks, self._mtbf_s, self._multiple = every, ranks, mtbf_s, multiple
+    def __init__(self, every: int | None, ranks: Ranks, mtbf_s: float = 6 * 3600.0) -> None:
+        self._every, self._ranks, self._mtbf_s = every, ranks, mtbf_s
         # The time of an update, with evaluations and without checkpoints, is that from the second one on.
         self._first: int | None = None
         self._began = self._waited_s = 0.0
@@ -64,7 +64,7 @@ class Timetable:
         if self._next is None and done == self._first + 1:
             updates = min(FIRST_UPDATES, max(2, int(FIRST_S / self.update_s)))
             (updates,) = self._ranks.largest(updates if self._ranks.rank == 0 else 0)
-            self._next = self._rounded(done + updates - 2)
+            self._next = done + updates - 2
         return self._next is not None and done >= self._next
 
     @property
@@ -83,7 +83,7 @@ class Timetable:
         """A checkpoint was begun, due or not."""
         self._last = step
         if self._interval or self._next is not None:
-            self._next = self._rounded(step + (self._interval or FIRST_UPDATES))
+            self._next = step + (self._interval or FIRST_UPDATES)
 
     def measured(self, cost_s: float, write_s: float, update_s: float) -> str | None:
         """A checkpoint is on disk: seconds that it kept the run from its work, until it was written, and of an update
@@ -95,8 +95,8 @@ class Timetable:
         self._costs.append(max(cost_s, 1e-6))
         cost, update_s = median(self._costs), max(update_s, 1e-6)
         young = math.sqrt(2 * cost * self._mtbf_s)
-        updates = self._interval = self._rounded(max(1, round(max(young, write_s) / update_s)))
-        self._next = self._rounded(self._last + updates)
+        updates = self._interval = max(1, round(max(young, write_s) / update_s))
+        self._next = self._last + updates
         if self._told and 0.5 < updates / self._told < 2:
             return None
         self._told = updates
@@ -105,9 +105,6 @@ class Timetable:
             formula = f"as long as one takes to be written, more than {formula}"
         every = f"checkpoint every {updates:,} update{'s' if updates > 1 else ''} ({in_words(updates * update_s)})"
         return f"{every}: {formula}; at most {in_words(updates * update_s + write_s)} of work are lost"
-
-    def _rounded(self, updates: int) -> int:
-        return -(-updates // self._multiple) * self._multiple
 
 
 @dataclass

@@ -30,6 +30,7 @@ class Quantities:
     evaluate_every: int  # in updates, as the two that follow
     checkpoint_every: int | None  # None: measured
     log_every: int
+    average_from: int = 0  # the first update after which local SGD may average weights
     group_ends: tuple[int, ...] = ()  # updates from which on those of optimizer.groups are not trained any more
 
     def logged(self, done: int) -> bool:
@@ -80,6 +81,16 @@ def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
             f"lookahead.every={recipe.lookahead.every} is more than the run's {total} weight updates, so its first "
             "weights would be delivered: lower it or train longer"
         )
+    averaging, evaluate_every = recipe.parallel.averaging, updates(recipe.evaluate_every)
+    if averaging.staleness:  # a line is a meeting of all ranks, as an evaluation is
+        often = evaluate_every
+    start = averaging.start
+    if start == "decay":
+        rates = [schedule.lr(update) for update in range(total)]
+        peak = max(rates)
+        average_from = next((u for u in range(rates.index(peak), total) if rates[u] <= peak / 2), total)
+    else:
+        average_from = start.updates(updates_per_epoch, total)
     save_every = recipe.checkpoint.every
     return Quantities(
         updates_per_epoch=updates_per_epoch,
@@ -87,9 +98,10 @@ def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
         sizes=microbatch_sizes(recipe.batch, num_microbatches(recipe)),
         lr=lr,
         schedule=schedule,
-        evaluate_every=updates(recipe.evaluate_every),
+        evaluate_every=evaluate_every,
         checkpoint_every=None if save_every == "auto" else updates(save_every),
         log_every=updates(recipe.log_every) if recipe.log_every != "auto" else often,
+        average_from=average_from,
         group_ends=tuple(updates(g.until) if g.until is not None else total for g in recipe.optimizer.groups),
     )
 

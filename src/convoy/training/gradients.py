@@ -1,11 +1,13 @@
 """The gradients of an update: how those of all ranks' passes become those of the global batch, on the network as this
-rank's part of it; and losses and gradients that are not finite: which updates are skipped, and in which layer the
-numbers begin.
+rank's part of it, or, approximately, how weights become those of all ranks; and losses and gradients that are not
+finite: which updates are skipped, and in which layer the numbers begin.
 """
 
 import math
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
@@ -15,10 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from convoy.comm.collectives import all_gather
-from convoy.comm.ranks import Ranks
+from convoy.comm.collectives import all_gather, gather_ints
+from convoy.comm.groups import everyone
+from convoy.comm.ranks import Ranks, received
+from convoy.engine.gradients.averaging import CompressedSum, WeightAverage, mean_over
 from convoy.engine.gradients.divided import WholeNorms, clip_grad_norm, global_norm
-from convoy.engine.gradients.reducer import GradientReducer, LocalSgd
+from convoy.engine.gradients.reducer import GradientReducer
 from convoy.engine.gradients.tree import TreeReducer
 from convoy.engine.network import Network
 from convoy.engine.parallelize import Options, take_part
@@ -49,28 +53,58 @@ def divided_network(model: nn.Module, plan: Plan, example: Tensor, recipe: Recip
     return network
 
 
-class Exchange:
-    """Adds the gradients of an update's passes over the ranks: as they are, in bf16, in the fixed tree over the
-    microbatches of a reproducible run, or, with local SGD, only over ranks that have the same samples. All ranks make
-    the same calls."""
+# What is said where an approximate method goes on from a checkpoint of other devices, or of none of its kind
+_ANEW = (
+    "goes on from the mean of all devices' weights: what each of them had kept to send later, rounds on their way and "
+    "an outer momentum were of other devices or options, and begin anew"
+)
 
-    def __init__(self, network: Network, recipe: Recipe) -> None:
-        self.network, self._recipe = network, recipe
+
+class Exchange:
+    """Adds the gradients of an update's passes over the ranks: as they are, in the fixed tree over the microbatches of
+    a reproducible run, or, where a method is approximate, so over ranks that have the same samples alone, and over the
+    others compressed; with local SGD it averages weights in their place, from update `first` on. All ranks make the
+    same calls."""
+
+    def __init__(self, network: Network, recipe: Recipe, first: int = 0) -> None:
+        self.network, self._recipe, self._first, section = network, recipe, first, recipe.parallel
         # The loss is to be the mean over this rank's own samples, and its optimizer's state its own: local SGD alone.
-        self.local_mean = recipe.parallel.local_sgd is not None
+        self.local_mean = section.local_sgd is not None
         self.version = network.sample_rank if self.local_mean else 0  # which of the optimizer's states is this rank's
         self.is_due = False  # whether gradients of passes are there that no exchange has taken with it
+        self.every = (
+            section.local_sgd if section.local_sgd != "auto" else None
+        )  # updates of a round, once that is known
         self._tree: TreeReducer | None = None
-        self._local: LocalSgd | None = None
-        parameters = network.model.named_parameters()
-        self._split = [(p, tuple(sorted(network.layouts[name].split_axes))) for name, p in parameters]
-        self._reduced = network.reduced(frozenset(network.sample_axes if self.local_mean else ()))
-        compression = torch.bfloat16 if recipe.parallel.gradient_compression == "bf16" else None
-        if network.reducer is not None and (recipe.reproducible or compression or self.local_mean):
+        self._average: WeightAverage | None = None
+        parameters = dict(network.model.named_parameters())
+        self._split = [(p, tuple(sorted(network.layouts[name].split_axes))) for name, p in parameters.items()]
+        axes = frozenset(network.sample_axes if section.approximate is not None else ())
+        reduced = network.reduced()
+        # Parameters whose approximate sum or mean goes over the sample axes, in the order of the network
+        merged = {p for p, of_p in reduced if axes and axes <= set(of_p) and p.requires_grad}
+        self._share = 1.0  # what a rank's gradient or way is multiplied by, so that those of all add up to the mean
+        self._merged = [parameter for parameter in parameters.values() if parameter in merged]
+        self._reduced = [(p, tuple(sorted(set(of_p) - axes)) if p in merged else of_p) for p, of_p in reduced]
+        self._group = network.groups.of(axes)
+        if self.local_mean:
+            self._check_divided(axes)
+        self._gradients = CompressedSum(self._merged, self._group, None if self.local_mean else section.compression)
+        if network.reducer is not None and (recipe.reproducible or section.approximate is not None):
             network.reducer.remove()
             network.reducer = None  # where the tree adds gradients, once it is known who has which microbatches
             if not recipe.reproducible:
-                network.reducer = GradientReducer(self._reduced, network.groups, compress=compression)
+                network.reducer = GradientReducer(self._reduced, network.groups)
+        network.context.statistics.is_local = self.local_mean
+
+    def _check_divided(self, axes: frozenset[int]) -> None:
+        """Refuse a plan under which ranks with samples of their own share the work of a layer."""
+        for name, layout in self.network.layouts.items():
+            if layout.split_axes & axes:
+                raise ConvoyError(
+                    f"local SGD lets devices with other samples go on by themselves, but the plan {self.network.plan} "
+                    f"divides {name} over them: choose one that divides layers on another axis, e.g. sample=2,filter=2"
+                )
 
     @property
     def divides_gradients(self) -> bool:
@@ -79,14 +113,20 @@ class Exchange:
 
     def divide(self, division: Division, num_passes: int) -> None:
         """Divide the updates from the next on so, in so many passes each."""
-        groups, axes, every = self.network.groups, self.network.sample_axes, self._recipe.parallel.local_sgd
+        groups, axes = self.network.groups, self.network.sample_axes
         if self._tree is not None:
             self._tree.set_shares(division.counts, num_passes)
         elif self._recipe.reproducible:
-            self._tree = TreeReducer(self._reduced, groups, sample_axes=axes, shares=division.counts, passes=num_passes)
-        if every is not None:
-            weight = len(division.positions(self.network.sample_rank))
-            self._local = LocalSgd(list(self.network.model.parameters()), groups, axes, every=every, weight=weight)
+            shares = division.counts
+            self._tree = TreeReducer(self._reduced, groups, sample_axes=axes, shares=shares, passes=num_passes)
+        self.weigh(division)
+
+    def weigh(self, division: Division) -> None:
+        """The ranks' samples are divided so."""
+        if self.local_mean:
+            self._share = len(division.positions(self.network.sample_rank)) / sum(division.sizes)
+        if self._average is not None:
+            self._average.share = self._share
 
     @contextmanager
     def in_pass(self, is_last: bool) -> Iterator[None]:
@@ -131,14 +171,121 @@ class Exchange:
             return nullcontext()
         return WholeNorms(self._split, self.network.groups)
 
-    def updated(self, update: int) -> None:
-        if self._local is not None:
-            self._local.step(update)
+    def merge(self, update: int) -> None:
+        """Before an update: add up the gradients that a method sends otherwise than exactly, or before weights are
+        averaged in their place."""
+        if self._group is None or not self._merged:
+            return
+        if self.local_mean and update >= self._first:
+            self._average = self._average or self._new_average()
+            return
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._merged]
+        totals = self._gradients.start(torch._foreach_mul(gradients, self._share)).wait()
+        for parameter, total in zip(self._merged, totals, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(total)
+            elif bool(total.any()):  # another rank has used it
+                parameter.grad = total
 
-    def synchronize(self) -> None:
-        """Before an evaluation or a checkpoint: let all ranks have the same weights, where a method lets them drift."""
-        if self._local is not None:
-            self._local.average()
+    def _new_average(self) -> WeightAverage:
+        section = self._recipe.parallel
+        options = section.averaging.model_dump(include={"staleness"})
+        options |= {"lr": section.averaging.outer_lr, "momentum": section.averaging.outer_momentum}
+        options["nesterov"] = section.averaging.outer_nesterov
+        total = CompressedSum(self._merged, self._group, section.compression, beside=section.averaging.staleness > 0)
+        return WeightAverage([p.detach() for p in self._merged], total, self._share, **options)
+
+    def updated(self, update: int, rate: float) -> None:
+        """After an update, at that learning rate."""
+        if self._average is not None and self.every is not None and (update + 1 - self._first) % self.every == 0:
+            self._average.meet(rate)
+
+    @property
+    def lag(self) -> int:
+        """How many updates a rank may be behind another."""
+        return (self.every or 1) * self._recipe.parallel.averaging.staleness
+
+    def averaging_seconds(self) -> float:
+        """Of one meeting, by some that change nothing. All ranks call it."""
+        total = CompressedSum(self._merged, self._group, self._recipe.parallel.compression)
+        tensors = [parameter.detach() for parameter in self._merged]
+        seconds = []
+        for _ in range(4 if tensors else 0):
+            began = time.perf_counter()
+            total.start(tensors).wait()[0].flatten()[:1].tolist()  # a GPU is waited for
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds[1:]) if seconds else 0.0
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """While entered, all ranks have the same weights and running statistics, the mean of theirs, where a method
+        lets them drift apart; nothing of that changes how they go on."""
+        if not self.local_mean or self._group is None:
+            yield
+            return
+        if self._average is not None:
+            self._average.arrive()
+        tensors = self._drifting()
+        before = [tensor.clone() for tensor in tensors]
+        torch._foreach_copy_(tensors, mean_over(tensors, self._share, self._group))
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(tensors, before)
+
+    def _drifting(self) -> list[Tensor]:
+        buffers = [buffer for buffer in self.network.model.buffers() if buffer.is_floating_point()]
+        return [tensor.detach() for tensor in (*self._merged, *buffers)]
+
+    def _state(self, rates: Sequence[float] = ()) -> list[Tensor]:
+        """What the updates to come depend on, of this rank alone, beside what all have."""
+        tensors = self._gradients.state
+        if self.local_mean:
+            tensors = [*self._drifting(), *tensors]
+        return tensors if self._average is None else [*tensors, *self._average.state(rates)]
+
+    @property
+    def _place(self) -> str:
+        return f"{self.network.plan} {self._recipe.parallel.approximate}"
+
+    def saved(self) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
+        """What a checkpoint keeps of an approximate method: numbers, and the tensors of each rank. All ranks call it,
+        and go through the tensors."""
+        if self._group is None:
+            return {}, iter(())
+        averages = self._average is not None
+        rates = list(self._average.rates) if self._average is not None else []
+        numbers = {"place": self._place, "every": self.every, "averages": averages, "rates": rates}
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            state = [tensor.contiguous().flatten().view(torch.uint8) for tensor in self._state()]
+            for i in range(max(count for (count,) in gather_ints([len(state)], everyone()))):
+                piece = state[i] if i < len(state) else state[0][:0]
+                sizes = [size for (size,) in gather_ints([len(piece)], everyone())]
+                padded = piece.new_zeros(max(sizes))
+                padded[: len(piece)] = piece
+                for rank, (row, size) in enumerate(zip(all_gather(padded, everyone()), sizes, strict=True)):
+                    yield f"rank-{rank}.{i:05}", row[:size]
+
+        return numbers, tensors()
+
+    @torch.no_grad()
+    def load(self, numbers: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> str | None:
+        """Go on from what `saved` gave, by rank and name; a sentence where that was of other devices. All ranks call
+        it."""
+        if not numbers or numbers["place"] != self._place:
+            return _ANEW if numbers or self._group is not None else None
+        self.every = numbers["every"]
+        if numbers["averages"]:
+            self._average = self._new_average()
+        state = self._state(numbers["rates"])
+        for kind, pieces in sorted(tensors.items()):
+            for name, piece in sorted(pieces.items()):
+                value = received(piece)  # all ranks ask for all
+                if kind == f"rank-{self.network.groups.rank}" and int(name) < len(state):
+                    target = state[int(name)]
+                    target.copy_(value.view(target.dtype).view(target.shape))
+        return None
 
     def versions(self, whole: Tensor) -> list[Tensor]:
         """A whole as each sample rank has it, where a method lets them drift apart, else once."""

@@ -17,6 +17,7 @@ import torch
 
 from convoy.checkpoint.files import Checkpoint, values_explained
 from convoy.checkpoint.store import CheckpointStore
+from convoy.comm.collectives import start_gather_ints
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
@@ -103,32 +104,43 @@ class Asking:
     same time, and know the same.
 
     They agree about once a second: between two meetings lie as many questions as took that long before, by the
-    clock of rank 0. Batches do not last as long as updates, so that every evaluation has a count of its own.
+    clock of rank 0. Batches do not last as long as updates, so that every evaluation has a count of its own. Where
+    ranks go on while others are late, the answer is heard `lag` questions later.
     """
+
+    lag = 0
 
     def __init__(self, ranks: Ranks, interrupt: Interrupt) -> None:
         self._ranks, self._interrupt = ranks, interrupt
         self._wait = self._left = 1
         self._asked = time.perf_counter()
+        self._answer: Callable[[], list[list[int]]] | None = None
 
     def __call__(self) -> bool:
         self._left -= 1
         if self._interrupt.agreed is None and self._left <= 0:
-            self._meet()
+            if self._answer is None:
+                self._ask()
+            if self._left <= -self.lag:
+                self.hear()
         return self._interrupt.agreed is not None
 
-    def _meet(self) -> None:
-        signal, ranks = self._interrupt.signal, self._ranks
-        if ranks.num > 1:
-            now = time.perf_counter()
-            took = max(now - self._asked, 1e-6)
-            wait = max(1, min(_MAX_UPDATES, int(self._wait * INTERVAL_S / took), 2 * self._wait))
-            wish = _SIGNALS.index(signal or ""), wait if ranks.rank == 0 else 0
-            with torch.inference_mode(False):  # what ranks exchange by must not become a part of an evaluation
-                number, self._wait = ranks.largest(*wish)
-            self._left, self._asked = self._wait, now
-            signal = _SIGNALS[number] or None
-        self._interrupt.agreed = signal
+    def _ask(self) -> None:
+        now, ranks = time.perf_counter(), self._ranks
+        took = max(now - self._asked, 1e-6)
+        wait = max(1, min(_MAX_UPDATES, int(self._wait * INTERVAL_S / took), 2 * self._wait))
+        wish = _SIGNALS.index(self._interrupt.signal or ""), wait if ranks.rank == 0 else 0
+        with torch.inference_mode(False):  # what ranks exchange by must not become a part of an evaluation
+            self._answer = start_gather_ints(wish, ranks.group, beside_work=self.lag > 0)
+        self._asked = now
+
+    def hear(self) -> None:
+        """Wait for the answer to a question that was asked, if there is one."""
+        if self._answer is not None:
+            with torch.inference_mode(False):
+                number, self._wait = map(max, zip(*self._answer(), strict=True))
+            self._answer, self._left = None, self._wait if self._ranks.num > 1 else 1
+            self._interrupt.agreed = _SIGNALS[number] or None
 
 
 GIVE_UP = 20  # updates left out in a row after which the run ends
@@ -157,12 +169,10 @@ class Loop:
         self._accepts_code_change = accept_code_change
         recipe, self.total = session.recipe, session.quantities.total_updates
         self.store = CheckpointStore(run.checkpoints, recipe.checkpoint.keep)
-        # Local SGD averages the weights for a checkpoint: only when it does so anyway may clocks decide.
-        multiple = recipe.parallel.local_sgd or 1
         every, mtbf_s = session.quantities.checkpoint_every, recipe.checkpoint.mtbf_s
         self.saver = Saver(
             self.store,
-            Timetable(every, session.ranks, mtbf_s, multiple),
+            Timetable(every, session.ranks, mtbf_s),
             session.ranks,
             self.tell,
             goes_on=recipe.checkpoint.on_error == "continue",
@@ -230,7 +240,7 @@ class Loop:
             )
         if changed:
             self.tell(f"from update {checkpoint.step + 1:,} on with other code: {changed}")
-        values = self.session.state.unpack(checkpoint)
+        values = self.session.state.unpack(checkpoint, self.tell)
         self.progress, self._sums = RunProgress(**values["progress"]), Sums(**values["window"])
         self.done = checkpoint.step
 
@@ -293,10 +303,9 @@ class Loop:
         """Do the updates that are left, with all that is due in between, or as many as there is time for."""
         session, recorder, asking = self.session, self.recorder, self._asking
         session.model.train()
-        shares = session.divide_by_speed()
-        if shares is not None:
-            self.tell(shares)
-        step = session.step()
+        for sentence in filter(None, (session.divide_by_speed(), session.choose_interval())):
+            self.tell(sentence)
+        step, asking.lag = session.step(), session.state.exchange.lag
         if step.recorded is not None:
             step.recorded.tell = self.tell
         step.noise = GradientNoise(session.noise_every, session.division, session.ranks, self.progress.noise)
@@ -310,11 +319,12 @@ class Loop:
                 self._log.updates.append(update)
                 self._after_update()
                 stops = asking() or self.done == self.total
-                if self._subscriber and (recorder.num % REMEMBERED == 0 or stops or self.done == self.total):
+                if self._subscriber and (recorder.num % REMEMBERED == 0 or stops):
                     self._subscriber.look()
                 if stops:
-                    return
+                    break
                 recorder.ask(self.done, step.noise.due(self.done))
+        asking.hear()
 
     def _stopping(self, name: str) -> None:
         self.reporter.say(f"{name}: finishing this update, then saving; again to stop now, without saving")
@@ -420,7 +430,6 @@ class Loop:
         self._log.collect()
         window = asdict(self._log.sums)
         self._check_loss(window["loss"])
-        self.session.state.exchange.synchronize()
         fine = all(bool(torch.isfinite(weight).all()) for weight in self.session.model.parameters())
         if self.session.ranks.any(not fine):
             self._not_finite("weights became infinite or no numbers")

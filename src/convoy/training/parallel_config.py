@@ -6,10 +6,11 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator, model_validator
 
 from convoy.errors import ConvoyError
+from convoy.plans.compression import Compression
 from convoy.plans.fit import check_devices, fit
 from convoy.plans.plan import Plan, plan_text
 from convoy.plans.schedule import Schedule
-from convoy.training.schema import Section
+from convoy.training.schema import Duration, Section
 from convoy.units import bytes_of, plural
 
 
@@ -21,6 +22,11 @@ def _plan(value: object) -> Plan | Literal["auto"]:
 
 def _size(value: str) -> str:
     bytes_of(value, "the limit")
+    return value
+
+
+def _compression(value: str) -> str:
+    Compression.parse(value)
     return value
 
 
@@ -39,6 +45,28 @@ PLACEMENT = ("devices", "plan", "schedule", "shares", "cores_per_device", "memor
 
 class LostGroupError(ConvoyError):
     """The ranks that there are cannot form the model groups of a plan, and the user wants them to wait for others."""
+
+
+class AveragingConfig(Section):
+    """How the weights of local SGD meet."""
+
+    start: Duration | Literal["decay"] = Field(
+        Duration(0, "ba"),
+        description="local updates from there on, exact ones before, e.g. 30ep or 50%; decay: once the learning rate "
+        "is half of its peak (post-local SGD: Lin et al., 2020)",
+    )
+    outer_lr: float = Field(1.0, gt=0, description="step from the old weights to the mean of the devices'; 1: to it")
+    outer_momentum: float = Field(
+        0.0, ge=0, lt=1, description="of these steps, e.g. 0.5 (SlowMo: Wang et al., 2020), or 0.9 with outer_nesterov"
+    )
+    outer_nesterov: bool = Field(
+        False, description="that of Nesterov (DiLoCo: Douillard et al., 2023, with outer_lr=0.7)"
+    )
+    staleness: int = Field(
+        0,
+        ge=0,
+        description="rounds that a mean may be on its way while devices go on: for slow links, and uneven speed",
+    )
 
 
 class ParallelConfig(Section):
@@ -66,14 +94,17 @@ class ParallelConfig(Section):
         "form",
         description="where ranks left cannot form a model group: form or wait; smaller groups, or for other ranks",
     )
-    gradient_compression: Literal["bf16"] | None = Field(
-        None, description="approximate: send gradients as bf16; not said: exact"
-    )
-    local_sgd: int | None = Field(
+    gradient_compression: Annotated[str, AfterValidator(_compression)] | None = Field(
         None,
-        ge=2,
-        description="approximate: average the weights every H updates; not the gradients (Stich, 2019)",
+        description="approximate: send gradients, or with local_sgd what weights have changed, as bf16, powersgd:RANK "
+        "or topk:PART, e.g. topk:0.01; what is left out is sent later; not said: exact",
     )
+    local_sgd: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
+        None,
+        description="approximate: average the weights every H updates; not the gradients (Stich, 2019); auto: so often "
+        "that it takes at most a fifth of the time, as measured",
+    )
+    averaging: AveragingConfig = AveragingConfig()
 
     @property
     def memory_bytes(self) -> float | None:
@@ -84,20 +115,42 @@ class ParallelConfig(Section):
     def _check(self) -> Self:
         if isinstance(self.shares, tuple) and (not self.shares or min(self.shares) <= 0):
             raise ValueError("parallel.shares must be numbers above zero, one for each part of the batch, e.g. 3,3,2")
-        if self.gradient_compression is not None and self.local_sgd is not None:
+        averaging = self.averaging
+        if self.local_sgd is None and (changed := averaging.model_dump(exclude_defaults=True)):
+            key = f"parallel.averaging.{next(iter(changed))}"
+            raise ValueError(f"{key} has no effect without parallel.local_sgd: give both")
+        if averaging.outer_nesterov and not averaging.outer_momentum:
+            raise ValueError("parallel.averaging.outer_nesterov needs outer_momentum, e.g. 0.9: give both")
+        if averaging.staleness and (self.gradient_compression or "").startswith("powersgd"):
             raise ValueError(
-                "parallel.gradient_compression has no effect with local_sgd, which sends no gradients: give one"
+                "parallel.averaging.staleness sends while devices compute, but PowerSGD sends twice, the second time "
+                "what follows from the first: choose bf16 or topk for gradient_compression"
             )
         return self
 
     @property
+    def compression(self) -> Compression | None:
+        return None if self.gradient_compression is None else Compression.parse(self.gradient_compression)
+
+    @property
     def approximate(self) -> str | None:
         """The approximate method, in words; None where everything is exact."""
-        if self.gradient_compression is not None:
-            return f"gradients are sent in {self.gradient_compression}"
-        if self.local_sgd is not None:
-            return f"local SGD averages the weights every {self.local_sgd} updates"
-        return None
+        compressed = f"sent {self.compression}" if self.compression is not None else ""
+        if self.local_sgd is None:
+            return f"gradients are {compressed}" if compressed else None
+        averaging, every = self.averaging, self.local_sgd
+        words = [f"local SGD averages the weights every {'few' if every == 'auto' else every} updates"]
+        if averaging.start:
+            start = "the learning rate has halved" if averaging.start == "decay" else averaging.start
+            words.append(f"exact until {start}")
+        if averaging.outer_momentum:
+            kind = "Nesterov momentum" if averaging.outer_nesterov else "momentum"
+            words.append(f"with an outer {kind} of {averaging.outer_momentum:g}")
+        if averaging.outer_lr != 1:
+            words.append(f"in steps of {averaging.outer_lr:g}")
+        if averaging.staleness:
+            words.append(f"up to {plural(averaging.staleness, 'round')} late")
+        return ", ".join([*words, *filter(None, [compressed])])
 
     def approximation(self, plan: Plan) -> str | None:
         """The same, where it has an effect: on devices that all run the same stage."""

@@ -236,6 +236,17 @@ class Recipe(Section):
         for key in ("ema", "lookahead"):
             if getattr(self, key) is not None and parallel.local_sgd is not None:
                 yield f"{key} needs the weights of all updates, but local_sgd lets each device have others: give one"
+        if self.precision == "fp16" and parallel.gradient_compression is not None and parallel.local_sgd is None:
+            yield (
+                "precision=fp16 scales gradients now more and now less, which what gradient_compression keeps for "
+                "later cannot follow: set precision=bf16"
+            )
+        for key, value in (("on_nan", "skip"), ("batch_norm", "sync")):
+            if parallel.averaging.staleness and getattr(self, key) == value:
+                yield (
+                    f"{key}={value} asks all devices in every update, and parallel.averaging.staleness lets them go on "
+                    f"without: leave one of them out"
+                )
         if schedule.warmup_from == "base_lr" and self.optimizer.base_lr is None:
             yield (
                 "schedule.warmup_from=base_lr needs optimizer.base_lr: give that instead of optimizer.lr, or a number "

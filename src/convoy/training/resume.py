@@ -189,6 +189,10 @@ ADDED: dict[str, Any] = {
     "optimizer.groups": [],
     "data.repeats": 1,
     "loss.name": "cross-entropy",
+    "parallel.averaging.start": "0ba",
+    **dict.fromkeys(("parallel.averaging.outer_momentum", "parallel.averaging.staleness"), 0),
+    "parallel.averaging.outer_lr": 1.0,
+    "parallel.averaging.outer_nesterov": False,
 }
 
 

@@ -174,8 +174,10 @@ def field_at(model: type[BaseModel], key: str) -> FieldInfo:
 
 
 def number_type(annotation: Any) -> type[int] | type[float] | None:
-    """The type of a key's value where that is a number (or null)."""
-    return next((kind for kind in (int, float) if kind in _leaves(annotation)), None)
+    """The type of a key's value where that is a number (or null), and no word."""
+    leaves = list(_leaves(annotation))
+    words = any(get_origin(leaf) is Literal for leaf in leaves)
+    return next((kind for kind in (int, float) if kind in leaves and not words), None)
 
 
 def is_text(annotation: Any) -> bool:

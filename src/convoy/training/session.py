@@ -2,6 +2,7 @@
 together: batches, updates, evaluations.
 """
 
+import operator
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +29,7 @@ from convoy.planner.cost.prediction import most as most_of
 from convoy.planner.cost.step import Staging
 from convoy.planner.store import ProfileStore
 from convoy.planner.workload import memory_of_updates
+from convoy.plans.compression import rounds_of
 from convoy.plans.fit import note_on_hosts
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
@@ -44,6 +46,7 @@ from convoy.training.precision import Scaler, lowered
 from convoy.training.recipe import Recipe
 from convoy.training.records import Derived, StageRecord
 from convoy.training.resume import Code
+from convoy.training.schema import in_words
 from convoy.training.state import AveragedWeights, MovingAverage, RunState, SlowWeights
 from convoy.training.step import TrainingStep
 from convoy.units import plural, rough_percent, size
@@ -180,7 +183,7 @@ class Session(Prepared):
             "as said": not recipe.noise_scale,
             "an update is one microbatch, and it takes two: lower --microbatch": len(self.division.sizes) < 2,
             f"batch_norm={recipe.batch_norm} lets the samples of all microbatches depend on each other": joint,
-            "with local_sgd devices have other weights than each other": recipe.parallel.local_sgd is not None,
+            f"{recipe.parallel.approximate}": recipe.parallel.approximate is not None,
             "one microbatch alone would be another program": recipe.compile or isinstance(self.network, Uncaptured),
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
@@ -195,7 +198,6 @@ class Session(Prepared):
         `is_asked_to_stop` is called before each batch, the same on all ranks, and ends in a StoppedError; nothing has
         changed then.
         """
-        self.state.exchange.synchronize()
         announce = partial(setattr, self.network, "samples")
         size, num_classes = self.evaluation_batch(), len(self.data.classes)
         with self.state.delivered() as model:
@@ -230,6 +232,21 @@ class Session(Prepared):
         times = ", ".join(f"{1e3 * time:.3g}" for time in seconds)
         shares = f"shares {text(self.division.counts)} of {len(sizes)} microbatches"
         return f"{shares}, by measured times of {times} ms a microbatch"
+
+    def choose_interval(self) -> str | None:
+        """With `local_sgd=auto`, say how often weights are averaged from now on: so that this takes no more than a
+        fifth of the time, or, while devices go on meanwhile, no more than they compute. All ranks call it, before an
+        update.
+        """
+        exchange, ranks = self.state.exchange, self.ranks
+        if self.recipe.parallel.local_sgd != "auto" or exchange.every is not None:
+            return None
+        microbatch_s = self.step().microbatch_seconds(ranks)
+        update_s = max(map(operator.mul, microbatch_s, self.division.counts))
+        averaging_s = max(ranks.gather(exchange.averaging_seconds()))
+        exchange.every = rounds_of(averaging_s / update_s, self.recipe.parallel.averaging.staleness)
+        every = f"weights are averaged every {plural(exchange.every, 'update')}"
+        return f"{every}, as that takes {in_words(averaging_s)}, and an update {in_words(update_s)} without it"
 
     def guard(self) -> FiniteGuard:
         """What looks at every update before it is made."""
@@ -271,7 +288,7 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
     example = torch.empty(sizes[0], *ready.image_shape, device=ready.device)
     schedule = recipe.parallel.schedule or (staging.schedule if staging is not None else "1f1b")
     network = divided_network(model.train(), plan, example, recipe)
-    exchange = Exchange(network, recipe)
+    exchange = Exchange(network, recipe, ready.quantities.average_from)
     ranks.follow(plan.mesh, network.sample_axes)
     num_passes = 1
     if plan.num_stages > 1:
@@ -286,6 +303,7 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
         division = Division(sizes, chosen.shares)
     else:
         division = divide(sizes, ranks.num_sample_ranks, given_shares)
+    exchange.weigh(division)
     workers, why = num_workers(data, recipe.data)
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
     numbers = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -115,7 +115,7 @@ class RunState:
 
     A checkpoint holds whole tensors under serial names, whatever parts of them this rank has: `model.NAME`, `ema.NAME`
     and `optimizer.KEY.NAME`. Where a method lets the optimizer's state drift apart (local SGD), that of the second and
-    later sample ranks is `optimizer-1.…`.
+    later sample ranks is `optimizer-1.…`, the weights are their mean, and what each rank has beside is `rank-0.…`.
     """
 
     exchange: Exchange
@@ -130,8 +130,9 @@ class RunState:
 
     @contextmanager
     def delivered(self) -> Iterator[nn.Module]:
-        """The network that the run is for: with averaged weights, where there are any."""
-        with self.averaged.in_place(self.model) if self.averaged is not None else contextlib.nullcontext():
+        """The network that the run is for: with averaged weights, where there are any, and the same on all ranks."""
+        averaged = self.averaged.in_place(self.model) if self.averaged is not None else contextlib.nullcontext()
+        with self.exchange.agreed(), averaged:
             yield self.model
 
     def whole_weights(self) -> tuple[Kinds, Iterator[Tensor]]:
@@ -173,10 +174,14 @@ class RunState:
             for group in state["param_groups"]
         ]
 
+        approximate, of_ranks = self.exchange.saved()
+
         def tensors() -> Iterator[tuple[str, Tensor]]:
-            for kind, section in self._sections().items():
-                for name, tensor in section.items():
-                    yield f"{kind}.{name}", self.exchange.network.whole(name, tensor)
+            with self.exchange.agreed():
+                for kind, section in self._sections().items():
+                    for name, tensor in section.items():
+                        yield f"{kind}.{name}", self.exchange.network.whole(name, tensor)
+            yield from of_ranks
             for name, entry in state["state"].items():
                 for key, value in entry.items():
                     if isinstance(value, Tensor):
@@ -190,10 +195,12 @@ class RunState:
             "optimizer": {"scalars": scalars, "groups": groups},
             "scaler": self.scaler.state_dict(),
             "ema": None if self.averaged is None else self.averaged.num_updates,
+            **({"approximate": approximate} if approximate else {}),
         }
 
-    def unpack(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Take over a checkpoint's state, and give the loop's own values, as `contents` took them. A
+    def unpack(self, checkpoint: Checkpoint, tell: Callable[[str], None] = lambda sentence: None) -> dict[str, Any]:
+        """Take over a checkpoint's state, and give the loop's own values, as `contents` took them; `tell` takes a
+        sentence on what cannot be taken over. A
         DamagedCheckpointError, with nothing changed, where the checkpoint is of another model.
         """
         values, saved, parts = checkpoint.values, _sections(checkpoint), Parts(self.model)
@@ -220,6 +227,10 @@ class RunState:
         if self.averaged is not None:
             averages = {name: parts.part(name, received(average)) for name, average in saved["ema"].items()}
             self.averaged.load(averages, values["ema"])
+        of_ranks = {kind: tensors for kind, tensors in saved.items() if kind.startswith("rank-")}
+        note = self.exchange.load(values.get("approximate", {}), of_ranks)
+        if note is not None:
+            tell(note)
         if values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
         return dict(values["loop"])

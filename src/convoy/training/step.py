@@ -116,11 +116,14 @@ class TrainingStep:
             self.guard.restore()
             bad = self.guard.explain(update, result.losses, lambda: self._whole_gradient(batch, update, replays=False))
             self._undo(self.guard)
-            self.exchange.updated(update)
+            self.exchange.updated(update, self.schedule.lr(update))
             return Update(self.num_samples, bad=bad)
         if noise is not None:
             noise.add(small, self._squared_norm())
         set_rates(self.optimizer, self.schedule.lr(update), update)
+        self.mark("gradient")
+        self.exchange.merge(update)
+        self.mark("rest")
         if self.recipe.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             self.exchange.clip(self.recipe.clip_norm)
@@ -129,7 +132,7 @@ class TrainingStep:
             self.scaler.step(self.optimizer)
         self.mark("rest")
         self.scaler.update()
-        self.exchange.updated(update)
+        self.exchange.updated(update, self.schedule.lr(update))
         if self.state.averaged is not None:
             self.state.averaged.update(self.network.model)
         return result

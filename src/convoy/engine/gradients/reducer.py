@@ -3,7 +3,6 @@
 Each parameter's gradient is added over the axes on which ranks have only a part of it. Gradients come scaled by the
 rank's share of the global batch (`scale_gradient`), so that the sum over all ranks is the gradient of the mean loss.
 All ranks start the same collectives in the same order, that of the parameters backwards, whatever becomes ready first.
-Local SGD, which is approximate, averages weights in their place (`LocalSgd`).
 
 The end of a backward pass is known to torch's engine alone, which tells it to `queue_callback`, a private function that
 DistributedDataParallel rests on too; which pass is running, to another. They are used here and nowhere else.
@@ -176,9 +175,7 @@ class GradientReducer(Reducer):
     gradient that some ranks do not have counts as zero, one that no rank has stays None.
 
     All ranks make it at the same time, with the same parameters, each with the axes over which its gradient is added
-    (none leaves it alone), and run the same number of backward passes. `sizes` are those of the messages; `compress`
-    sends gradients in that type, which is approximate: they are rounded before they are sent, and partial sums after
-    each addition; in bfloat16, with 8 bits of precision, by about 0.4 % of each element.
+    (none leaves it alone), and run the same number of backward passes. `sizes` are those of the messages.
     """
 
     def __init__(
@@ -187,11 +184,9 @@ class GradientReducer(Reducer):
         groups: Groups,
         *,
         sizes: Sizes | None = None,
-        compress: torch.dtype | None = None,
     ) -> None:
         shared = [(p, axes) for p, axes in parameters if p.requires_grad and groups.of(axes) is not None]
-        self._made_with = shared, groups, sizes, compress
-        self._compress = compress
+        self._made_with = shared, groups, sizes
         self._paused = False
         self._first = [groups.mesh.index(groups.coordinates, axes) == 0 for _, axes in shared]
         super().__init__(shared, groups, groups.of({axis for _, axes in shared for axis in axes}), sizes)
@@ -237,8 +232,8 @@ class GradientReducer(Reducer):
                 "cast, then freeze"
             )
         self.remove()
-        parameters, groups, sizes, compress = self._made_with
-        return GradientReducer(parameters, groups, sizes=sizes, compress=compress)
+        parameters, groups, sizes = self._made_with
+        return GradientReducer(parameters, groups, sizes=sizes)
 
     def _before(self, i: int) -> None:
         """What is in `.grad` already has been added over the ranks: see that it counts once."""
@@ -269,11 +264,7 @@ class GradientReducer(Reducer):
         if counts:
             tally = message[-len(counts) :]
             tally.fill_(1) if all(counts) else tally.copy_(torch.tensor(counts, dtype=message.dtype))
-        if self._compress is not None and self._compress.itemsize < message.itemsize:
-            rounded = start_all_reduce(message.to(self._compress), group)
-            self._pending.append(Pending((), lambda: message.copy_(rounded.wait())))
-        else:
-            self._pending.append(start_all_reduce(message, group))
+        self._pending.append(start_all_reduce(message, group))
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -347,42 +338,3 @@ def gradient_scale(node: Node) -> float | None:
     """The factor, where a node of autograd's graph is that of `scale_gradient`; None for any other."""
     is_scale = getattr(type(node), "_forward_cls", None) is _ScaleGradient
     return node.factor if is_scale else None  # type: ignore[attr-defined]
-
-
-class LocalSgd:
-    """Averages weights over `axes` after every `every` updates, from the first one on.
-
-    Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2018: algorithm 1. Each rank takes steps of its own
-    optimizer on the mean gradient of its own samples: its gradients must be reduced over the other axes only. The
-    optimizer's momentum stays local. The result is another one than that of the global batch, and depends on the number
-    of ranks.
-
-    Every rank makes it at the same time. `tensors` are the weights and the buffers to average with them, and `weight`
-    is this rank's in the average: its number of samples.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], groups: Groups, axes: Axes, *, every: int, weight: int) -> None:
-        self._tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
-        self._group = groups.of(axes)
-        self._every = every
-        self._share = weight / sum(count for (count,) in gather_ints([weight], self._group))
-        self._alike = False
-
-    def step(self, update: int) -> bool:
-        """Call it after each update, counted from 0; whether weights were averaged."""
-        self._alike = False
-        if (update + 1) % self._every:
-            return False
-        self.average()
-        return True
-
-    @torch.no_grad()
-    def average(self) -> None:
-        """Give all ranks the same weights now, as must be done before they are saved or evaluated."""
-        if self._group is None or not self._tensors or self._alike:
-            return
-        self._alike = True
-        messages = [(tensor.detach() * self._share).contiguous() for tensor in self._tensors]
-        pending = [start_all_reduce(message, self._group) for message in messages]
-        for tensor, work in zip(self._tensors, pending, strict=True):
-            tensor.copy_(work.wait())
