@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from convoy.comm.ranks import Ranks
     from convoy.data import DataSet
-    from convoy.training.classification import Evaluation
+    from convoy.training.task import Evaluation
     from convoy.training.use import FileClasses
 
 HEADER = ("file", "rank", "class", "probability")
