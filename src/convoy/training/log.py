@@ -315,7 +315,8 @@ def write_summary(
     """Write `summary.json` after `steps` updates; `evaluation` is the latest one, if any, `error` why it failed."""
     run.check_there(steps)
     recipe, data, counts, quantities = session.recipe, session.data, session.counts, session.quantities
-    metrics, best = evaluation.metrics() if evaluation is not None else {}, session.task.metrics[0].name
+    metrics: dict[str, float | None] = {} if evaluation is None else {**evaluation.metrics()}
+    best = session.task.metrics[0].name
     of_evaluation: dict[str, Any] = {name: metrics.get(name) for name in ("top1", "top5", "loss")}
     of_progress = ("best", "best_step", "time_s", "checkpoints", "left_out")
     waiting_s = progress.train_s - progress.start_s  # in which batches may have been waited for

@@ -228,10 +228,10 @@ class Loop:
         if changed:
             self.tell(f"from update {checkpoint.step + 1:,} on with other code: {changed}")
         values = self.session.state.unpack(checkpoint)
-        self.progress, self._sums = (
-            kind(**{_RENAMED.get(key, key): value for key, value in values[part].items()})
-            for kind, part in ((RunProgress, "progress"), (Sums, "window"))
+        progress, window = (
+            {_RENAMED.get(key, key): value for key, value in values[part].items()} for part in ("progress", "window")
         )
+        self.progress, self._sums = RunProgress(**progress), Sums(**window)
         self.done = checkpoint.step
 
     def take_metrics(self) -> None:
