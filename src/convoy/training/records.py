@@ -141,9 +141,23 @@ class Mistake(Record):
     picture: str | None = None
 
 
-class EvaluationFile(Record):
-    """`evaluation.json`: the latest evaluation of the test split."""
+class ShownPicture(Record):
+    """A picture of the test split that a page shows, and how good the answer is."""
 
+    name: str = ""
+    score: Share = None
+    picture: str | None = None
+
+
+class EvaluationFile(Record):
+    """`evaluation.json`: the latest evaluation of the test split; `confusion` and `mistakes` of classification, and
+    what other tasks show in their place."""
+
+    task: str = "classification"
+    metrics: dict[str, Number] = {}
+    per_class: list[dict[str, Number | str]] = []
+    points: list[tuple[Number, Number]] = []  # of a plot: true and predicted
+    pictures: list[ShownPicture] = []
     classes: list[str] = []
     confusion: list[list[Annotated[int, Field(ge=0, le=2**53)]]] = []
     images: int | None = None

@@ -184,6 +184,10 @@ ADDED: dict[str, Any] = {
     "evaluation_views": 1,
     "optimizer.groups": [],
     "data.repeats": 1,
+    "task": "auto",
+    "loss.threshold": 0.5,
+    "data.classes": None,
+    "data.ignore_index": 255,
     "loss.name": "cross-entropy",
 }
 
