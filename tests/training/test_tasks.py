@@ -1,10 +1,7 @@
-"""Every task on several devices, in parts of other sizes, is that of one device; and is evaluated as its formulas say."""
+"""Every task on devices with parts of other sizes is that of one device, and is evaluated as its formulas say."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -14,15 +11,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from convoy.data import Batch
-from convoy.errors import ConvoyError
 from convoy.models.unet import UNet
-from convoy.training.classification import Classification
 from convoy.training.evaluation import InputPipeline
-from convoy.training.multi_label import MultiLabel, average_precision
-from convoy.training.regression import Regression
-from convoy.training.segmentation import Segmentation
-from convoy.training.task import Task
 from ranks import run_ranks
 from training.scenarios import cores_as_before, session
 
@@ -38,7 +28,11 @@ def write_task(folder: Path, task: str) -> Path:
     for number in range(NUM + HELD_OUT):
         kind, noise = number % 3, random.integers(0, 60, (16, 16))
         Image.fromarray((noise + 60 * kind).astype(np.uint8)).save(folder / f"{number}.png")
-        label = {"classification": f"kind {kind}", "multi-label": ["a", "a;b", "b;c"][kind], "regression": f"{kind}.5,1"}
+        label = {
+            "classification": f"kind {kind}",
+            "multi-label": ["a", "a;b", "b;c"][kind],
+            "regression": f"{kind}.5,1",
+        }
         if task == "segmentation":
             mask = (noise > 30).astype(np.uint8) + (noise > 50)
             mask[: 3 * kind + number % 2] = 255  # as many as no other share has
@@ -87,10 +81,10 @@ def trained(data: Path, settings: list[str], mistake: bool) -> dict[str, Tensor]
         step, losses = found.step(), torch.zeros(5, dtype=torch.float64)
         for number, batch in enumerate(found.batches(0, 5)):
             losses[number] = sum(float(loss) for loss in step(batch, number).losses)
-        of_all = torch.stack([torch.tensor(part, dtype=torch.float64) for part in found.ranks.of_parts(found.ranks.gather(losses.tolist()))])
+        parts = found.ranks.of_parts(found.ranks.gather(losses))
         weights = {f"weight {number}": whole for number, whole in enumerate(found.state.whole_weights()[1])}
         metrics = torch.tensor([*found.evaluate().metrics().values()], dtype=torch.float64)
-        return weights | {"losses": of_all.sum(0), "metrics": metrics}
+        return weights | {"losses": torch.stack(parts).sum(0), "metrics": metrics}
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -214,12 +214,11 @@ def open_files(
         has_effect = kind == "parquet" if is_column else FORMATS[kind].is_split_by_name and path.is_dir()
         if getattr(config, option) is not None and not has_effect:
             raise ConvoyError(f"data.{option} would be ignored: {shown(path)} is read as {kind}; leave it out")
-    for option in ("classes", "ignore_index") if kind != "csv" else ():
-        if getattr(config, option) != DataConfig.model_fields[option].default:
-            raise ConvoyError(f"data.{option} would be ignored: {shown(path)} is read as {kind}; leave it out")
     if kind == "csv":
         return kind, open_table(path, config, progress, task)
     contents = FORMATS[kind].open(path, config, progress)
+    if config.classes is not None and list(config.classes) != contents.classes:
+        raise ConvoyError(f"data.classes are others than those of {shown(path)}: it names its own, leave them out")
     if contents.task == "classification":
         check_labels(path, contents)
     return kind, contents

@@ -48,8 +48,10 @@ class Record(BaseModel):
 
 
 class MetricsLine(Record):
-    """One line of `metrics.jsonl`: the state after `step` updates, as the training or the test split sees it."""
+    """One line of `metrics.jsonl`: the state after `step` updates, as the training or the test split sees it; further
+    metrics are those of a task."""
 
+    model_config = ConfigDict(extra="allow", frozen=True)
     split: Literal["train", "test"]
     step: int = Field(ge=0)
     epoch: Number = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from PIL import Image
@@ -18,30 +18,9 @@ from convoy.data import Batch
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
 from convoy.training import records
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A number of an evaluation by its name, and whether more or less of it is better."""
-
-    name: str
-    better: Literal["higher", "lower"] = "higher"
-
-    def improves(self, value: float, on: float | None) -> bool:
-        """Whether a value is better than another one, or the first. NaN is never better."""
-        if value != value or on is None or on != on:
-            return value == value
-        return value > on if self.better == "higher" else value < on
-
-
-LOSS = Metric("loss", "lower")
-_AS_NUMBERS = {"loss", "mse", "mae", "r2"}  # others are shares, 0 to 1
-
-
-def in_words(name: str, value: float, places: int = 2) -> str:
-    """A metric's value for people: `top-1 93.25%`, `mae 0.1234`."""
-    words = name.replace("top", "top-").replace("_", " ")
-    return f"{words} {value:.4g}" if name in _AS_NUMBERS else f"{words} {value:.{places}%}"
+from convoy.training.metric import LOSS as LOSS
+from convoy.training.metric import Metric as Metric
+from convoy.training.metric import in_words as in_words
 
 
 @dataclass
