@@ -11,8 +11,14 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
+from convoy.data import Batch
 from convoy.models.unet import UNet
+from convoy.training.classification import Classification
 from convoy.training.evaluation import InputPipeline
+from convoy.training.multi_label import MultiLabel, average_precision
+from convoy.training.regression import Regression
+from convoy.training.segmentation import Segmentation
+from convoy.training.task import Task
 from ranks import run_ranks
 from training.scenarios import cores_as_before, session
 
@@ -101,3 +107,59 @@ def test_every_task_is_that_of_one_device(task: str, tmp_path: Path) -> None:
 
     assert max(map(off, PLANS)) < 1e-9
     assert off("sample=2", mistake=True) > 1e-5
+
+
+def evaluated(task: Task, outputs: Tensor, targets: Tensor, num_parts: int) -> dict[str, float]:
+    """The metrics of samples in batches of 3 at which some ranks take turns."""
+    parts = [task.evaluation() for _ in range(num_parts)]
+    numbers, images = torch.arange(len(outputs)), torch.zeros(len(outputs), 1, *outputs.shape[2:], dtype=torch.uint8)
+    for turn, chosen in enumerate(numbers.split(3)):
+        parts[turn % num_parts].add(Batch(images[chosen], targets[chosen], chosen), outputs[chosen])
+    return parts[0].total(parts).metrics()
+
+
+def test_metrics_are_their_formulas_for_any_number_of_parts() -> None:
+    outputs, values = torch.randn(12, 3, generator=torch.manual_seed(0)).double(), torch.randn(12, 3)
+    labels = (values > 0).float()
+    ranked = [labels[outputs[:, c].argsort(descending=True), c] for c in range(3)]
+    precisions = [sum(r[: i + 1].mean() for i in r.nonzero().flatten().tolist()) / r.sum() for r in ranked]
+    right = (outputs > 0) & labels.bool()
+    both = (outputs > 0).sum(0) + labels.sum(0)
+    multi_label = {"map": sum(precisions) / 3, "f1": 2 * right.sum() / both.sum()}
+    multi_label |= {"macro_f1": (2 * right.sum(0) / both).mean()}
+    error = outputs - values.double()
+    r2 = (1 - error.square().sum(0) / (values.double() - values.double().mean(0)).square().sum(0)).mean()
+    regression = {"mae": error.abs().mean(), "mse": error.square().mean(), "r2": r2}
+    maps, masks = torch.randn(12, 3, 4, 4), torch.randint(0, 3, (12, 4, 4), dtype=torch.uint8)
+    masks[:, 0] = 255
+    said, true = maps.argmax(1)[:, 1:], masks[:, 1:]
+    sides = [((said == c) & (true == c), (said == c) | (true == c)) for c in range(3)]
+    segmentation = {"iou": sum(one.sum() / other.sum() for one, other in sides) / 3}
+    segmentation |= {"dice": sum(2 * one.sum() / (one.sum() + other.sum()) for one, other in sides) / 3}
+    segmentation |= {"pixel_accuracy": (said == true).double().mean()}
+    for task, given, targets, wanted in (
+        (MultiLabel("abc"), outputs, labels, multi_label),
+        (Regression("abc"), outputs, values, regression),
+        (Segmentation("abc"), maps, masks, segmentation),
+    ):
+        found = evaluated(task, given, targets, 1)
+        assert {name: found[name] for name in wanted} == pytest.approx({k: float(v) for k, v in wanted.items()})
+        assert evaluated(task, given, targets, 2) == found  # to the last bit
+        assert found["loss"] == pytest.approx(float(task.loss(given, targets)), rel=1e-6)
+    tied = torch.tensor([0.5, 0.5, 0.1]), torch.tensor([True, False, True])
+    assert average_precision(*tied) == pytest.approx(1 / 2 * 1 / 2 + 2 / 3 * 1 / 2)
+
+
+def test_class_weights_and_dice_have_their_formulas() -> None:
+    logits, labels, weights = torch.randn(6, 3), torch.tensor([0, 1, 2, 0, 1, 0]), torch.tensor([1.0, 2.0, 4.0])
+    task = Classification("abc", class_weights=weights)
+    parts = [(task.loss(logits[part], labels[part]), task.count(labels[part])) for part in (slice(2), slice(2, 6))]
+    mean = sum(loss * count for loss, count in parts) / sum(count for _, count in parts)
+    torch.testing.assert_close(mean, F.cross_entropy(logits, labels, weights))
+    maps, masks = torch.randn(2, 3, 4, 4), torch.randint(0, 2, (2, 4, 4))
+    chances, there = maps.softmax(1), F.one_hot(masks, 3).permute(0, 3, 1, 2)
+    scores = 2 * (chances * there).sum((2, 3)) / (chances + there).sum((2, 3))
+    wanted = 1 - scores[:, :2].mean()  # class 2 is nowhere
+    torch.testing.assert_close(Segmentation("abc", loss_name="dice").loss(maps, masks), wanted)
+    unlabelled = Segmentation("abc").loss(maps, torch.full((2, 4, 4), 255))
+    assert unlabelled == 0 and Segmentation("abc").count(torch.full((2, 4, 4), 255)) == 0
