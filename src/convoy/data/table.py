@@ -87,13 +87,14 @@ def _rows(table: Path) -> tuple[tuple[str, ...], list[_Row]]:
     header = [name.strip().lower() for name in lines[0][1]] if lines else []
     path_column = next((header.index(name) for name in _PATHS if name in header), None)
     split_column: int | None
+    names: tuple[str, ...] = ("label",)
     if path_column is not None:
         lines, split_column = lines[1:], header.index("split") if "split" in header else None
         columns = [place for place in range(len(header)) if place not in (path_column, split_column)]
         columns = [place for place in columns if header[place] in _LABELS][:1] or columns
+        names = tuple(header[place] for place in columns)
     else:
         path_column, columns, split_column = 0, [1], 2 if len(header) > 2 else None
-    names = tuple(header[place] for place in columns) if header and path_column is not None else ("label",)
     if not lines or not columns:
         raise ConvoyError(f"{shown(table)} has no rows of paths and labels: write path,label and, if any, split")
     rows = []
@@ -103,7 +104,7 @@ def _rows(table: Path) -> tuple[tuple[str, ...], list[_Row]]:
         word = line[split_column].strip() if split_column is not None and split_column < len(line) else ""
         split = split_of(word) if word else "train"
         if split is None:
-            raise ConvoyError(f"{shown(table)}, line {number}: {brief(word)} is no split: write train, val or test")
+            raise ConvoyError(f"{shown(table)}, line {number}: {brief(word)!r} is no split: write train, val or test")
         rows.append(_Row(number, line[path_column].strip(), tuple(line[place].strip() for place in columns), split))
     if not any(row.split == "train" for row in rows):
         raise ConvoyError(f"{shown(table)} has no row to train on: write train into its column split")
@@ -126,9 +127,11 @@ def _pairs(path: Path) -> list[_Row]:
 
 def _kind(table: Path, columns: Sequence[str], rows: Sequence[_Row]) -> str:
     """The task that the labels are of; a ConvoyError where some are of one kind and some of another."""
-    kinds = {_kind_of(label) if len(columns) == 1 else "number": row for row in rows for label in row.labels}
     if len(columns) > 1:
         return "regression"
+    kinds = dict[str, _Row]()
+    for row in rows:
+        kinds.setdefault(_kind_of(row.labels[0]), row)
     if "list" in kinds and not {"number", "mask"} & set(kinds):
         return "multi-label"
     if set(kinds) <= {"number", "whole"}:
