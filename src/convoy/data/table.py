@@ -1,5 +1,4 @@
-"""`labels.csv`: pictures by their paths, each with a class, several labels, numbers, or a mask; and a folder of
-pictures beside a folder of their masks.
+"""`labels.csv`: pictures by their paths, each with a class, several labels, numbers, or a mask.
 
 Columns go by their names in the first row (`path`, `label`, and `split` where there is one; or, in the place of
 `label`, any names of numbers), or without such by position: path, label, split.
@@ -16,18 +15,16 @@ import numpy as np
 
 from convoy.data.config import DataConfig
 from convoy.data.decode import suffixes
-from convoy.data.folder import FolderSource, pictures
+from convoy.data.folder import FolderSource
 from convoy.data.masks import check_masks
 from convoy.data.sources import Opened, Progress, reading, shown, split_of
 from convoy.errors import ConvoyError
-from convoy.terminal import brief, printable
+from convoy.terminal import brief
 
 TABLE = "labels.csv"  # in a folder
 SEPARATOR = ";"  # of the labels of a picture
 _PATHS = ("path", "image", "file", "filename", "file_name", "picture")
 _LABELS = ("label", "labels", "class", "mask", "target")
-TASKS = ("classification", "multi-label", "regression", "segmentation")
-_NO_CLASSES = "the training rows have no label: write them behind the paths"
 
 
 @dataclass(frozen=True)
@@ -39,22 +36,18 @@ class _Row:
 
 
 def find_table(path: Path) -> bool:
-    """Whether a folder holds a table whose first row names a column of paths, or pictures beside their masks."""
+    """Whether a folder holds a table whose first row names a column of paths."""
     table = path / TABLE
     if not table.is_file():
-        return {entry.name for entry in path.iterdir() if entry.is_dir()} == {"images", "masks"}
+        return False
     with reading(table), table.open(encoding="utf-8-sig", errors="replace") as file:
         return not {name.strip().lower() for name in file.readline(1000).split(",")}.isdisjoint(_PATHS)
 
 
 def open_table(path: Path, config: DataConfig, progress: Progress | None, task: str = "auto") -> Opened:
-    """The pictures of a table, or of a folder that holds one, or pictures and masks. A ConvoyError names the first row
-    that cannot be."""
+    """The pictures of a table, or of a folder that holds one. A ConvoyError names the first row that cannot be."""
     table = path if path.is_file() else path / TABLE
-    if table.is_file():
-        columns, rows = _rows(table)
-    else:
-        columns, rows = ("label",), _pairs(path)
+    columns, rows = _rows(table)
     kind = _kind(table, columns, rows) if task == "auto" else task
     root = table.parent
     for row in rows:
@@ -109,20 +102,6 @@ def _rows(table: Path) -> tuple[tuple[str, ...], list[_Row]]:
     if not any(row.split == "train" for row in rows):
         raise ConvoyError(f"{shown(table)} has no row to train on: write train into its column split")
     return names, rows
-
-
-def _pairs(path: Path) -> list[_Row]:
-    """The pictures in `images/`, each with what has its name in `masks/`."""
-    masks = {Path(os.path.relpath(mask, path / "masks")).with_suffix(""): mask for mask in pictures(path / "masks")}
-    rows = []
-    for number, picture in enumerate(pictures(path / "images"), 1):
-        mask = masks.get(Path(os.path.relpath(picture, path / "images")).with_suffix(""))
-        if mask is None:
-            raise ConvoyError(f"{printable(picture)} has no mask of its name in {shown(path / 'masks')}: add it")
-        rows.append(_Row(number, os.path.relpath(picture, path), (os.path.relpath(mask, path),), "train"))
-    if not rows:
-        raise ConvoyError(f"{shown(path / 'images')} holds no pictures: put them there, and their masks into masks/")
-    return rows
 
 
 def _kind(table: Path, columns: Sequence[str], rows: Sequence[_Row]) -> str:
@@ -186,7 +165,7 @@ def _names(table: Path, kind: str, columns: Sequence[str], rows: Sequence[_Row],
                 raise ConvoyError(f"{_place(table, labels[label])}: {brief(label)!r} is none of data.classes")
             return list(config.classes)
         if not labels:
-            raise ConvoyError(f"{shown(table)}: {_NO_CLASSES}")
+            raise ConvoyError(f"{shown(table)} has no labels: write them behind the paths")
         return sorted(labels, key=lambda label: (0, int(label), "") if label.isdecimal() else (1, 0, label))
     if kind == "segmentation":
         return list(config.classes or ())

@@ -157,8 +157,8 @@ class EvaluationFile(Record):
 
     task: str = "classification"
     metrics: dict[str, Number] = {}
-    per_class: list[dict[str, Number | str]] = []
-    points: list[tuple[Number, Number]] = []  # of a plot: true and predicted
+    per_class: list[dict[str, str | int | float | None]] = []
+    points: list[Annotated[list[Number], Field(min_length=2, max_length=2)]] = []  # of a plot: true and predicted
     pictures: list[ShownPicture] = []
     classes: list[str] = []
     confusion: list[list[Annotated[int, Field(ge=0, le=2**53)]]] = []
