@@ -11,6 +11,7 @@ from convoy import units
 from convoy.planner.comparison import Comparison, difference, shown
 from convoy.report.pages import Tile
 from convoy.report.run_directory import Run, column
+from convoy.training.metric import in_words
 from convoy.training.records import MetricsLine, RunSummary
 
 # Speed-ups that are none, and errors of the plan's own prediction from which on nothing follows from a comparison.
@@ -42,6 +43,11 @@ def about(run: Run) -> list[str]:
     time = "" if summary.time_s is None else f" in {units.duration(summary.time_s)}"
     plan = f", plan {units.shorten(_plan(run), 90)}" if devices > 1 and _plan(run) else ""
     where = f" on {units.plural(devices, 'device')}{plan}"
+    if run.results:
+        best, value = next(iter(run.results.items()))
+        of = f" on {units.plural(images, 'test image')}" if images else ""
+        sentences = [f"{model} has {in_words(best, value)}{of}{length}{time}{where}."]
+        return [*sentences, *([run.diagnosis.brief] if run.diagnosis is not None else [])]
     if top1 is None:
         return [f"{model} has not been tested yet{length}{time}{where}."]
     right = units.percent(top1, units.percent_places(images))
@@ -171,7 +177,7 @@ def _not_finite(split: str, lines: list[MetricsLine]) -> list[str]:
 def _gaps(run: Run) -> Iterator[str]:
     if not run.metrics.train and not run.metrics.test:
         yield "No metrics have been recorded yet: the run ended, or was looked at, before its first line."
-    elif not run.metrics.test and run.evaluation.top1 is None:
+    elif not run.metrics.test and run.evaluation.top1 is None and not run.results:
         yield "The net has not been tested yet, so there is no test curve and no test accuracy."
     if number := len(run.summary.bad_images):
         yield f"{units.plural(number, 'image')} could not be read and {'was' if number == 1 else 'were'} skipped."
@@ -232,6 +238,11 @@ def last_result(run: Run, name: str) -> float | None:
 def _results(run: Run) -> Iterator[Tile]:
     summary, images = run.summary, num_test_images(run)
     top1, top5, loss = (last_result(run, name) for name in ("top1", "top5", "loss"))
+    if run.results:
+        for name, value in run.results.items():
+            words, _, figure = in_words(name, value).rpartition(" ")
+            yield Tile(f"Test {words}", figure, "test split", main=name == next(iter(run.results)))
+        return
     places = units.percent_places(images)
     note = "not tested yet" if top1 is None else ""
     if top1 is not None and images:

@@ -26,7 +26,7 @@ from convoy.launch.rank import HANDED_ON, outlives
 from convoy.planner.comparison import Comparison
 from convoy.progress import Reporter
 from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver, Timetable
-from convoy.training.classification import Evaluation, StoppedError
+from convoy.training.evaluation import StoppedError
 from convoy.training.gradients import ADVICE, NotFiniteError
 from convoy.training.log import SHOW_EVERY_S, Log, MetricsWriter, Sums
 from convoy.training.noise import GradientNoise
@@ -43,6 +43,7 @@ from convoy.training.resume import (
 )
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
+from convoy.training.task import Evaluation, in_words
 
 _SIGNALS = ("", "SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
 SIGNALS: Mapping[int, str] = {signal.Signals[name]: name for name in _SIGNALS if name}
@@ -146,6 +147,7 @@ class Asking:
 GIVE_UP = 20  # updates left out in a row after which the run ends
 TOLD = 5  # updates left out of which something is said
 _DECIDED_ANEW = ("checkpoint every ", "shares ", "target of ")
+_RENAMED = {"best_top1": "best", "num_correct": "score"}  # what checkpoints of before call otherwise
 
 
 class Loop:
@@ -241,7 +243,10 @@ class Loop:
         if changed:
             self.tell(f"from update {checkpoint.step + 1:,} on with other code: {changed}")
         values = self.session.state.unpack(checkpoint, self.tell)
-        self.progress, self._sums = RunProgress(**values["progress"]), Sums(**values["window"])
+        progress, window = (
+            {_RENAMED.get(key, key): value for key, value in values[part].items()} for part in ("progress", "window")
+        )
+        self.progress, self._sums = RunProgress(**progress), Sums(**window)
         self.done = checkpoint.step
 
     def take_metrics(self) -> None:
@@ -397,7 +402,8 @@ class Loop:
             self.progress.to_evaluate = True
             return
         self.progress.to_evaluate, self._evaluated = False, self.done
-        if result.top1 >= (self.session.recipe.target or math.inf):  # on all ranks, as the counts of all are added up
+        metrics = result.metrics()  # the same on all ranks, as the counts of all are added up
+        if metrics.get("top1", 0.0) >= (self.session.recipe.target or math.inf):
             self.progress.reached, self.total = True, self.done
             self._log.collect()
             if self._log.sums.num_updates:
@@ -405,8 +411,10 @@ class Loop:
         for sample, reason in result.bad:
             self.progress.add_bad(self.session.data.test.name(sample), reason, "test")
         self._log.test(self.done, result)
-        if self.progress.best_top1 is None or result.top1 > self.progress.best_top1:
-            self.progress.best_top1, self.progress.best_step = result.top1, self.done
+        metric = self.session.task.metrics[0]
+        value = metrics[metric.name]
+        if metric.improves(value, self.progress.best):
+            self.progress.best, self.progress.best_step = value, self.done
             self._save()
 
     def _tell_of_target(self) -> None:
@@ -417,7 +425,8 @@ class Loop:
         epochs = self.done / self.session.quantities.updates_per_epoch
         how = f"reached after {self.done:,} updates, {epochs:.3g} epochs and {progress.train_s:.3g} s of training"
         if not progress.reached:
-            how = f"not reached: the best test top-1 was {progress.best_top1:.2%} after {progress.best_step:,} updates"
+            best = in_words(self.session.task.metrics[0].name, progress.best or 0.0)
+            how = f"not reached: the best test {best} after {progress.best_step:,} updates"
         self.tell(f"target of {target:.2%} {how}")
 
     def _save(self) -> None:

@@ -27,7 +27,7 @@ class RunProgress:
     data_wait_s: float = 0.0  # of that, spent waiting for data, after the first update
     start_s: float = 0.0  # of the first update, with the start of the processes that load data
     num_images: int = 0  # training images seen
-    best_top1: float | None = None
+    best: float | None = None  # value of the metric that says which weights are best
     best_step: int | None = None
     reached: bool = False  # an evaluation has reached the recipe's target, which ends the run
     to_evaluate: bool = False  # an evaluation was stopped, and is to be done again
@@ -50,8 +50,10 @@ class Record(BaseModel):
 
 
 class MetricsLine(Record):
-    """One line of `metrics.jsonl`: the state after `step` updates, as the training or the test split sees it."""
+    """One line of `metrics.jsonl`: the state after `step` updates, as the training or the test split sees it; further
+    metrics are those of a task."""
 
+    model_config = ConfigDict(extra="allow", frozen=True)
     split: Literal["train", "test"]
     step: int = Field(ge=0)
     epoch: Number = None
@@ -117,6 +119,9 @@ class RunSummary(Record):
     top1: Share = None
     top5: Share = None
     loss: Number = None
+    metrics: dict[str, Number] = {}  # all that the evaluation has
+    best_metric: str | None = None  # that says which weights are best
+    best: Number = None  # its value
     best_top1: Share = None
     best_step: int | None = None
     target: Share = None
@@ -145,9 +150,23 @@ class Mistake(Record):
     picture: str | None = None
 
 
-class EvaluationFile(Record):
-    """`evaluation.json`: the latest evaluation of the test split."""
+class ShownPicture(Record):
+    """A picture of the test split that a page shows, and how good the answer is."""
 
+    name: str = ""
+    score: Share = None
+    picture: str | None = None
+
+
+class EvaluationFile(Record):
+    """`evaluation.json`: the latest evaluation of the test split; `confusion` and `mistakes` of classification, and
+    what other tasks show in their place."""
+
+    task: str = "classification"
+    metrics: dict[str, Number] = {}
+    per_class: list[dict[str, str | int | float | None]] = []
+    points: list[Annotated[list[Number], Field(min_length=2, max_length=2)]] = []  # of a plot: true and predicted
+    pictures: list[ShownPicture] = []
     classes: list[str] = []
     confusion: list[list[Annotated[int, Field(ge=0, le=2**53)]]] = []
     images: int | None = None

@@ -29,12 +29,14 @@ from convoy.errors import ConvoyError
 from convoy.models.factory import check_own
 from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
-from convoy.training.classification import Evaluation, InputPipeline, evaluate
+from convoy.training.evaluation import InputPipeline, evaluate
 from convoy.training.precision import set_numerics, settle
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.resume import code_difference, code_of
 from convoy.training.run_directory import RunDirectory
 from convoy.training.state import delivered_weights
+from convoy.training.task import Evaluation, Task
+from convoy.training.tasks import create_task
 
 EVALUATION_BATCH = 256
 
@@ -119,6 +121,11 @@ class TrainedRun:
     changed: str = ""  # the first layer that the code makes otherwise than when the weights were written
 
     @property
+    def task(self) -> Task:
+        """What the network was trained for."""
+        return create_task(self.recipe, self.classes, self.network_input.task)
+
+    @property
     def memory_format(self) -> torch.memory_format:
         """Of pictures and weights, as in training."""
         return torch.channels_last if self.recipe.channels_last else torch.contiguous_format
@@ -165,7 +172,7 @@ def load_run(
     Args:
         path: the run directory.
         checkpoint: `best`, `last` or an update, instead of the final weights: of any run, also one that was stopped.
-            The best one has the highest accuracy of the evaluations on the test split.
+            The best one has the best metric, as accuracy, of the evaluations on the test split.
         trust_code: build a network that the run names as `package.module:factory` also where that lies outside of the
             current folder: whoever wrote the run then has your rights.
 
@@ -244,7 +251,7 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
     there is for training, unless they are the run's own: what it was trained on says nothing.
     """
     if path is None:
-        data = open_data(run.recipe.data)
+        data = open_data(run.recipe.data, task=run.recipe.task)
         if data.classes != run.classes:
             raise ConvoyError(
                 f"the data at {run.recipe.data.path} are no longer those that {run.path} was trained on (other "
@@ -254,7 +261,8 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
     advice = f"convoy predict {run.path} {printable(path)} says what is on pictures without a class to compare with"
     if Path(path).suffix.lower() in suffixes() and Path(path).is_file():
         raise ConvoyError(f"{printable(path)} is one picture, without a class to compare with: {advice}")
-    data = open_data(_settings(run, path, {}), to_evaluate=True)
+    task = "auto" if run.task.name == "classification" else run.task.name
+    data = open_data(_settings(run, path, {}), to_evaluate=True, task=task)
     unknown = [name for name in data.classes if name not in run.classes]
     if unknown:
         classes = f"the class{'es' if len(unknown) > 1 else ''} {_listed([repr(printable(name)) for name in unknown])}"
@@ -269,11 +277,12 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
         # The run's own data, moved: what it was trained on counts nowhere.
         if (len(data.test), data.classes) == (number, run.classes):
             split = {key: getattr(run.recipe.data, key) for key in ("validation_fraction", "split_seed")}
-            data = open_data(_settings(run, path, split))
+            data = open_data(_settings(run, path, split), task=task)
             notes = list(data.notes)
         else:
             notes.append(f"{data.name} has no split of its own: all of its {len(data.test):,} pictures are evaluated")
-    relabel((data.train, data.test), data.classes, run.classes)
+    if data.task == "classification":
+        relabel((data.train, data.test), data.classes, run.classes)
     return data, notes
 
 
@@ -286,6 +295,7 @@ def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfi
     """The run's section for other data."""
     settings = {"path": path, "format": "auto", **dict.fromkeys(("validation_fraction", "split_seed", "train", "test"))}
     settings |= {key: getattr(run.network_input, key) for key in ("image_size", "resize", "channels", "mean", "std")}
+    settings["classes"] = tuple(run.classes) if run.task.name != "classification" else None
     return run.recipe.data.model_copy(update={**settings, **split})
 
 
@@ -297,4 +307,4 @@ def evaluate_run(run: TrainedRun, data: DataSet, device: torch.device, ranks: Ra
     set_numerics(run.recipe)
     run.to(device)
     pipeline = InputPipeline(data, device, run.memory_format)
-    return evaluate(run.network, pipeline, run.recipe, len(run.classes), EVALUATION_BATCH, ranks)
+    return evaluate(run.network, pipeline, run.recipe, run.task, EVALUATION_BATCH, ranks)
