@@ -185,6 +185,8 @@ ADDED: dict[str, Any] = {
     "optimizer.groups": [],
     "data.repeats": 1,
     "loss.name": "cross-entropy",
+    "data.augment.trivial_augment": False,
+    "data.augment.random_erasing": 0.0,
 }
 
 
