@@ -14,11 +14,12 @@ from PIL import Image
 from torch import nn
 
 from changing import CHANGES
+from convoy.comm.ranks import Ranks
 from convoy.data import DataConfig, dataset, open_data, pack
 from convoy.data.dataset import open_files
 from convoy.data.packed import PackOptions
 from convoy.errors import ConvoyError
-from convoy.training.build import build_model
+from convoy.training.build import build_for, build_model
 from convoy.training.recipe import load_recipe
 from ranks import run_ranks
 from tiny import write_mnist, write_pictures
@@ -41,8 +42,8 @@ def test_the_first_layer_whitens_patches_of_the_training_pictures(data: Path) ->
     config = {"data.path": str(data), "model.name": "tiny:TinyWhite", "model.whiten": "80"}
     recipe = load_recipe("default", [f"{key}={value}" for key, value in config.items()])
     opened = open_data(recipe.data)
-    net, _ = build_model(recipe, opened)
-    images = torch.from_numpy(opened.train.subset(np.arange(80)).pixels).permute(0, 3, 1, 2).double() / 255
+    net, _ = build_for(recipe, opened, None, Ranks())
+    images = torch.from_numpy(opened.train.subset(np.arange(80) * 96 // 80).pixels).permute(0, 3, 1, 2).double() / 255
     outputs = F.conv2d((images - opened.mean[0]) / opened.std[0], net.conv.weight).transpose(0, 1).flatten(1)
     products, variances = outputs @ outputs.T / outputs.shape[1], outputs[:4].square().mean(1)
     assert torch.allclose(products[:4, :4], torch.diag(variances), atol=1e-9) and variances.max() > 0.99

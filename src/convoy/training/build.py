@@ -34,12 +34,12 @@ from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE
 from convoy.resources import host_memory
 from convoy.script.data import evaluating
-from convoy.training.classification import heads
 from convoy.training.derived import num_microbatches
 from convoy.training.optim import check_groups
 from convoy.training.precision import lowered
 from convoy.training.recipe import DEFAULT_MICROBATCH, Recipe
 from convoy.training.run_directory import RunDirectory
+from convoy.training.task import Task
 
 
 @dataclass(frozen=True)
@@ -100,22 +100,16 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
     if section.weights is not None and recipe.extends is None:  # all weights are those of the other run then
         notes += models.load_weights(model, section.weights)
     if section.whiten is not None:
-        whiten(model, given, recipe.data, section.whiten)
+        convolution = _to_whiten(model)
+        convolution.weight.requires_grad_(False)
+        if convolution.bias is not None:
+            nn.init.zeros_(convolution.bias)
     check_groups(model, recipe.optimizer)
     return model, notes
 
 
-_WHITENING_EPS = 5e-4  # added to variances of normalized pixels: directions with less are noise
-
-
-@torch.no_grad()
-def whiten(model: nn.Module, given: DataSet | NetworkInput, config: DataConfig, num_pictures: int) -> None:
-    """Let the first convolution give the principal components of its patches, each with a mean square of about 1, and
-    their negatives (Page, 2018; Jordan, 2024, section 3.2); its weights are not trained. Without data they are to be
-    loaded.
-
-    The filters are the eigenvectors of the patches' second moments, by falling eigenvalue λ, over √(λ + ε).
-    """
+def _to_whiten(model: nn.Module) -> nn.Conv2d:
+    """The network's first convolution; a ConvoyError where it cannot give every direction of its patches twice."""
     convolution = first_convolution(model)
     numel = 0 if convolution is None else convolution.weight[0].numel()
     if convolution is None or convolution.groups > 1 or convolution.out_channels != 2 * numel:
@@ -124,16 +118,26 @@ def whiten(model: nn.Module, given: DataSet | NetworkInput, config: DataConfig, 
             + ("" if convolution is None else f", {2 * numel} of {convolution.out_channels}")
             + ": leave it out, or choose airbench94"
         )
-    convolution.weight.requires_grad_(False)
-    if convolution.bias is not None:
-        nn.init.zeros_(convolution.bias)
-    if isinstance(given, NetworkInput) or convolution.weight.is_meta:
-        return
-    some = given.train.subset(np.arange(min(num_pictures, len(given.train))))
+    return convolution
+
+
+_WHITENING_EPS = 5e-4  # added to variances of normalized pixels: directions with less are noise
+
+
+@torch.no_grad()
+def whiten(convolution: nn.Conv2d, data: DataSet, config: DataConfig, num_pictures: int) -> None:
+    """Let a convolution give the principal components of its patches, each with a mean square of about 1, and their
+    negatives (Page, 2018; Jordan, 2024, section 3.2).
+
+    The filters are the eigenvectors of the patches' second moments, by falling eigenvalue λ, over √(λ + ε).
+    """
+    num_pictures, numel = min(num_pictures, len(data.train)), convolution.weight[0].numel()
+    # from all over the data, which may be in the order of its classes
+    some = data.train.subset(np.arange(num_pictures) * len(data.train) // num_pictures)
     moments = torch.zeros(numel, numel, dtype=torch.float64)
-    number, normalize = 0, Normalize(given.mean, given.std)
+    number, normalize = 0, Normalize(data.mean, data.std)
     config = config.model_copy(update={"workers": 0})
-    for batch in evaluation_batches(replace(given, test=some), config, batch=256):
+    for batch in evaluation_batches(replace(data, test=some), config, batch=256):
         patches = F.unfold(normalize(batch.images).double(), convolution.kernel_size).transpose(1, 2).flatten(0, 1)
         moments += patches.T @ patches
         number += len(patches)
@@ -155,9 +159,10 @@ def build_for(
     numbers, is built whole on every rank, with a note. All ranks call it.
     """
     model, notes = _build_for(recipe, given, plan, ranks)
-    if recipe.model.whiten is not None:  # hosts may round eigenvectors otherwise
-        convolution = first_convolution(model)
-        assert convolution is not None
+    if recipe.model.whiten is not None and isinstance(given, DataSet):
+        convolution = _to_whiten(model)
+        if ranks.rank == 0:  # hosts may round eigenvectors otherwise
+            whiten(convolution, given, recipe.data, recipe.model.whiten)
         filters = ranks.broadcast(convolution.weight.detach())
         if not convolution.weight.is_meta:
             convolution.weight.data.copy_(filters)
@@ -241,23 +246,20 @@ class TriedNetwork:
         image_shape: tuple[int, int, int],
         device: torch.device,
         change: str,
-        num_classes: int | None = None,
+        task: Task | None = None,
     ) -> "TriedNetwork":
         """Read off the network's calls what it does with two microbatches of images, in training and in evaluation.
 
         A ConvoyError says that it cannot train on such images, with `change` as what a user could change, or gives
-        other than `num_classes` logits (None: any number).
+        other outputs than the task needs (None: any).
         """
         sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
         samples = min(2, *sizes)
         try:
             result = probe(model, image_shape, device, samples, lowered(recipe))
-            number = num_classes and _num_logits(model, result.graph, torch.zeros(1, *image_shape, device=device))
-            if number != num_classes:
-                raise ConvoyError(
-                    f"{recipe.model.name} gives {number} logits for an image, but the data has {num_classes} classes: "
-                    "build the network for as many classes, or choose another model"
-                )
+            if task is not None:
+                image = torch.zeros(1, *image_shape, device=device)
+                task.check_outputs(_outputs(model, result.graph, image), image_shape, recipe.model.name)
         except (ConvoyError, torch.OutOfMemoryError):
             raise
         except (CaptureError, RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
@@ -358,14 +360,12 @@ class TriedNetwork:
         return why_not is None and self.recipe.cuda_graphs == "auto" and graph_on(self.device) is not None
 
 
-def _num_logits(model: nn.Module, graph: Graph | None, image: torch.Tensor) -> int:
-    """Of the main head."""
+def _outputs(model: nn.Module, graph: Graph | None, image: torch.Tensor) -> Any:
+    """Those of the network, or tensors of their shapes."""
     if graph is not None:
-        outputs = tree.replace(graph.output, Ref, lambda ref: torch.empty(graph.shape(ref.name), device="meta"))
-    else:
-        with evaluating(model), torch.no_grad():
-            outputs = model(image)
-    return heads(outputs)[0].shape[1]
+        return tree.replace(graph.output, Ref, lambda ref: torch.empty(graph.shape(ref.name), device="meta"))
+    with evaluating(model), torch.no_grad():
+        return model(image)
 
 
 def has_batch_norm(model: nn.Module) -> bool:

@@ -204,6 +204,8 @@ class Recipe(Section):
                 f"microbatches={self.microbatches} cannot be made of batch={self.batch} samples: lower microbatches "
                 "or raise batch"
             )
+        if self.data.repeats > self.batch:
+            yield f"data.repeats={self.data.repeats} views make no batch={self.batch}: lower that or raise batch"
         if self.reproducible and self.batch_norm != "microbatch" and self.microbatches != 1:
             yield (
                 f"reproducible runs each microbatch by itself, but batch_norm={self.batch_norm} needs the whole batch "
@@ -248,6 +250,9 @@ class Recipe(Section):
         milestones = self.schedule.milestones if isinstance(self.schedule, StepConfig) else ()
         if late := [str(milestone) for milestone in milestones if milestone.longer_than(self.epochs)]:
             yield f"schedule.milestones {', '.join(late)} lie beyond the end of {length}"
+        growth = self.data.progressive
+        if growth is not None and Duration(growth.end, "ep").longer_than(self.epochs):
+            yield f"data.progressive.end={growth.end:g} lies beyond {length}: pictures do not grow to their whole size"
         if self.microbatch is not None and self.microbatch > max(self.batch, DEFAULT_MICROBATCH):
             yield f"microbatch={self.microbatch} is more than batch={self.batch}: there is one microbatch"
         for key, every in (("evaluate_every", self.evaluate_every), ("checkpoint.every", self.checkpoint.every)):
