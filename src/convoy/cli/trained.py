@@ -250,9 +250,7 @@ def evaluate(
     return on_devices(arguments, devices, device, work)
 
 
-def _show_evaluation(
-    name: str, result: "Evaluation", names: Sequence[str], classes: list[str], form: str
-) -> None:
+def _show_evaluation(name: str, result: "Evaluation", names: Sequence[str], classes: list[str], form: str) -> None:
     """Print the metrics of these names, and those of every class where they are given."""
     metrics = result.metrics()
     row: dict[str, Any] = {

@@ -25,8 +25,9 @@ class Classification(Task):
 
     Label smoothing is that of Szegedy et al., 2016: the target is (1 - ε) for the label plus ε / classes for every
     class. Before that, and with `bce` alone, classes with more than `target_threshold` become 1, and others 0: both of
-    a mixed picture are there (Wightman et al., 2021, section 3). With class weights cross-entropy is torch's: the sum
-    of weighted terms over the sum of the weights; for targets that are probabilities, over the samples.
+    a mixed picture are there (Wightman et al., 2021, section 3). With class weights the sum of weighted terms is
+    divided by the number of samples. Torch divides it by the sum of their weights, so that what a sample counts hangs
+    on the others of its microbatch.
     """
 
     label_smoothing: float = 0.0
@@ -41,18 +42,16 @@ class Classification(Task):
         """Of logits [samples, classes] and labels [samples], or class probabilities [samples, classes]."""
         weights = self._weights(outputs)
         if self.loss_name == "cross-entropy":
-            return F.cross_entropy(outputs, targets, weights, label_smoothing=self.label_smoothing)
+            if weights is None:
+                return F.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
+            smoothing = {"label_smoothing": self.label_smoothing, "reduction": "sum"}
+            return F.cross_entropy(precise(outputs), targets, weights, **smoothing) / len(outputs)
         logits, classes = precise(outputs), outputs.shape[1]
         present = (F.one_hot(targets, classes) if targets.dim() == 1 else targets).to(logits.dtype)
         if self.target_threshold is not None:
             present = (present > self.target_threshold).to(logits.dtype)
         smooth = present * (1 - self.label_smoothing) + self.label_smoothing / classes
         return F.binary_cross_entropy_with_logits(logits, smooth, weights)
-
-    def count(self, targets: Tensor) -> Tensor | None:
-        if self.class_weights is None or self.loss_name == "bce" or targets.dim() > 1:
-            return None
-        return self.class_weights.to(targets.device)[targets].sum()
 
     def score(self, outputs: Any, targets: Tensor) -> Tensor:
         """Samples whose largest logit is their label, or their most probable class: an integer scalar."""

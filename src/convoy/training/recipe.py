@@ -70,6 +70,11 @@ class LossConfig(Section):
         None, ge=0, lt=1, description="with bce: targets above become 1, others 0, after mixup and CutMix"
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Szegedy et al., 2016, section 7")
+    class_weights: Literal["balanced", "effective"] | dict[str, Annotated[float, Field(ge=0)]] | None = Field(
+        None,
+        description="weights of classes: balanced (1/samples), effective (Cui et al., 2019), or numbers, others 1; "
+        "their mean over the training samples becomes 1",
+    )
     aux_weight: float = Field(0.3, ge=0, description="weight of auxiliary heads (Szegedy et al., 2015, section 5)")
 
     @model_validator(mode="after")
@@ -224,6 +229,8 @@ class Recipe(Section):
         if self.reproducible and parallel.approximate is not None:
             promise = "reproducible gives the same weights on any number of devices"
             yield f"{promise}, but {parallel.approximate}: leave one of them out"
+        if self.data.sampling is not None and isinstance(self.loss.class_weights, str):
+            yield f"data.sampling and loss.class_weights={self.loss.class_weights} correct the same twice: give one"
         if self.model.whiten is not None and self.model.weights is not None:
             yield "model.whiten would replace the first layer of model.weights: give one, or model.whiten=null"
         if self.ema is not None and self.lookahead is not None:

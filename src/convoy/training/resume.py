@@ -180,7 +180,9 @@ def differences(recipe: Recipe, begun: Recipe, free: Sequence[str] = ()) -> Iter
 
 # Keys that came later, with what runs of before had in effect: their checksum is without them.
 ADDED: dict[str, Any] = {
-    **dict.fromkeys(("extends", "lookahead", "model.whiten", "loss.target_threshold")),
+    **dict.fromkeys(
+        ("extends", "lookahead", "model.whiten", "loss.target_threshold", "loss.class_weights", "data.sampling")
+    ),
     **{f"data.{key}": None for key in ("decoder", "augment.padding", "evaluation_size", "progressive")},
     "evaluation_views": 1,
     "optimizer.groups": [],

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from convoy import models
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch, DataSet, Order, num_workers, training_batches
+from convoy.data.imbalance import class_weights
 from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.network import Network
 from convoy.engine.recorded import Recorded, graph_on
@@ -86,12 +87,20 @@ class Prepared(TriedNetwork):
         memory_format = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         return InputPipeline(self.data, self.device, memory_format)
 
+    def order(self) -> Order:
+        """The order of the training samples."""
+        labels, section = self.data.train.labels, self.recipe.data
+        weights = None
+        if section.sampling is not None:
+            weights = class_weights(section.sampling, labels, self.data.classes, "data.sampling")
+        return Order(len(labels), self.recipe.batch, self.recipe.seed, section.repeats, weights, labels)
+
     def batches_of(self, positions: range, first_update: int, num_updates: int) -> Generator[Batch, None, None]:
         """The samples at some positions of the batches of some updates."""
         return training_batches(
             self.data,
             self.recipe.data,
-            Order(len(self.data.train), self.recipe.batch, self.recipe.seed, self.recipe.data.repeats),
+            self.order(),
             first_update=first_update,
             num_updates=num_updates,
             seed=self.recipe.seed,

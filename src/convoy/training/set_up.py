@@ -76,7 +76,7 @@ def set_up(
     model.to(device=None if as_graph else device, memory_format=memory_format)  # type: ignore[call-overload]
     shape = data.channels, data.image_size, data.image_size
     change = "data.image_size, data.channels, the microbatch or the model"
-    task = create_task(recipe, data.classes)
+    task = create_task(recipe, data.classes, data.train.labels)
     tried = TriedNetwork.of(recipe, model, shape, device, change, task)
     tried.probe = replace(tried.probe, on_device=sharing)
     notes += [*settled.notes, *_without_heads(tried, explicit_keys)]
