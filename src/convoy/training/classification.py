@@ -63,6 +63,8 @@ class Classification(Task):
 
 
 NUM_MISTAKES = 24
+_BINS = 15  # of a reliability diagram (Guo et al., 2017)
+_UNIT = 2**24  # of a probability, which as a whole number adds up to the same in any order
 
 
 @dataclass(order=True)
@@ -83,6 +85,8 @@ class ClassificationEvaluation(Evaluation):
     confusion: Tensor  # int64 [classes, classes], true labels in rows
     num_in_top5: int = 0
     mistakes: list[WrongAnswer] = field(default_factory=list)  # the most confident ones, these first
+    # Of each bin of the answers' probabilities: images, right answers, sum of probabilities.
+    reliability: Tensor = field(default_factory=lambda: torch.zeros(3, _BINS, dtype=torch.int64))
 
     @property
     def top1(self) -> float:
@@ -116,6 +120,14 @@ class ClassificationEvaluation(Evaluation):
             for name, hits, samples, answers in zip(classes, hits_of, samples_of, answers_of, strict=True)
         ]
 
+    def calibration(self) -> list[records.CalibrationBin]:
+        """The bins of the reliability diagram that have images."""
+        bins = (row for row in self.reliability.T.tolist() if row[0])
+        return [
+            records.CalibrationBin(images=images, accuracy=hits / images, confidence=total / images / _UNIT)
+            for images, hits, total in bins
+        ]
+
     def save(self, run: Path, classes: list[str], name: Callable[[int], str]) -> dict[str, Any]:
         """Write the pictures of the mistakes and return what goes into `evaluation.json`."""
         (run / "mistakes").mkdir(exist_ok=True)
@@ -133,6 +145,7 @@ class ClassificationEvaluation(Evaluation):
             top5=self.top5,
             loss=self.loss,
             mistakes=rows,
+            calibration=self.calibration(),
         ).model_dump()
 
     def _add(self, batch: Batch, outputs: Tensor) -> tuple[float, float]:
@@ -143,7 +156,11 @@ class ClassificationEvaluation(Evaluation):
         probability, predicted = logits.softmax(1).max(1)
         pairs = labels * num_classes + predicted
         self.confusion.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
-        wrong = (predicted != labels).nonzero().flatten()
+        is_right = predicted == labels
+        places = (probability * _BINS).long().clamp(max=_BINS - 1)
+        facts = torch.stack([torch.ones_like(pairs), is_right.long(), (probability * _UNIT).round().long()])
+        self.reliability.index_add_(1, places, facts)
+        wrong = (~is_right).nonzero().flatten()
         if len(self.mistakes) == NUM_MISTAKES:
             wrong = wrong[probability[wrong] >= self.mistakes[-1].probability]
         # Ties go by the sample's number; topk would leave them open: saturated networks are wrong with probability 1 in
@@ -166,6 +183,7 @@ class ClassificationEvaluation(Evaluation):
         return {
             "confusion": torch.stack([part.confusion for part in parts]).sum(0),
             "num_in_top5": sum(part.num_in_top5 for part in parts),
+            "reliability": torch.stack([part.reliability for part in parts]).sum(0),
             "mistakes": sorted((wrong for part in parts for wrong in part.mistakes), reverse=True)[:NUM_MISTAKES],
         }
 

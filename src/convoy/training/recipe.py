@@ -183,6 +183,14 @@ class Recipe(Section):
         description="views of a picture whose logits are averaged: 2 with its mirror image, 6 with both moved by a "
         "pixel to the upper left and to the lower right, which count half",
     )
+    best: str | None = Field(
+        None,
+        min_length=1,
+        description="deliver the weights that are best in this metric of the evaluations; not said: the last",
+    )
+    stop_after: PositiveDuration | None = Field(
+        None, description="end, with the best weights, after so long without a better evaluation, e.g. 10ep"
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log_every: PositiveDuration | Literal["auto"] = Field(
         "auto",
@@ -248,6 +256,11 @@ class Recipe(Section):
                 f"schedule.warmup={schedule.warmup} is longer than the training, epochs={self.epochs}: train longer or "
                 "shorten the warm-up, e.g. --set schedule.warmup=5%"
             )
+
+    @property
+    def selects(self) -> bool:
+        """Whether something is chosen by evaluations."""
+        return self.best is not None or self.stop_after is not None
 
     def notes(self) -> Iterator[str]:
         """A sentence for each option that has no effect here and does no harm."""

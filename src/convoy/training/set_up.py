@@ -56,7 +56,8 @@ def set_up(
     if data is None:
         say("opening the data", 0, 1)
         batch = recipe.batch
-        data = open_data(recipe.data, say, check=lambda most: check_batch(batch, most, "samples of the data"))
+        enough = lambda most: check_batch(batch, most, "samples of the data")  # noqa: E731
+        data = open_data(recipe.data, say, selects=recipe.selects, check=enough)
         check_ranks(data, ranks)
     gpu = identify(device).gpu
     gpus = ranks.gather(gpu)
@@ -77,6 +78,8 @@ def set_up(
     shape = data.channels, data.image_size, data.image_size
     change = "data.image_size, data.channels, the microbatch or the model"
     task = create_task(recipe, data.classes, data.train.labels)
+    if recipe.best is not None:
+        task.metric(recipe.best)
     tried = TriedNetwork.of(recipe, model, shape, device, change, task)
     tried.probe = replace(tried.probe, on_device=sharing)
     notes += [*settled.notes, *_without_heads(tried, explicit_keys)]
@@ -93,6 +96,7 @@ def set_up(
         notes=notes,
         code=ranks.first(lambda: code_of(model, tried.probe.graph)),
     )
+    ready.order()  # refuses classes that are not there before long work
     session = assemble(ready, choose_plan(ready, rivals, say) if plan is None else ChosenPlan(plan))
     session.notes += _of_recording(session, explicit_keys)
     return session
