@@ -115,11 +115,9 @@ def open_data(
         more = f" and {len(untrained) - 3:,} more" if len(untrained) > 3 else ""
         notes.append(f"no training picture is of {', '.join(untrained[:3])}{more}, which the {split} split has")
     channels = config.channels or (shape[2] if shape else 3)
-    whole = test is train
-    train, test, final = (
-        source.with_channels(channels) if isinstance(source, PixelSource) else source for source in (train, test, final)
-    )
-    test = train if whole else test
+    all_train, train = train, _with_channels(train, channels)
+    test = train if test is all_train else _with_channels(test, channels)
+    final = None if final is None else _with_channels(final, channels)
     image_size, resize = _sizes(config, shape)
     if contents.short_side is not None and contents.short_side < resize:
         notes.append(
@@ -129,8 +127,12 @@ def open_data(
     mean, std = _statistics(config, contents, shape, channels)
     _check_augmentation(config, contents.name, image_size, resize, channels, shape)
     form = image_size, channels, mean, std, resize
-    about = tuple(notes), kind, fingerprint, config.evaluation_size, split, final
-    return DataSet(contents.name, contents.classes, train, test, *form, *about)
+    about = tuple(notes), kind, fingerprint, config.evaluation_size
+    return DataSet(contents.name, contents.classes, train, test, *form, *about, split=split, final=final)
+
+
+def _with_channels(source: Source, channels: int) -> Source:
+    return source.with_channels(channels) if isinstance(source, PixelSource) else source
 
 
 def _fingerprint(kind: str, contents: Opened) -> dict[str, Any]:

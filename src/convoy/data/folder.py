@@ -110,7 +110,7 @@ def open_folder(path: Path, config: DataConfig) -> Opened:
         ends = (entry.suffix.lower() for entry in folder.iterdir() if not entry.name.startswith("."))
         leftovers.update(f"{end} beside the class folders" for end in ends if end in suffixes())
     shown_classes = [printable(name) for name in classes]
-    return Opened(path.resolve().name, shown_classes, **sources, notes=(*notes, *left_out(leftovers)))
+    return Opened.of(path.resolve().name, shown_classes, sources, (*notes, *left_out(leftovers)))
 
 
 def _splits(path: Path) -> tuple[Path, dict[str, Path], list[str]]:

@@ -97,13 +97,15 @@ class Order:
         which lie class by class, shuffled within a class, so that each class has its share to within one sample.
         What is drawn again is a further view, which is augmented otherwise."""
         numbers = np.arange(self.num_samples)
+        assert self._labels is not None
         line = np.lexsort((keys(self.seed, Purpose.DRAW, epoch, numbers), self._labels))
         ends = np.cumsum(weights[self._labels][line])
         start = uniforms(self.seed, Purpose.DRAW, epoch, numbers[:1], 1)[0, 0]
         steps = (numbers + start) * (ends[-1] / self.num_samples)
         places = np.searchsorted(ends, steps, side="right").clip(max=self.num_samples - 1)
-        views: NDArray[np.int64] = (numbers - np.searchsorted(places, places)) * self.repeats
-        return line[places] + views * self.num_samples
+        views = (numbers - np.searchsorted(places, places)) * self.repeats
+        drawn: NDArray[np.int64] = line[places] + views * self.num_samples
+        return drawn
 
     def update(self, k: int) -> tuple[int, NDArray[np.int64]]:
         """Epoch and samples [batch] of update `k`, counted from 0 over the whole run. View number v of sample s is the

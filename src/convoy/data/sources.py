@@ -5,7 +5,7 @@ import gzip
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,6 +124,12 @@ class Opened:
     validation: Source | None = field(default=None, kw_only=True)
     notes: tuple[str, ...] = field(default=(), kw_only=True)
     short_side: int | None = field(default=None, kw_only=True)
+
+    @classmethod
+    def of(cls, name: str, classes: list[str], sources: Mapping[str, Source], notes: tuple[str, ...]) -> "Opened":
+        """From sources by split."""
+        test, validation = sources.get("test"), sources.get("validation")
+        return cls(name, classes, sources["train"], test, validation=validation, notes=notes)
 
 
 @contextmanager

@@ -216,13 +216,13 @@ def trivial_augment(image: Image.Image, draws: NDArray[np.float64]) -> Image.Ima
     strength = math.floor(draws[1] * 31) / 30
     signed = strength if draws[2] < 0.5 else -strength
 
-    def enhanced(kind: Any) -> Image.Image:
-        return kind(image).enhance(1 + 0.99 * signed)  # type: ignore[no-any-return]
+    def enhanced(kind: Any) -> Any:
+        return kind(image).enhance(1 + 0.99 * signed)
 
-    def moved(*matrix: float) -> Image.Image:
+    def moved(*matrix: float) -> Any:
         return image.transform(image.size, Image.Transform.AFFINE, matrix)
 
-    operations: list[Callable[[], Image.Image]] = [
+    operations: list[Callable[[], Any]] = [
         lambda: image,
         lambda: ImageOps.autocontrast(image),
         lambda: ImageOps.equalize(image),
@@ -238,7 +238,8 @@ def trivial_augment(image: Image.Image, draws: NDArray[np.float64]) -> Image.Ima
         lambda: enhanced(ImageEnhance.Brightness),
         lambda: enhanced(ImageEnhance.Sharpness),
     ]
-    return operations[math.floor(draws[0] * len(operations))]()
+    result: Image.Image = operations[math.floor(draws[0] * len(operations))]()
+    return result
 
 
 ERASED_AREA, ERASED_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
@@ -249,7 +250,8 @@ def erase(images: NDArray[np.uint8], samples: NDArray[np.int64], probability: fl
     the last change of all; the largest area is that of timm and torchvision."""
     draws = uniforms(seed, Purpose.ERASE, epoch, samples, BOX_DRAWS + 1)
     for place in np.flatnonzero(draws[:, -1] < probability):
-        left, top, right, bottom = random_box(*images.shape[:1:-1], draws[place, :-1], ERASED_AREA, ERASED_RATIO)
+        height, width = images.shape[2:]
+        left, top, right, bottom = random_box(width, height, draws[place, :-1], ERASED_AREA, ERASED_RATIO)
         piece = images[place, :, top:bottom, left:right]
         noise = uniforms(seed, Purpose.NOISE, epoch, samples[[place]], piece.size)[0]
         piece[:] = (256 * noise).astype(np.uint8).reshape(piece.shape)

@@ -55,7 +55,8 @@ def read_metrics(path: Path) -> Metrics:
             lines.append(_checked(last, MetricsLine, str(path), mend))
         except ConvoyError:
             cut = True
-    train, test = [], []
+    train: list[MetricsLine] = []
+    test: list[MetricsLine] = []
     for line in lines:
         (train if line.split == "train" else test).append(line)
     split = "validation" if any(line.split == "validation" for line in test) else "test"

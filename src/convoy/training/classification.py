@@ -42,10 +42,11 @@ class Classification(Task):
         """Of logits [samples, classes] and labels [samples], or class probabilities [samples, classes]."""
         weights = self._weights(outputs)
         if self.loss_name == "cross-entropy":
+            smoothing = self.label_smoothing
             if weights is None:
-                return F.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
-            smoothing = {"label_smoothing": self.label_smoothing, "reduction": "sum"}
-            return F.cross_entropy(precise(outputs), targets, weights, **smoothing) / len(outputs)
+                return F.cross_entropy(outputs, targets, label_smoothing=smoothing)
+            total = F.cross_entropy(precise(outputs), targets, weights, reduction="sum", label_smoothing=smoothing)
+            return total / len(outputs)
         logits, classes = precise(outputs), outputs.shape[1]
         present = (F.one_hot(targets, classes) if targets.dim() == 1 else targets).to(logits.dtype)
         if self.target_threshold is not None:
