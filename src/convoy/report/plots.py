@@ -96,9 +96,9 @@ def draw_panels(run: Run) -> list[Panel]:
     return [
         *compared("loss", "Loss", [column(lines, "loss") for lines in (train, test)]),
         *compared("error", "Top-1 error", [100 * (1 - column(lines, "top1")) for lines in (train, test)], ", %"),
-        *([drawn("calibration", "Calibration", partial(_calibration, run), NOTHING)] if calibration else []),
         drawn("learning-rate", "Learning rate over updates", partial(_learning_rate, run), NOTHING),
         drawn("speed", "Speed and data wait over time", partial(_speed, run), NOTHING),
+        *([drawn("calibration", "Calibration", partial(_calibration, run), NOTHING)] if calibration else []),
     ]
 
 
