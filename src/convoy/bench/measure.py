@@ -291,7 +291,7 @@ def _of_peer(task: MeasurementTask) -> tuple[Row, MemoryPeak]:
         device = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
     set_numerics(recipe)
     threads = torch.get_num_threads()
-    data = data_of(task.made, recipe) or open_data(recipe.data)
+    data = data_of(task.made, recipe) or open_data(recipe.data, task=recipe.task)
     memory = MemoryPeak(device)
     model, memory_format = network_of(recipe, data, device)
     quantities = resolve(recipe, len(data.train))
@@ -300,7 +300,7 @@ def _of_peer(task: MeasurementTask) -> tuple[Row, MemoryPeak]:
     wrapped = wrap(task.kind, called.train(), optimizer, num, device)
     torch.set_num_threads(threads)  # some libraries set it
     pipeline = InputPipeline(data, device, memory_format)
-    training_task = create_task(recipe, data.classes)
+    training_task = create_task(recipe, data.classes, data.task)
     order = Order(len(data.train), recipe.batch, recipe.seed, recipe.data.repeats)
 
     def batches(first: int, number: int) -> Generator[Batch, None, None]:
@@ -343,7 +343,7 @@ def forecast(
     """
     ranks, device = task.join()
     recipe, result = task.recipe, Forecast()
-    data = data_of(task.made, recipe) or open_data(recipe.data)
+    data = data_of(task.made, recipe) or open_data(recipe.data, task=recipe.task)
     texts = [text for text in plans if text != AUTO]
     rivals = [plan for plan in map(Plan.parse, texts) if plan.mesh.num_devices == ranks.num]
 

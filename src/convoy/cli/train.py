@@ -22,6 +22,7 @@ Examples:
   convoy train runs/cifar --resume
   convoy train runs/cifar --extend 8ep                 # a new run, runs/cifar-extended
   convoy train resnet18 --data flowers/ --weights runs/photos
+  convoy train unet --data scans/labels.csv            # path,mask.png: the labels say the task
 """,
 )
 @click.argument("model", required=False)
@@ -38,6 +39,7 @@ Examples:
 @click.option("--accept-code-change", is_flag=True, help="Go on with a run although the network's code has changed.")
 @options.trust_code
 @click.option("--extend", metavar="N", help="Train the run in MODEL for so much longer, e.g. 8ep, in a new run.")
+@keys.sets("task", metavar="TASK")
 @keys.sets("epochs", metavar="N", default="the recipe's, else 90")
 @keys.sets("batch")
 @keys.sets("data.image_size", metavar="N", text="Height and width of the images.", default="the network's")

@@ -208,7 +208,8 @@ def _show_start(session: Session, out: Path, console: Console, verbose: bool) ->
         where = f"on {session.ranks.num} devices ({kind}), plan {shorten(str(session.plan), LONGEST_PLAN)}"
     lines = [
         f"{recipe.model.name} on {data.name}: {len(data.train):,} training and {len(data.test):,} {data.split} images "
-        f"of {data.channels}×{data.image_size}×{data.image_size}, {len(data.classes)} classes",
+        f"of {data.channels}×{data.image_size}×{data.image_size}, {len(data.classes)} "
+        + ("outputs" if data.task == "regression" else "classes"),
         f"{where}: {updates} of {recipe.batch:,} images, learning rate up to {quantities.lr:.4g}",
         f"in {out}; how these numbers follow from the recipe is in its report, and here with -v",
     ]

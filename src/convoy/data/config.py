@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from convoy.files import MNIST_MINI
 
-Format = Literal["auto", "mnist", "cifar", "folder", "parquet", "webdataset", "pack", "mnist-mini"]
+Format = Literal["auto", "mnist", "cifar", "folder", "parquet", "webdataset", "pack", "csv", "mnist-mini"]
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
 _RAND_AUGMENT = re.compile(r"n(\d+)-m(\d+)")
@@ -158,6 +158,10 @@ class DataConfig(_Section):
     test: str | None = Field(None, description="the same to test on, beside data.train (those called val, else test)")
     image_column: str | None = Field(None, description="column of a parquet file's pictures (image, or its only one)")
     label_column: str | None = Field(None, description="column of a parquet file's labels (label, or its only one)")
+    classes: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
+        None, description="of a CSV file and its masks: names of the classes in their order (by what it holds)"
+    )
+    ignore_index: int = Field(255, ge=0, le=255, description="value of the pixels of masks that count nowhere")
     image_size: int | None = Field(
         None, ge=1, le=4096, description="height and width of the net's input (the data set's own; photographs: 224)"
     )

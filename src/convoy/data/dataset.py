@@ -17,6 +17,7 @@ from convoy.data.order import stratified_split
 from convoy.data.packed import Pack, is_pack
 from convoy.data.pixels import PixelSource, find_cifar, find_mnist, open_cifar, open_mnist, open_mnist_mini
 from convoy.data.sources import EncodedSource, Opened, Progress, Source, check_labels, refusal, shown, spread
+from convoy.data.table import find_table, open_table
 from convoy.data.webdataset import open_tars
 from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI, existing
@@ -59,6 +60,7 @@ class DataSet:
     # identifies its files (`difference`); empty where there are none
     fingerprint: dict[str, Any] = field(default_factory=dict)
     evaluation_size: int | None = None  # height and width in an evaluation, where that is another
+    task: str = "classification"  # that its targets are of
     split: Literal["validation", "test"] = "test"
     final: Source | None = None  # the test split beside a validation split, which nothing is chosen by
 
@@ -74,15 +76,22 @@ def open_data(
     to_evaluate: bool = False,
     selects: bool = False,
     check: Callable[[int], None] = lambda most: None,
+    task: str = "auto",
 ) -> DataSet:
     """Open the data set that a recipe's section describes. With `to_evaluate` nothing is to be trained on it: it may
     have a single class, or be the folder of one, and where it has no split of its own, and the section asks for none,
     all samples are the test split (and the training split, which is then the same object). With `selects` something is
     chosen by evaluations, for which training samples are held out where the data have no validation split. `check` may
-    refuse the number of samples, at most, that there are to train on, before pictures are decoded, which takes long."""
-    kind, contents = open_files(config, progress, to_evaluate=to_evaluate)
+    refuse the number of samples, at most, that there are to train on, before pictures are decoded, which takes long.
+    `task` says what the labels of a CSV file are, and is that of the data."""
+    kind, contents = open_files(config, progress, to_evaluate=to_evaluate, task=task)
+    if task not in ("auto", contents.task):
+        raise ConvoyError(
+            f"task={task} needs other labels than {contents.name} has, which are of {contents.task}: name a labels.csv "
+            "with --data, or leave --task away"
+        )
     check(len(contents.train))
-    if not to_evaluate and len(contents.classes) < 2:
+    if not to_evaluate and len(contents.classes) < 2 and contents.task == "classification":
         only = f" ({contents.classes[0]})" if contents.classes else ""
         raise ConvoyError(
             f"{contents.name} has only {len(contents.classes)} class{only}: a net needs at least two to tell apart, so "
@@ -127,7 +136,7 @@ def open_data(
     mean, std = _statistics(config, contents, shape, channels)
     _check_augmentation(config, contents.name, image_size, resize, channels, shape)
     form = image_size, channels, mean, std, resize
-    about = tuple(notes), kind, fingerprint, config.evaluation_size
+    about = tuple(notes), kind, fingerprint, config.evaluation_size, contents.task
     return DataSet(contents.name, contents.classes, train, test, *form, *about, split=split, final=final)
 
 
@@ -199,6 +208,7 @@ FORMATS = {
     "pack": _Format(is_pack, lambda path, *_: Pack.open(path).contents()),
     "mnist": _Format(find_mnist, lambda path, *_: open_mnist(path)),
     "cifar": _Format(find_cifar, lambda path, *_: open_cifar(path)),
+    "csv": _Format(find_table, open_table, ".csv"),
     "parquet": _Format(_has(".parquet"), _open_parquet, ".parquet", is_split_by_name=True),
     "webdataset": _Format(_has(".tar"), open_tars, ".tar", is_split_by_name=True),
     "folder": _Format(find_folder, lambda path, config, _: open_folder(path, config), is_split_by_name=True),
@@ -206,7 +216,7 @@ FORMATS = {
 
 
 def open_files(
-    config: DataConfig, progress: Progress | None = None, *, to_evaluate: bool = False
+    config: DataConfig, progress: Progress | None = None, *, to_evaluate: bool = False, task: str = "auto"
 ) -> tuple[str, Opened]:
     """The format and the pictures of a data set as they lie in its files, before anything is split or read."""
     if MNIST_MINI in (config.path, config.format):
@@ -226,8 +236,13 @@ def open_files(
         has_effect = kind == "parquet" if is_column else FORMATS[kind].is_split_by_name and path.is_dir()
         if getattr(config, option) is not None and not has_effect:
             raise ConvoyError(f"data.{option} would be ignored: {shown(path)} is read as {kind}; leave it out")
+    if kind == "csv":
+        return kind, open_table(path, config, progress, task)
     contents = FORMATS[kind].open(path, config, progress)
-    check_labels(path, contents)
+    if config.classes is not None and list(config.classes) != contents.classes:
+        raise ConvoyError(f"data.classes are others than those of {shown(path)}: it names its own, leave them out")
+    if contents.task == "classification":
+        check_labels(path, contents)
     return kind, contents
 
 
@@ -241,14 +256,14 @@ def _detect(path: Path) -> str:
         advice = (
             "unpack it and set data.path to the folder"
             if is_archive
-            else "a data set is a folder, a .parquet or a .tar"
+            else "a data set is a folder, a .csv, a .parquet or a .tar"
         )
         raise ConvoyError(f"{shown(path)} is no data set: {advice}")
     if not any(path.iterdir()):
         raise ConvoyError(f"data set {shown(path)} is an empty folder: set data.path to where the data is")
     raise ConvoyError(
         f"{shown(path)} is no data set in a known format: it needs MNIST or CIFAR files, .parquet or .tar files, or a "
-        "folder of pictures for each class"
+        "folder of pictures for each class, or labels.csv"
     )
 
 
@@ -260,7 +275,7 @@ def _settle(contents: Opened, skip_bad: bool, progress: Progress | None) -> tupl
         return height, width, channels
     splits = {"train": contents.train, "validation": contents.validation, "test": contents.test}
     encoded = {split: source for split, source in splits.items() if isinstance(source, EncodedSource)}
-    shape, decoded = _in_memory(encoded, skip_bad, progress)
+    shape, decoded = (None, []) if contents.task == "segmentation" else _in_memory(encoded, skip_bad, progress)
     settled: Sequence[Source] = decoded or [source.settled(progress) for source in encoded.values()]
     for split, source in zip(encoded, settled, strict=True):
         setattr(contents, split, source)
@@ -296,7 +311,7 @@ def _in_memory(
             pixels[sample] = np.asarray(in_channels(image, form[2])).reshape(form)
             if progress and (sample % _PROGRESS_EVERY == 0 or sample == len(source) - 1):
                 progress(f"decoding the {'training' if split == 'train' else split} pictures", sample + 1, len(source))
-        decoded.append(PixelSource(pixels, source.labels, source.name))
+        decoded.append(PixelSource(pixels, source.labels, source.name).taking_targets(source))
     return form, decoded if is_whole else []
 
 

@@ -14,16 +14,19 @@ _BETA = 0.999  # of the effective number of samples
 
 
 def class_weights(
-    by_class: ByClass, labels: NDArray[np.int64], classes: Sequence[str], key: str
+    by_class: ByClass, labels: NDArray[np.int64] | None, classes: Sequence[str], key: str
 ) -> NDArray[np.float64]:
     """Weights [classes] whose mean over samples with these labels is one; `key` asks for them.
 
     `balanced` weighs a class by one over its number of samples n, `effective` by one over their effective number,
-    (1 - β^n) / (1 - β) (Cui et al., 2019); a class that a mapping does not name has 1.
+    (1 - β^n) / (1 - β) (Cui et al., 2019); a class that a mapping does not name has 1. Where samples
+    are not of one class each there are no labels: then only a mapping will do, and the mean is that over classes.
     """
-    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-        raise ConvoyError(f"{key} needs samples of one class each: leave it out")
-    counts = np.bincount(labels, minlength=len(classes)).astype(np.float64)
+    counts = np.ones(len(classes))
+    if labels is not None:
+        counts = np.bincount(labels, minlength=len(classes)).astype(np.float64)
+    elif not isinstance(by_class, Mapping):
+        raise ConvoyError(f"{key}={by_class} needs samples of one class each: give numbers, as {{{classes[0]}: 3}}")
     if isinstance(by_class, Mapping):
         if unknown := [name for name in by_class if name not in classes]:
             hint = did_you_mean(unknown[0], classes, otherwise=f"there are {brief(', '.join(classes), 200)}")
@@ -35,4 +38,4 @@ def class_weights(
     total = float(weights @ counts)
     if total <= 0:
         raise ConvoyError(f"{key} leaves no training sample any weight: give one of its classes more than 0")
-    return weights * (len(labels) / total)
+    return weights * (counts.sum() / total)

@@ -110,7 +110,8 @@ def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) ->
     """The maker of the batches of one of the splits."""
     geometry = Geometry(data.image_size, data.resize, config.augment, data.evaluation_size, config.progressive)
     skip_bad, decoder = config.bad_images == "skip", config.decoder or "pillow"
-    return BatchMaker(source, geometry, data.channels, seed=seed, skip_bad=skip_bad, decoder=decoder)
+    options: dict[str, Any] = {"seed": seed, "skip_bad": skip_bad, "decoder": decoder, "ignored": config.ignore_index}
+    return BatchMaker(source, geometry, data.channels, **options)
 
 
 def _run(

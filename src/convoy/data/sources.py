@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,10 @@ Progress = Callable[[str, int, int], None]  # called with the name of long work,
 class Source(ABC):
     """Labelled pictures, numbered from 0."""
 
-    labels: NDArray[np.int64]  # int64 [N]
+    labels: NDArray[np.int64]  # int64 [N]: classes, by which a split is stratified
+    # What is learnt in their place: float32 [N, outputs], or masks that have the numbers of their pictures.
+    values: NDArray[np.float32] | None = None
+    masks: "EncodedSource | None" = None
     mend = "mend or remove it"  # what to do about one that is bad
     is_packed = False
 
@@ -36,7 +39,7 @@ class Source(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """For a worker process, which needs no copy of the labels."""
-        return self.__dict__ | {"labels": range(len(self))}
+        return self.__dict__ | {"labels": range(len(self)), "values": None}
 
     @abstractmethod
     def name(self, sample: int) -> str:
@@ -45,7 +48,12 @@ class Source(ABC):
     def fingerprint(self) -> dict[str, Any]:
         """The marks by which the samples are recognised, as JSON: the number of `samples`, CRC-32 of their `labels` and
         `names` in their order, and either that of the `contents` of all, or the `sizes` of a few files."""
-        return {"samples": len(self), "labels": zlib.crc32(self.labels.astype(np.int64).data), **self._marks()}
+        targets = zlib.crc32(self.labels.astype(np.int64).data)
+        if self.values is not None:
+            targets = zlib.crc32(np.ascontiguousarray(self.values).data, targets)
+        if self.masks is not None:
+            targets = zlib.crc32(repr(self.masks.fingerprint()).encode(), targets)
+        return {"samples": len(self), "labels": targets, **self._marks()}
 
     def _marks(self) -> dict[str, Any]:
         return {}
@@ -61,6 +69,13 @@ class Source(ABC):
     @abstractmethod
     def subset(self, samples: NDArray[np.int64]) -> "Source":
         """Some of the samples, in this order."""
+
+    def taking_targets(self, source: "Source", samples: NDArray[np.int64] | slice = slice(None)) -> Self:
+        """This source, with the targets of another one's samples."""
+        self.values = None if source.values is None else source.values[samples]
+        if source.masks is not None:
+            self.masks = source.masks if isinstance(samples, slice) else source.masks.subset(samples)
+        return self
 
     def load(self, sample: int) -> Image.Image:
         """The picture, 8 bit, mode L or RGB, upright. Raises BadImage."""
@@ -82,7 +97,7 @@ class EncodedSource(Source):
         return self
 
     def subset(self, samples: NDArray[np.int64]) -> "EncodedSource":
-        return _Subset(self, samples)
+        return _Subset(self, samples).taking_targets(self, samples)
 
 
 class _Subset(EncodedSource):
@@ -124,6 +139,7 @@ class Opened:
     validation: Source | None = field(default=None, kw_only=True)
     notes: tuple[str, ...] = field(default=(), kw_only=True)
     short_side: int | None = field(default=None, kw_only=True)
+    task: str = field(default="classification", kw_only=True)
 
     @classmethod
     def of(cls, name: str, classes: list[str], sources: Mapping[str, Source], notes: tuple[str, ...]) -> "Opened":

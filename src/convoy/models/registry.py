@@ -131,6 +131,8 @@ def _table() -> Iterator[Registered]:
     for depth in (121, 161, 169, 201):
         title = f"DenseNet-{depth} (Huang et al., 2016)"
         yield from _both_sizes(f"densenet{depth}", title, "densenet.DenseNet", depth=depth)
+    title = "U-Net, padded and with batch norm (Ronneberger et al., 2015)"
+    yield Registered(ModelInfo("unet", title, (3, 256, 256), 2), "unet.UNet", {})
 
 
 REGISTRY: dict[str, Registered] = {entry.info.name: entry for entry in _table()}

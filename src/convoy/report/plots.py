@@ -93,9 +93,18 @@ def draw_panels(run: Run) -> list[Panel]:
             drawn(f"{name}-{x}", f"{title} over {x}", partial(_compare, run, curves, x, unit), NOTHING) for x in against
         ]
 
+    metric = run.summary.best_metric or ""
+    if run.task == "classification":
+        results = compared(
+            "error", "Top-1 error", [100 * (1 - column(lines, "top1")) for lines in (train, test)], ", %"
+        )
+    else:
+        results = compared("metric", metric, [column(lines, metric) for lines in (train, test)])
+    points = [drawn("points", "Predicted over true", partial(_points, run), NOTHING)] if run.evaluation.points else []
     return [
         *compared("loss", "Loss", [column(lines, "loss") for lines in (train, test)]),
-        *compared("error", "Top-1 error", [100 * (1 - column(lines, "top1")) for lines in (train, test)], ", %"),
+        *results,
+        *points,
         drawn("learning-rate", "Learning rate over updates", partial(_learning_rate, run), NOTHING),
         drawn("speed", "Speed and data wait over time", partial(_speed, run), NOTHING),
         *([drawn("calibration", "Calibration", partial(_calibration, run), NOTHING)] if calibration else []),
@@ -164,6 +173,17 @@ def _calibration(run: Run, title: str) -> Drawing:
     error = units.percent(run.evaluation.calibration_error)
     rows = "; ".join(f"{a:.0f} % probable: {b:.0f} % right" for a, b in zip(x, y, strict=True))
     return f"Expected calibration error {error}. {rows}.", figure
+
+
+def _points(run: Run, title: str) -> Drawing:
+    """What a regression says of the test split, over what is true."""
+    points = np.array(run.evaluation.points, dtype=np.float64)
+    figure = ax.new_figure()
+    axes = ax.add_axes(figure, title, f"true {run.evaluation.classes[0]}", above=ax.TITLE)
+    ends = [np.nanmin(points), np.nanmax(points)]
+    axes.plot(ends, ends, color=ax.MUTED, linewidth=0.8)
+    axes.plot(points[:, 0], points[:, 1], "o", color=ax.TEST, markersize=3, alpha=0.5)
+    return f"{len(points)} test images; on the line the answer is right.", figure
 
 
 def _learning_rate(run: Run, title: str) -> Drawing:

@@ -11,6 +11,7 @@ from convoy import units
 from convoy.planner.comparison import Comparison, difference, shown
 from convoy.report.pages import Tile
 from convoy.report.run_directory import Run, column
+from convoy.training.metric import in_words
 from convoy.training.records import MetricsLine
 
 # Speed-ups that are none, and errors of the plan's own prediction from which on nothing follows from a comparison.
@@ -37,15 +38,20 @@ def about(run: Run) -> list[str]:
     """The outcome of a run: its result, its devices and plan, and whether several were faster than one."""
     summary, devices = run.summary, num_devices(run)
     top1, images = last_result(run, "top1"), num_test_images(run)
-    model, epochs = summary.model or "The network", summary.epochs
+    model, epochs, split = summary.model or "The network", summary.epochs, summary.split or run.metrics.split
     length = f" after {_epochs(epochs)}" if epochs else ""
     time = "" if summary.time_s is None else f" in {units.duration(summary.time_s)}"
     plan = f", plan {units.shorten(_plan(run), 90)}" if devices > 1 and _plan(run) else ""
     where = f" on {units.plural(devices, 'device')}{plan}"
+    if run.results:
+        best, value = next(iter(run.results.items()))
+        of = f" on {units.plural(images, f'{split} image')}" if images else ""
+        sentences = [f"{model} has {in_words(best, value)}{of}{length}{time}{where}."]
+        return [*sentences, *([run.diagnosis.brief] if run.diagnosis is not None else [])]
     if top1 is None:
         return [f"{model} has not been tested yet{length}{time}{where}."]
     right = units.percent(top1, units.percent_places(images))
-    of = f" of {units.plural(images, 'test image')}" if images else " of the test images"
+    of = f" of {units.plural(images, f'{split} image')}" if images else f" of the {split} images"
     sentences = [f"{model} recognizes {right}{of}{length}{time}{where}."]
     if run.diagnosis is not None:
         sentences.append(run.diagnosis.brief)
@@ -167,7 +173,7 @@ def _not_finite(split: str, lines: list[MetricsLine]) -> list[str]:
 def _gaps(run: Run) -> Iterator[str]:
     if not run.metrics.train and not run.metrics.test:
         yield "No metrics have been recorded yet: the run ended, or was looked at, before its first line."
-    elif not run.metrics.test and run.evaluation.top1 is None:
+    elif not run.metrics.test and run.evaluation.top1 is None and not run.results:
         yield "The net has not been evaluated yet, so there is no curve of that and no accuracy."
     if number := len(run.summary.bad_images):
         yield f"{units.plural(number, 'image')} could not be read and {'was' if number == 1 else 'were'} skipped."
@@ -231,12 +237,17 @@ def last_result(run: Run, name: str) -> float | None:
 def _results(run: Run) -> Iterator[Tile]:
     summary, images = run.summary, num_test_images(run)
     top1, top5, loss = (last_result(run, name) for name in ("top1", "top5", "loss"))
+    split, of_evaluations = (summary.split or run.metrics.split).capitalize(), run.metrics.split
+    if run.results:
+        for name, value in run.results.items():
+            words, _, figure = in_words(name, value).rpartition(" ")
+            yield Tile(f"{split} {words}", figure, f"{split.lower()} split", main=name == next(iter(run.results)))
+        return
     places = units.percent_places(images)
     note = "not tested yet" if top1 is None else ""
     if top1 is not None and images:
         low, high = units.wilson(top1, images)
         note = f"95 % interval {units.decimal(100 * low, places)} to {units.percent(high, places)}"
-    split, of_evaluations = (summary.split or run.metrics.split).capitalize(), run.metrics.split
     yield Tile(f"{split} accuracy", units.percent(top1, places), note, main=True)
     number = sum(line.top1 is not None for line in run.metrics.test)
     if summary.best_top1 is not None and number > 1:

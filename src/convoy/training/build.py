@@ -53,11 +53,12 @@ class NetworkInput:
     mean: tuple[float, ...]  # of each channel, pixels from 0 to 1
     std: tuple[float, ...]  # likewise
     in_memory: bool = False  # all pictures were decoded beforehand, and had their channels before they were resized
+    task: str = "classification"
 
     @staticmethod
     def of(data: DataSet) -> "NetworkInput":
-        in_memory = isinstance(data.train, PixelSource)
-        return NetworkInput(data.classes, data.channels, data.image_size, data.resize, data.mean, data.std, in_memory)
+        form = data.classes, data.channels, data.image_size, data.resize, data.mean, data.std
+        return NetworkInput(*form, isinstance(data.train, PixelSource), data.task)
 
     @staticmethod
     def of_run(run: RunDirectory) -> "NetworkInput":

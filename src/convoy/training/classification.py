@@ -9,13 +9,12 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from convoy.data import Batch
 from convoy.files import write_atomically
 from convoy.training import records
-from convoy.training.task import LOSS, Evaluation, Metric, Task, precise
+from convoy.training.task import LOSS, Evaluation, Metric, Task, precise, to_image
 
 
 @dataclass
@@ -36,6 +35,7 @@ class Classification(Task):
 
     name: ClassVar[str] = "classification"
     metrics: ClassVar[tuple[Metric, ...]] = (Metric("top1"), Metric("top5"), Metric("macro_f1"), LOSS)
+    losses: ClassVar[tuple[str, ...]] = ("cross-entropy", "bce")
     score_name: ClassVar[str | None] = "top1"
 
     def _loss_of_head(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -58,6 +58,9 @@ class Classification(Task):
         """Samples whose largest logit is their label, or their most probable class: an integer scalar."""
         labels = targets if targets.dim() == 1 else targets.argmax(1)
         return (self.heads(outputs)[0].detach().argmax(1) == labels).count_nonzero()
+
+    def answers(self, outputs: Tensor) -> Tensor:
+        return outputs.softmax(1)
 
     def evaluation(self) -> "ClassificationEvaluation":
         return ClassificationEvaluation(torch.zeros(len(self.classes), len(self.classes), dtype=torch.int64))
@@ -88,6 +91,8 @@ class ClassificationEvaluation(Evaluation):
     mistakes: list[WrongAnswer] = field(default_factory=list)  # the most confident ones, these first
     # Of each bin of the answers' probabilities: images, right answers, sum of probabilities.
     reliability: Tensor = field(default_factory=lambda: torch.zeros(3, _BINS, dtype=torch.int64))
+
+    task: ClassVar[str] = "classification"
 
     @property
     def top1(self) -> float:
@@ -141,6 +146,7 @@ class ClassificationEvaluation(Evaluation):
         return records.EvaluationFile.model_construct(
             classes=classes,
             confusion=self.confusion.tolist(),
+            metrics={**self.metrics()},
             images=self.num_images,
             top1=self.top1,
             top5=self.top5,
@@ -187,9 +193,3 @@ class ClassificationEvaluation(Evaluation):
             "reliability": torch.stack([part.reliability for part in parts]).sum(0),
             "mistakes": sorted((wrong for part in parts for wrong in part.mistakes), reverse=True)[:NUM_MISTAKES],
         }
-
-
-def to_image(pixels: Tensor) -> Image.Image:
-    """A picture from uint8 [channels, height, width], one or three channels."""
-    array = pixels.permute(1, 2, 0).contiguous().numpy()
-    return Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)

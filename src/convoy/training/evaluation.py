@@ -117,7 +117,7 @@ def evaluate(
                     images = torch.cat([images, images.new_zeros(missing, *images.shape[1:])])
                 with autocast_of(recipe, pipeline.device):
                     outputs = mean_over_views(task, model, images, recipe.evaluation_views)
-                outputs = outputs.float()[: len(batch)]
+                outputs = outputs[: len(batch)]
             evaluation.add(batch, outputs)
     evaluation.seconds = time.perf_counter() - start
     return evaluation.total(ranks.gather_samples(evaluation))

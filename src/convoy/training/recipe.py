@@ -63,9 +63,14 @@ class ModelConfig(Section):
 
 
 class LossConfig(Section):
-    """Cross-entropy, or binary cross-entropy of each class; an evaluation's loss is always the former."""
+    """The loss; that of an evaluation is the task's usual one: cross-entropy, bce or mse."""
 
-    name: Literal["cross-entropy", "bce"] = "cross-entropy"
+    name: Literal["cross-entropy", "bce", "mse", "mae", "dice", "cross-entropy+dice"] = Field(
+        "cross-entropy", description="cross-entropy, or in its place bce of multi-label data, mse of regression"
+    )
+    threshold: float = Field(
+        0.5, gt=0, lt=1, description="probability from which a label of multi-label data counts as there"
+    )
     target_threshold: float | None = Field(
         None, ge=0, lt=1, description="with bce: targets above become 1, others 0, after mixup and CutMix"
     )
@@ -143,6 +148,9 @@ class Recipe(Section):
         description=f"samples of a microbatch, at most ({DEFAULT_MICROBATCH} if neither is said)",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="seed of everything random")
+    task: Literal["auto", "classification", "multi-label", "regression", "segmentation"] = Field(
+        "auto", description="classification, multi-label, regression or segmentation; not said: by the labels"
+    )
     optimizer: OptimizerConfig = SgdConfig(name="sgd", base_lr=0.1, nesterov=True, weight_decay=1e-4)
     schedule: ScheduleConfig = CosineConfig(name="cosine", warmup=Duration(5, "%"))
     loss: LossConfig = LossConfig()

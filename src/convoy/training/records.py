@@ -49,8 +49,10 @@ class Record(BaseModel):
 
 
 class MetricsLine(Record):
-    """One line of `metrics.jsonl`: the state after `step` updates, as one of the splits sees it."""
+    """One line of `metrics.jsonl`: the state after `step` updates, as one of the splits sees it; further metrics are
+    those of a task."""
 
+    model_config = ConfigDict(extra="allow", frozen=True)
     split: Literal["train", "validation", "test"]
     step: int = Field(ge=0)
     epoch: Number = None
@@ -151,9 +153,23 @@ class CalibrationBin(Record):
     confidence: float = Field(ge=0, le=1)  # mean probability of the answers
 
 
-class EvaluationFile(Record):
-    """`evaluation.json`: the latest evaluation."""
+class ShownPicture(Record):
+    """A picture of the test split that a page shows, and how good the answer is."""
 
+    name: str = ""
+    score: Share = None
+    picture: str | None = None
+
+
+class EvaluationFile(Record):
+    """`evaluation.json`: the latest evaluation of the test split; `confusion` and `mistakes` of classification, and
+    what other tasks show in their place."""
+
+    task: str = "classification"
+    metrics: dict[str, Number] = {}
+    per_class: list[dict[str, str | int | float | None]] = []
+    points: list[Annotated[list[Number], Field(min_length=2, max_length=2)]] = []  # of a plot: true and predicted
+    pictures: list[ShownPicture] = []
     classes: list[str] = []
     confusion: list[list[Annotated[int, Field(ge=0, le=2**53)]]] = []
     images: int | None = None

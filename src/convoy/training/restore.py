@@ -123,7 +123,7 @@ class TrainedRun:
     @property
     def task(self) -> Task:
         """What the network was trained for."""
-        return create_task(self.recipe, self.classes)
+        return create_task(self.recipe, self.classes, self.network_input.task)
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -251,7 +251,7 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
     there is for training, unless they are the run's own: what it was trained on says nothing.
     """
     if path is None:
-        data = open_data(run.recipe.data)
+        data = open_data(run.recipe.data, task=run.recipe.task)
         if data.classes != run.classes:
             raise ConvoyError(
                 f"the data at {run.recipe.data.path} are no longer those that {run.path} was trained on (other "
@@ -261,7 +261,8 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
     advice = f"convoy predict {run.path} {printable(path)} says what is on pictures without a class to compare with"
     if Path(path).suffix.lower() in suffixes() and Path(path).is_file():
         raise ConvoyError(f"{printable(path)} is one picture, without a class to compare with: {advice}")
-    data = open_data(_settings(run, path, {}), to_evaluate=True)
+    task = "auto" if run.task.name == "classification" else run.task.name
+    data = open_data(_settings(run, path, {}), to_evaluate=True, task=task)
     unknown = [name for name in data.classes if name not in run.classes]
     if unknown:
         classes = f"the class{'es' if len(unknown) > 1 else ''} {_listed([repr(printable(name)) for name in unknown])}"
@@ -276,12 +277,13 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
         # The run's own data, moved: what it was trained on counts nowhere.
         if (len(data.test), data.classes) == (number, run.classes):
             split = {key: getattr(run.recipe.data, key) for key in ("validation_fraction", "split_seed")}
-            data = open_data(_settings(run, path, split))
+            data = open_data(_settings(run, path, split), task=task)
             notes = list(data.notes)
         else:
             notes.append(f"{data.name} has no split of its own: all of its {len(data.test):,} pictures are evaluated")
     data = data.at_end()
-    relabel((data.train, data.test), data.classes, run.classes)
+    if data.task == "classification":
+        relabel((data.train, data.test), data.classes, run.classes)
     return data, notes
 
 
@@ -294,6 +296,7 @@ def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfi
     """The run's section for other data."""
     settings = {"path": path, "format": "auto", **dict.fromkeys(("validation_fraction", "split_seed", "train", "test"))}
     settings |= {key: getattr(run.network_input, key) for key in ("image_size", "resize", "channels", "mean", "std")}
+    settings["classes"] = tuple(run.classes) if run.task.name != "classification" else None
     return run.recipe.data.model_copy(update={**settings, **split})
 
 

@@ -56,8 +56,11 @@ def set_up(
     if data is None:
         say("opening the data", 0, 1)
         batch = recipe.batch
-        enough = lambda most: check_batch(batch, most, "samples of the data")  # noqa: E731
-        data = open_data(recipe.data, say, selects=recipe.selects, check=enough)
+
+        def check(most: int) -> None:
+            check_batch(batch, most, "samples of the data")
+
+        data = open_data(recipe.data, say, selects=recipe.selects, check=check, task=recipe.task)
         check_ranks(data, ranks)
     gpu = identify(device).gpu
     gpus = ranks.gather(gpu)
@@ -77,7 +80,7 @@ def set_up(
     model.to(device=None if as_graph else device, memory_format=memory_format)  # type: ignore[call-overload]
     shape = data.channels, data.image_size, data.image_size
     change = "data.image_size, data.channels, the microbatch or the model"
-    task = create_task(recipe, data.classes, data.train.labels)
+    task = create_task(recipe, data.classes, data.task, data.train.labels)
     if recipe.best is not None:
         task.metric(recipe.best)
     tried = TriedNetwork.of(recipe, model, shape, device, change, task)

@@ -5,45 +5,29 @@ every sample counts once, whatever the batches are. `classification.py` is one t
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from convoy.data import Batch
 from convoy.errors import ConvoyError
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A number of an evaluation by its name, and whether more or less of it is better."""
-
-    name: str
-    better: Literal["higher", "lower"] = "higher"
-
-    def improves(self, value: float, on: float | None) -> bool:
-        """Whether a value is better than another one, or the first. NaN is never better."""
-        if value != value or on is None or on != on:
-            return value == value
-        return value > on if self.better == "higher" else value < on
-
-
-LOSS = Metric("loss", "lower")
-_AS_NUMBERS = {"loss", "mse", "mae", "r2"}  # others are shares, 0 to 1
-
-
-def in_words(name: str, value: float, places: int = 2) -> str:
-    """A metric's value for people: `top-1 93.25%`, `mae 0.1234`."""
-    words = name.replace("top", "top-").replace("_", " ")
-    return f"{words} {value:.4g}" if name in _AS_NUMBERS else f"{words} {value:.{places}%}"
+from convoy.files import write_atomically
+from convoy.training import records
+from convoy.training.metric import LOSS as LOSS
+from convoy.training.metric import Metric as Metric
+from convoy.training.metric import in_words as in_words
 
 
 @dataclass
 class Evaluation(ABC):
     """What a network does on a whole split, or on one part of it: the batches that a rank takes in turn."""
 
+    task: ClassVar[str]
     # By batch: the loss summed over what counts, and how much counts. Their quotient is the loss of the split.
     losses: list[float] = field(default_factory=list, kw_only=True)
     counts: list[float] = field(default_factory=list, kw_only=True)
@@ -96,10 +80,29 @@ class Evaluation(ABC):
         """A row of numbers for each class, where the task has such."""
         return []
 
-    @abstractmethod
     def save(self, run: Path, classes: list[str], name: Callable[[int], str]) -> dict[str, Any]:
         """Write the pictures that a report shows into the run, and return what goes into `evaluation.json`; `name` is
         that of a sample."""
+        (run / "mistakes").mkdir(exist_ok=True)
+        to_show, pictures = self._to_show(), list[records.ShownPicture]()
+        for index, (sample, score, pixels) in enumerate(to_show.pop("pictures", ())):
+            picture = f"mistakes/{index:02d}.png"
+            write_atomically(run / picture, partial(to_image(pixels).save, format="PNG"))
+            pictures.append(records.ShownPicture(name=name(sample), score=score, picture=picture))
+        return records.EvaluationFile.model_construct(
+            task=self.task,
+            classes=classes,
+            metrics={**self.metrics()},
+            images=self.num_images,
+            loss=self.loss,
+            per_class=self.per_class(classes),
+            pictures=pictures,
+            **to_show,
+        ).model_dump()
+
+    def _to_show(self) -> dict[str, Any]:
+        """What else a report shows: `points` of a plot, or `pictures`: sample, score and pixels of each."""
+        return {}
 
 
 def in_turn(lists: Sequence[list[Any]]) -> list[Any]:
@@ -122,9 +125,11 @@ class Task(ABC):
 
     name: ClassVar[str]
     metrics: ClassVar[tuple[Metric, ...]]  # the first one says which weights are best
+    losses: ClassVar[tuple[str, ...]]  # names of `loss.name`; the first is the usual one
     score_name: ClassVar[str | None] = None  # of `score` over the samples, in the metrics of training
     num_dims: ClassVar[int] = 2  # of outputs
     output_shape: ClassVar[str] = "[samples, classes]"
+    answer_name: ClassVar[str] = "probability"
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         """The loss, a scalar, of outputs, or of a tuple of them with the main head first; auxiliary heads count with a
@@ -155,6 +160,10 @@ class Task(ABC):
     def example(self, samples: int, image_size: int) -> Tensor:
         """Targets of some samples, to try an update with."""
         return torch.zeros(samples, dtype=torch.int64)
+
+    @abstractmethod
+    def answers(self, outputs: Tensor) -> Tensor:
+        """What is said of each picture, a number for each class: float [samples, classes]."""
 
     @abstractmethod
     def evaluation(self) -> Evaluation:
@@ -194,6 +203,12 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
     elif isinstance(outputs, tuple | list):
         for output in outputs:
             yield from _tensors(output)
+
+
+def to_image(pixels: Tensor) -> Image.Image:
+    """A picture from uint8 [channels, height, width], one or three channels."""
+    array = pixels.permute(1, 2, 0).contiguous().numpy()
+    return Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
 
 
 def precise(outputs: Tensor) -> Tensor:

@@ -95,11 +95,14 @@ class Classifier:
             with torch.inference_mode(), autocast_of(self._run.recipe, self._device):
                 pictures = self._normalize(images.to(self._device))
                 views = self._run.recipe.evaluation_views
-                logits = mean_over_views(self._run.task, network, pictures, views).float().cpu()
+                outputs = mean_over_views(self._run.task, network, pictures, views).float().cpu()
         finally:
             self._networks.put(network)
+        answers = self._run.task.answers(outputs)
+        if self._run.task.name == "regression":
+            return [tuple(enumerate(row)) for row in answers.tolist()]
         # As in an evaluation: of equally likely classes the first one.
-        ranked = logits.softmax(1).sort(dim=1, descending=True, stable=True)
+        ranked = answers.sort(dim=1, descending=True, stable=True)
         classes, probabilities = (part[:, : self._top].tolist() for part in (ranked.indices, ranked.values))
         return [tuple(zip(*row, strict=True)) for row in zip(classes, probabilities, strict=True)]
 
