@@ -38,4 +38,5 @@ def class_weights(
     total = float(weights @ counts)
     if total <= 0:
         raise ConvoyError(f"{key} leaves no training sample any weight: give one of its classes more than 0")
-    return weights * (counts.sum() / total)
+    scaled: NDArray[np.float64] = weights * (counts.sum() / total)
+    return scaled
