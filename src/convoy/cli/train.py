@@ -57,6 +57,10 @@ Examples:
 @keys.sets("data.workers", text="Processes that load data.", default="chosen for the data")
 @keys.sets("data.bad_images", metavar="WHAT", text="A picture that cannot be read: error or skip.")
 @keys.sets("model.weights", metavar="FILE|RUN")
+@keys.sets("best", metavar="METRIC")
+@keys.sets("stop_after", metavar="N")
+@keys.sets("loss.class_weights", metavar="WHAT", text="balanced, effective or A=1,B=3.", as_yaml=keys.weights_as_yaml)
+@keys.sets("log", metavar="NAME,…", text="Tell wandb, mlflow or trackio, too.", as_yaml=keys.patterns_as_yaml)
 @click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Any other key of the recipe; repeatable.")
 @options.device
 @keys.sets("parallel.devices", metavar="N")

@@ -56,18 +56,17 @@ def open_table(path: Path, config: DataConfig, progress: Progress | None, task: 
                 where = f"paths are relative to {shown(root)}"
                 raise ConvoyError(f"{_place(table, row)}: {brief(name)!r} is missing: {where}")
     names = _names(table, kind, columns, rows, config)
-    splits = {name: [row for row in rows if row.split == name] for name in ("train", "val", "test")}
-    train, test = splits["train"], splits["val"] or splits["test"]
-    notes = []
-    if splits["val"] and splits["test"]:
-        notes.append(f"the {len(splits['test']):,} pictures of the split test are not looked at: those of val are")
-    if test:
-        _check_classes(table, kind, train, test)
-    parts = [_source(root, kind, names, part) for part in (train, test) if part]
+    by_split = {word: [row for row in rows if row.split == word] for word in ("train", "val", "test")}
+    train, *held_out = by_split.values()
+    for part in filter(None, held_out):
+        _check_classes(table, kind, train, part)
+    parts = [_source(root, kind, names, part) if part else None for part in by_split.values()]
     if kind == "segmentation":
-        number = max(check_masks(part, config.classes, config.ignore_index, progress) for part in parts)
+        number = max(check_masks(part, config.classes, config.ignore_index, progress) for part in parts if part)
         names = names or [str(value) for value in range(max(number, 2))]
-    return Opened(table.parent.name or table.stem, names, *parts, notes=tuple(notes), task=kind)
+    first, validation, test = parts
+    assert first is not None
+    return Opened(table.parent.name or table.stem, names, first, test, validation=validation, task=kind)
 
 
 def _rows(table: Path) -> tuple[tuple[str, ...], list[_Row]]:

@@ -26,6 +26,7 @@ from convoy.training.schema import (
     seconds_of,
     sentence,
 )
+from convoy.training.trackers import check_trackers
 
 DEFAULT_MICROBATCH = 32
 _BUILT_IN = resources.files("convoy.training") / "recipes"
@@ -74,6 +75,11 @@ class LossConfig(Section):
         None, ge=0, lt=1, description="with bce: targets above become 1, others 0, after mixup and CutMix"
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Szegedy et al., 2016, section 7")
+    class_weights: Literal["balanced", "effective"] | dict[str, Annotated[float, Field(ge=0)]] | None = Field(
+        None,
+        description="weights of classes: balanced (1/samples), effective (Cui et al., 2019), or numbers, others 1; "
+        "their mean over the training samples becomes 1",
+    )
     aux_weight: float = Field(0.3, ge=0, description="weight of auxiliary heads (Szegedy et al., 2015, section 5)")
 
     @model_validator(mode="after")
@@ -194,10 +200,21 @@ class Recipe(Section):
         description="views of a picture whose logits are averaged: 2 with its mirror image, 6 with both moved by a "
         "pixel to the upper left and to the lower right, which count half",
     )
+    best: str | None = Field(
+        None,
+        min_length=1,
+        description="deliver the weights that are best in this metric of the evaluations; not said: the last",
+    )
+    stop_after: PositiveDuration | None = Field(
+        None, description="end, with the best weights, after so long without a better evaluation, e.g. 10ep"
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log_every: PositiveDuration | Literal["auto"] = Field(
         "auto",
         description="a line of metrics; auto: every 20 updates, or more often, so that short runs have 50",
+    )
+    log: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
+        ("tensorboard",), description="trackers that are told of the metrics, beside TensorBoard's files in the run"
     )
 
     @model_validator(mode="after")
@@ -237,6 +254,8 @@ class Recipe(Section):
         if self.reproducible and parallel.approximate is not None:
             promise = "reproducible gives the same weights on any number of devices"
             yield f"{promise}, but {parallel.approximate}: leave one of them out"
+        if self.data.sampling is not None and isinstance(self.loss.class_weights, str):
+            yield f"data.sampling and loss.class_weights={self.loss.class_weights} correct the same twice: give one"
         if self.model.whiten is not None and self.model.weights is not None:
             yield "model.whiten would replace the first layer of model.weights: give one, or model.whiten=null"
         if self.ema is not None and self.lookahead is not None:
@@ -265,6 +284,11 @@ class Recipe(Section):
                 f"schedule.warmup={schedule.warmup} is longer than the training, epochs={self.epochs}: train longer or "
                 "shorten the warm-up, e.g. --set schedule.warmup=5%"
             )
+
+    @property
+    def selects(self) -> bool:
+        """Whether something is chosen by evaluations."""
+        return self.best is not None or self.stop_after is not None
 
     def notes(self) -> Iterator[str]:
         """A sentence for each option that has no effect here and does no harm."""
@@ -416,6 +440,7 @@ def check_names(recipe: Recipe) -> None:
     if recipe.model.weights is not None and not expanded(recipe.model.weights).exists():
         raise ConvoyError(f"weights file {recipe.model.weights} does not exist: check the path")
     existing(recipe.data.path)
+    check_trackers(recipe.log)
 
 
 def _read(name_or_path: str) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def set_up(
         def check(most: int) -> None:
             check_batch(batch, most, "samples of the data")
 
-        data = open_data(recipe.data, say, check=check, task=recipe.task)
+        data = open_data(recipe.data, say, selects=recipe.selects, check=check, task=recipe.task)
         check_ranks(data, ranks)
     gpu = identify(device).gpu
     gpus = ranks.gather(gpu)
@@ -80,7 +80,9 @@ def set_up(
     model.to(device=None if as_graph else device, memory_format=memory_format)  # type: ignore[call-overload]
     shape = data.channels, data.image_size, data.image_size
     change = "data.image_size, data.channels, the microbatch or the model"
-    task = create_task(recipe, data.classes, data.task)
+    task = create_task(recipe, data.classes, data.task, data.train.labels)
+    if recipe.best is not None:
+        task.metric(recipe.best)
     tried = TriedNetwork.of(recipe, model, shape, device, change, task)
     tried.probe = replace(tried.probe, on_device=sharing)
     notes += [*settled.notes, *_without_heads(tried, explicit_keys)]
@@ -97,6 +99,7 @@ def set_up(
         notes=notes,
         code=ranks.first(lambda: code_of(model, tried.probe.graph)),
     )
+    ready.order()  # refuses classes that are not there before long work
     session = assemble(ready, choose_plan(ready, rivals, say) if plan is None else ChosenPlan(plan))
     session.notes += _of_recording(session, explicit_keys)
     return session

@@ -121,7 +121,7 @@ class Task(ABC):
 
     classes: Sequence[str]  # names of the outputs
     aux_weight: float = field(default=0.3, kw_only=True)  # of the loss of auxiliary heads
-    class_weights: Tensor | None = field(default=None, kw_only=True)  # [classes], in the loss of training
+    class_weights: Tensor | None = field(default=None, kw_only=True)  # [classes]; 1 in the mean over training samples
 
     name: ClassVar[str]
     metrics: ClassVar[tuple[Metric, ...]]  # the first one says which weights are best

@@ -3,6 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from convoy.data.imbalance import class_weights
 from convoy.errors import ConvoyError
 from convoy.training.classification import Classification
 from convoy.training.multi_label import MultiLabel
@@ -15,13 +20,19 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, Mul
 _USUAL = LossConfig.model_fields["name"].default  # of a recipe that says nothing
 
 
-def create_task(recipe: Recipe, classes: Sequence[str], name: str = "classification") -> Task:
+def create_task(
+    recipe: Recipe, classes: Sequence[str], name: str = "classification", labels: NDArray[np.int64] | None = None
+) -> Task:
     """The task of a recipe for data with such classes, whose targets are of the task with this name; a ConvoyError
-    where the recipe asks for what this task cannot have."""
+    where the recipe asks for what this task cannot have. Without the labels to train on, classes have no weights."""
     for problem in _contradictions(recipe, name):
         raise ConvoyError(problem)
     kind, loss = TASKS[name], recipe.loss
     options: dict[str, Any] = {"aux_weight": loss.aux_weight}
+    if loss.class_weights is not None and labels is not None:
+        of_samples = labels if kind is Classification else None
+        weights = class_weights(loss.class_weights, of_samples, classes, "loss.class_weights")
+        options["class_weights"] = torch.from_numpy(weights)
     if kind is MultiLabel:
         return MultiLabel(classes, threshold=loss.threshold, **options)
     options["loss_name"] = loss.name if loss.name in kind.losses else kind.losses[0]
@@ -41,6 +52,10 @@ def _contradictions(recipe: Recipe, name: str) -> Iterator[str]:
         return
     if recipe.target is not None:
         yield f"target is a share of right answers, and these data are of {name}: leave it out"
+    if recipe.data.sampling is not None:
+        yield f"data.sampling is for one-label classes, and these data are of {name}: leave it out"
+    if loss.class_weights is not None and kind is Regression:
+        yield f"loss.class_weights is for classes, and these data are of {name}: leave it out"
     for key in ("mixup", "cutmix"):
         if getattr(recipe.data.mix, key):
             yield f"data.mix.{key} mixes one-label classes, and these data are of {name}: leave it out"
