@@ -390,7 +390,7 @@ def work_of(graph: Graph) -> Work:
     plan, images = Plan(Mesh((), ())), graph.shape(graph.inputs[0])[0]
     placement = place(graph, plan, Batch(plan.mesh, (), (range(images),)), ())
     items = [_item(local_op(placed, placement, 0)) for placed in placement.calls if placed.call.op not in VIEWS]
-    elements = [math.prod(value.shape) for value in graph.parameters()]
+    elements = [math.prod(value.shape) for value in graph.parameters() if value.trains]
     kept, image = sum(item.written for item in items) / images, math.prod(graph.shape(graph.inputs[0])) / images
     return Work.of(items, float(sum(elements)), len(elements), kept, image, images)
 

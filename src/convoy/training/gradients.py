@@ -5,7 +5,7 @@ numbers begin.
 
 import math
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
@@ -27,6 +27,7 @@ from convoy.errors import ConvoyError
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.training.division import Division
+from convoy.training.fine_tuning import set_frozen
 from convoy.training.recipe import Recipe
 
 
@@ -65,25 +66,47 @@ class Exchange:
         parameters = network.model.named_parameters()
         self._split = [(p, tuple(sorted(network.layouts[name].split_axes))) for name, p in parameters]
         self._reduced = network.reduced(frozenset(network.sample_axes if self.local_mean else ()))
-        compression = torch.bfloat16 if recipe.parallel.gradient_compression == "bf16" else None
-        if network.reducer is not None and (recipe.reproducible or compression or self.local_mean):
-            network.reducer.remove()
-            network.reducer = None  # where the tree adds gradients, once it is known who has which microbatches
-            if not recipe.reproducible:
-                network.reducer = GradientReducer(self._reduced, network.groups, compress=compression)
+        self._compression = torch.bfloat16 if recipe.parallel.gradient_compression == "bf16" else None
+        if recipe.reproducible or self._compression or self.local_mean:
+            self._make_reducer()
 
     @property
     def divides_gradients(self) -> bool:
         """Whether ranks hold other gradients than each other, of parts or of their own samples."""
         return self.local_mean or any(axes for _, axes in self._split)
 
+    def _make_reducer(self) -> None:
+        """For the parameters that are trained by now; where the tree adds gradients, that is made once it is known who
+        has which microbatches."""
+        network = self.network
+        if network.reducer is not None:
+            network.reducer.remove()
+            network.reducer = None
+            if not self._recipe.reproducible:
+                network.reducer = GradientReducer(self._reduced, network.groups, compress=self._compression)
+
+    def train_others(self, frozen: Collection[str], thawed: Collection[str]) -> None:
+        """Let parameters be frozen, and others be trained, from the next update on. All ranks call it."""
+        set_frozen(self.network.model, frozen, True)
+        set_frozen(self.network.model, thawed, False)
+        self.network.train_others()
+        self._make_reducer()
+        if self._tree is not None:
+            self._tree.remove()
+            self._tree = self._new_tree(*self._divided)
+
+    def _new_tree(self, division: Division, num_passes: int) -> TreeReducer:
+        groups, axes, shares = self.network.groups, self.network.sample_axes, division.counts
+        return TreeReducer(self._reduced, groups, sample_axes=axes, shares=shares, passes=num_passes)
+
     def divide(self, division: Division, num_passes: int) -> None:
         """Divide the updates from the next on so, in so many passes each."""
         groups, axes, every = self.network.groups, self.network.sample_axes, self._recipe.parallel.local_sgd
+        self._divided = division, num_passes
         if self._tree is not None:
             self._tree.set_shares(division.counts, num_passes)
         elif self._recipe.reproducible:
-            self._tree = TreeReducer(self._reduced, groups, sample_axes=axes, shares=division.counts, passes=num_passes)
+            self._tree = self._new_tree(division, num_passes)
         if every is not None:
             weight = len(division.positions(self.network.sample_rank))
             self._local = LocalSgd(list(self.network.model.parameters()), groups, axes, every=every, weight=weight)

@@ -182,7 +182,7 @@ ADDED: dict[str, Any] = {
     **dict.fromkeys(("extends", "lookahead", "model.whiten", "loss.target_threshold")),
     **{f"data.{key}": None for key in ("decoder", "augment.padding", "evaluation_size", "progressive")},
     "evaluation_views": 1,
-    "optimizer.groups": [],
+    **{"optimizer.groups": [], "optimizer.freeze": [], "optimizer.layer_decay": None},
     "data.repeats": 1,
     "loss.name": "cross-entropy",
 }
