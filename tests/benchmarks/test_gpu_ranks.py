@@ -19,8 +19,8 @@ from convoy.data import AugmentConfig, DataConfig, DataSet, Order, training_batc
 from convoy.data.pixels import PixelSource
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
-from convoy.training.classification import InputPipeline
 from convoy.training.division import divide
+from convoy.training.evaluation import InputPipeline
 from convoy.training.gradients import Exchange, divided_network
 from convoy.training.optim import Schedule, create_optimizer
 from convoy.training.precision import Scaler

@@ -79,7 +79,7 @@ def test_further_views_are_of_the_same_sample_with_other_draws() -> None:
     for data in (source(), files):
         made = maker(data, skip=True, **ALL)
         one, other = (made.make(SAMPLES + 12 * view, 0) for view in (0, 1))
-        assert torch.equal(one.samples, other.samples) and torch.equal(one.labels, other.labels)
+        assert torch.equal(one.samples, other.samples) and torch.equal(one.targets, other.targets)
         assert one.bad == other.bad and not any(
             torch.equal(*pair) for pair in zip(one.images, other.images, strict=True)
         )
@@ -102,7 +102,7 @@ def test_a_bad_picture_gives_its_place_to_the_next_good_one() -> None:
     data = Listed(files)
     made = maker(data, skip=True, flip=True)
     batch, evaluation = made.make(np.array([1, 2, 5, 4]), 0), made.make(np.arange(6), None)
-    assert batch.samples.tolist() == [1, 4, 0, 4] and batch.labels.tolist() == data.labels[[1, 4, 0, 4]].tolist()
+    assert batch.samples.tolist() == [1, 4, 0, 4] and batch.targets.tolist() == data.labels[[1, 4, 0, 4]].tolist()
     assert sorted(sample for sample, _ in batch.bad) == [2, 3, 5]
     assert torch.equal(batch.images[1], batch.images[3])
     assert torch.equal(batch.images[2], made.make(np.array([0]), 0).images[0])
@@ -132,8 +132,8 @@ def test_three_epochs_are_the_same_for_any_number_of_workers_and_after_a_resume(
 
 def test_an_evaluation_counts_every_sample_once_in_order_and_is_not_augmented(photos: Path) -> None:
     (whole,) = evaluated(config(photos), 9)
-    assert whole.labels.tolist() == open_data(config(photos)).test.labels.tolist()
+    assert whole.targets.tolist() == open_data(config(photos)).test.labels.tolist()
     parts = evaluated(config(photos, workers=2, augment=ALL), 4)
     assert torch.cat([part.samples for part in parts]).tolist() == list(range(9))
-    assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
+    assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
     assert torch.equal(torch.cat([part.images for part in parts]), whole.images)

@@ -14,9 +14,9 @@ from convoy.ops.statistics import RunningStatistics
 from convoy.plans.plan import Plan
 from convoy.training import watchdog
 from convoy.training.build import TriedNetwork
-from convoy.training.classification import InputPipeline
 from convoy.training.division import Division
 from convoy.training.environment import join_ranks
+from convoy.training.evaluation import InputPipeline
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
 from training.scenarios import Settings, drop_checkpoints, refusals, summary

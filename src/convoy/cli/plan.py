@@ -57,6 +57,7 @@ Examples:
     default="by measured speed",
 )
 @keys.batch_norm
+@keys.freeze
 @keys.precision
 @keys.channels_last
 @keys.recompute

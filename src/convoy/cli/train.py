@@ -21,7 +21,7 @@ Examples:
   convoy train timm:efficientnet_b0 --data photos/ --epochs 30 --weights b0.safetensors
   convoy train runs/cifar --resume
   convoy train runs/cifar --extend 8ep                 # a new run, runs/cifar-extended
-  convoy train resnet18 --data flowers/ --weights runs/photos
+  convoy train resnet18 --data flowers/ --weights runs/photos --freeze trunk:2ep --set optimizer.layer_decay=0.7
 """,
 )
 @click.argument("model", required=False)
@@ -54,6 +54,7 @@ Examples:
 @keys.sets("data.workers", text="Processes that load data.", default="chosen for the data")
 @keys.sets("data.bad_images", metavar="WHAT", text="A picture that cannot be read: error or skip.")
 @keys.sets("model.weights", metavar="FILE|RUN")
+@keys.freeze
 @click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Any other key of the recipe; repeatable.")
 @options.device
 @keys.sets("parallel.devices", metavar="N")

@@ -27,6 +27,7 @@ from convoy.training.parallel_config import num_devices, plan_of
 from convoy.training.resume import check_run
 from convoy.training.schema import seconds_of
 from convoy.training.set_up import check_devices
+from convoy.training.task import in_words
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 from convoy.units import plural, shorten
 
@@ -166,7 +167,8 @@ def _answer(outcome: Outcome, ranks: Ranks, verbose: bool) -> int:
     if outcome.comparison is not None and outcome.comparison.update.predicted_s is not None:
         comparison = outcome.comparison
         say(comparison_text(comparison) if verbose else headline(comparison))
-    console.print(f"test accuracy {outcome.top1:.2%}", style="bold")
+    result = in_words(outcome.best_metric, outcome.metrics[outcome.best_metric]).replace("top-1", "accuracy")
+    console.print(f"test {result}", style="bold")
     if ranks.rank == 0:
         folder = RunDirectory(out)
         if skipped := folder.summary().get("bad_images"):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from convoy.comm.ranks import Ranks
     from convoy.data import DataSet
-    from convoy.training.classification import Evaluation
+    from convoy.training.task import Evaluation
     from convoy.training.use import FileClasses
 
 HEADER = ("file", "rank", "class", "probability")
@@ -243,20 +243,22 @@ def evaluate(
         if data is None and checkpoint is None and not trained.changed:
             _keep(run, opened, result)
         form = "json" if as_json else "csv" if as_csv else ""
-        _show_evaluation(opened.name, result, trained.classes if per_class else [], form)
+        names = [metric.name for metric in trained.task.metrics]
+        _show_evaluation(opened.name, result, names, trained.classes if per_class else [], form)
         return 0
 
     return on_devices(arguments, devices, device, work)
 
 
-def _show_evaluation(name: str, result: "Evaluation", classes: list[str], form: str) -> None:
-    """Print the evaluation, and that of every class where they are given."""
+def _show_evaluation(
+    name: str, result: "Evaluation", names: Sequence[str], classes: list[str], form: str
+) -> None:
+    """Print the metrics of these names, and those of every class where they are given."""
+    metrics = result.metrics()
     row: dict[str, Any] = {
         "data": name,
         "images": result.num_images,
-        "top1": result.top1,
-        "top5": result.top5,
-        "loss": result.loss,
+        **{metric: metrics.get(metric) for metric in names},
         "not readable": len(result.bad),
     }
     rows: list[dict[str, Any]] = result.per_class(classes) if classes else []

@@ -22,10 +22,10 @@ from convoy.errors import ConvoyError
 
 @dataclass
 class Batch:
-    """Pictures and labels of one update, or of a piece of an evaluation."""
+    """Pictures and targets of one update, or of a piece of an evaluation."""
 
     images: Tensor  # uint8 [samples, channels, height, width]
-    labels: Tensor  # int64 [samples]
+    targets: Tensor  # [samples, …]: int64 [samples] for labels of classes
     samples: Tensor  # int64 [samples], their numbers in the source
     epoch: int = 0  # 0-based; 0 in an evaluation
     # Number and reason of pictures that could not be read. In training the next good sample took their place; in an
@@ -33,11 +33,11 @@ class Batch:
     bad: list[tuple[int, str]] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.targets)
 
     def pin_memory(self) -> "Batch":
         """The same batch in memory from which copies to an accelerator need not wait."""
-        return replace(self, images=self.images.pin_memory(), labels=self.labels.pin_memory())
+        return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
 
 
 @dataclass

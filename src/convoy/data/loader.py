@@ -319,7 +319,7 @@ class Workers:
         batch = self._maker.batch(torch.from_numpy(images), Filled(samples, bad), request.epoch)
         if not self._pin_memory:
             return batch
-        return replace(batch, labels=batch.labels.pin_memory()) if self._buffers.pinned else batch.pin_memory()
+        return replace(batch, targets=batch.targets.pin_memory()) if self._buffers.pinned else batch.pin_memory()
 
 
 def _filler(maker: BatchMaker, buffers: Buffers) -> Callable[..., tuple[int, list[tuple[int, str]]]]:

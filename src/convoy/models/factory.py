@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from convoy.errors import ConvoyError, reason
 from convoy.failure import INSTALLED
@@ -88,6 +88,11 @@ class Timm:
         model: nn.Module = called(self.name, create, self._model(), pretrained=False, **requested_sizes, **options)
         return model
 
+    def weights(self) -> dict[str, Tensor]:
+        """Those that timm publishes."""
+        model: nn.Module = _extra("timm").create_model(self._model(), pretrained=True)
+        return model.state_dict()
+
     def _model(self) -> str:
         timm = _extra("timm")
         model = self.name.partition(":")[2]
@@ -132,6 +137,12 @@ class Torchvision:
         model: nn.Module = called(self.name, builder, weights=None, **(arguments | dict(options)))
         return model
 
+    def weights(self) -> dict[str, Tensor]:
+        """Those that torchvision's `weights="DEFAULT"` stands for."""
+        published = _extra("torchvision.models").get_model_weights(self._model())
+        state: dict[str, Tensor] = published.DEFAULT.get_state_dict(progress=False, check_hash=True)
+        return state
+
     def _options(self) -> list[str]:
         builder = _extra("torchvision.models").get_model_builder(self._model())
         network = typing.get_type_hints(builder)["return"]
@@ -165,7 +176,8 @@ def _extra(module: str) -> ModuleType:
 def _refuse_downloads(name: str, options: Mapping[str, Any]) -> None:
     for option in DOWNLOADS & options.keys():
         raise ConvoyError(
-            f"option {option!r} of {name} would download or unpickle weights: give a file with --weights FILE"
+            f"option {option!r} of {name} would download or unpickle weights: give a file with --weights FILE, or "
+            f"--weights {name}"
         )
 
 

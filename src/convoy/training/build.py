@@ -34,13 +34,13 @@ from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE
 from convoy.resources import host_memory
 from convoy.script.data import evaluating
-from convoy.training.classification import heads
 from convoy.training.derived import num_microbatches
 from convoy.training.fine_tuning import freeze_always
 from convoy.training.optim import check_groups
 from convoy.training.precision import lowered
 from convoy.training.recipe import DEFAULT_MICROBATCH, Recipe
 from convoy.training.run_directory import RunDirectory
+from convoy.training.task import Task
 
 
 @dataclass(frozen=True)
@@ -252,23 +252,20 @@ class TriedNetwork:
         image_shape: tuple[int, int, int],
         device: torch.device,
         change: str,
-        num_classes: int | None = None,
+        task: Task | None = None,
     ) -> "TriedNetwork":
         """Read off the network's calls what it does with two microbatches of images, in training and in evaluation.
 
         A ConvoyError says that it cannot train on such images, with `change` as what a user could change, or gives
-        other than `num_classes` logits (None: any number).
+        other outputs than the task needs (None: any).
         """
         sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
         samples = min(2, *sizes)
         try:
             result = probe(model, image_shape, device, samples, lowered(recipe))
-            number = num_classes and _num_logits(model, result.graph, torch.zeros(1, *image_shape, device=device))
-            if number != num_classes:
-                raise ConvoyError(
-                    f"{recipe.model.name} gives {number} logits for an image, but the data has {num_classes} classes: "
-                    "build the network for as many classes, or choose another model"
-                )
+            if task is not None:
+                image = torch.zeros(1, *image_shape, device=device)
+                task.check_outputs(_outputs(model, result.graph, image), image_shape, recipe.model.name)
         except (ConvoyError, torch.OutOfMemoryError):
             raise
         except (CaptureError, RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
@@ -369,14 +366,12 @@ class TriedNetwork:
         return why_not is None and self.recipe.cuda_graphs == "auto" and graph_on(self.device) is not None
 
 
-def _num_logits(model: nn.Module, graph: Graph | None, image: torch.Tensor) -> int:
-    """Of the main head."""
+def _outputs(model: nn.Module, graph: Graph | None, image: torch.Tensor) -> Any:
+    """Those of the network, or tensors of their shapes."""
     if graph is not None:
-        outputs = tree.replace(graph.output, Ref, lambda ref: torch.empty(graph.shape(ref.name), device="meta"))
-    else:
-        with evaluating(model), torch.no_grad():
-            outputs = model(image)
-    return heads(outputs)[0].shape[1]
+        return tree.replace(graph.output, Ref, lambda ref: torch.empty(graph.shape(ref.name), device="meta"))
+    with evaluating(model), torch.no_grad():
+        return model(image)
 
 
 def has_batch_norm(model: nn.Module) -> bool:

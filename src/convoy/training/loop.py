@@ -25,7 +25,7 @@ from convoy.launch.rank import HANDED_ON, outlives
 from convoy.planner.comparison import Comparison
 from convoy.progress import Reporter
 from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver, Timetable
-from convoy.training.classification import Evaluation, StoppedError
+from convoy.training.evaluation import StoppedError
 from convoy.training.gradients import ADVICE, NotFiniteError
 from convoy.training.log import SHOW_EVERY_S, Log, MetricsWriter, Sums
 from convoy.training.recorder import REMEMBERED, Recorder, Subscriber, compare
@@ -41,6 +41,7 @@ from convoy.training.resume import (
 )
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
+from convoy.training.task import Evaluation
 
 _SIGNALS = ("", "SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
 SIGNALS: Mapping[int, str] = {signal.Signals[name]: name for name in _SIGNALS if name}
@@ -133,6 +134,7 @@ class Asking:
 GIVE_UP = 20  # updates left out in a row after which the run ends
 TOLD = 5  # updates left out of which something is said
 _DECIDED_ANEW = ("checkpoint every ", "shares ")
+_RENAMED = {"best_top1": "best", "num_correct": "score"}  # what checkpoints of before call otherwise
 
 
 class Loop:
@@ -226,7 +228,10 @@ class Loop:
         if changed:
             self.tell(f"from update {checkpoint.step + 1:,} on with other code: {changed}")
         values = self.session.state.unpack(checkpoint)
-        self.progress, self._sums = RunProgress(**values["progress"]), Sums(**values["window"])
+        progress, window = (
+            {_RENAMED.get(key, key): value for key, value in values[part].items()} for part in ("progress", "window")
+        )
+        self.progress, self._sums = RunProgress(**progress), Sums(**window)
         self.done = checkpoint.step
 
     def take_metrics(self) -> None:
@@ -383,8 +388,10 @@ class Loop:
         for sample, reason in result.bad:
             self.progress.add_bad(self.session.data.test.name(sample), reason, "test")
         self._log.test(self.done, result)
-        if self.progress.best_top1 is None or result.top1 > self.progress.best_top1:
-            self.progress.best_top1, self.progress.best_step = result.top1, self.done
+        metric = self.session.task.metrics[0]
+        value = result.metrics()[metric.name]
+        if metric.improves(value, self.progress.best):
+            self.progress.best, self.progress.best_step = value, self.done
             self._save()
 
     def _save(self) -> None:

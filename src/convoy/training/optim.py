@@ -66,8 +66,8 @@ class _Common(Section):
     )
     freeze: tuple[FrozenPart, ...] = Field(
         (),
-        description="layers that are not trained, with their batch norm, as layer1 or layer1.*, layer1:3ep until then, "
-        "trunk for all but the head; names that `*` and `?` may stand in",
+        description="layers that are not trained: layer1,layer?.0, or layer1:3ep until then; or trunk, all but the head"
+        "; their batch norm keeps its running statistics",
     )
     layer_decay: float | None = Field(
         None, gt=0, le=1, description="what the rate of a layer is multiplied by for each one between it and the head"

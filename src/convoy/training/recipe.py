@@ -40,7 +40,9 @@ class ModelConfig(Section):
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of that network")
     weights: str | None = Field(
-        None, min_length=1, description="begin with these weights: .safetensors, .pth, or a run"
+        None,
+        min_length=1,
+        description="begin with these weights: .safetensors, .pth, a run, torchvision:NAME or timm:NAME",
     )
     whiten: int | None = Field(
         None,
@@ -385,7 +387,10 @@ def _put(document: Any, keys: Sequence[str], value: Any) -> None:
 def check_names(recipe: Recipe) -> None:
     """Refuse a network, file of weights, or data set that is not there, as far as that is seen without torch."""
     check_name(recipe.model.name)
-    if recipe.model.weights is not None and not expanded(recipe.model.weights).exists():
+    weights = recipe.model.weights
+    if weights is not None and weights.startswith(("torchvision:", "timm:")):
+        check_name(weights)
+    elif weights is not None and not expanded(weights).exists():
         raise ConvoyError(f"weights file {recipe.model.weights} does not exist: check the path")
     existing(recipe.data.path)
 

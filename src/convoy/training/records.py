@@ -27,7 +27,7 @@ class RunProgress:
     data_wait_s: float = 0.0  # of that, spent waiting for data, after the first update
     start_s: float = 0.0  # of the first update, with the start of the processes that load data
     num_images: int = 0  # training images seen
-    best_top1: float | None = None
+    best: float | None = None  # value of the metric that says which weights are best
     best_step: int | None = None
     to_evaluate: bool = False  # an evaluation was stopped, and is to be done again
     left_out: int = 0  # updates not made, because loss or gradient were not finite
@@ -114,6 +114,9 @@ class RunSummary(Record):
     top1: Share = None
     top5: Share = None
     loss: Number = None
+    metrics: dict[str, Number] = {}  # all that the evaluation has
+    best_metric: str | None = None  # that says which weights are best
+    best: Number = None  # its value
     best_top1: Share = None
     best_step: int | None = None
     time_s: Number = None

@@ -29,12 +29,14 @@ from convoy.errors import ConvoyError
 from convoy.models.factory import check_own
 from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
-from convoy.training.classification import Evaluation, InputPipeline, evaluate
+from convoy.training.evaluation import InputPipeline, evaluate
 from convoy.training.precision import set_numerics, settle
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.resume import code_difference, code_of
 from convoy.training.run_directory import RunDirectory
 from convoy.training.state import delivered_weights
+from convoy.training.task import Evaluation, Task
+from convoy.training.tasks import create_task
 
 EVALUATION_BATCH = 256
 
@@ -119,6 +121,11 @@ class TrainedRun:
     changed: str = ""  # the first layer that the code makes otherwise than when the weights were written
 
     @property
+    def task(self) -> Task:
+        """What the network was trained for."""
+        return create_task(self.recipe, self.classes)
+
+    @property
     def memory_format(self) -> torch.memory_format:
         """Of pictures and weights, as in training."""
         return torch.channels_last if self.recipe.channels_last else torch.contiguous_format
@@ -165,7 +172,7 @@ def load_run(
     Args:
         path: the run directory.
         checkpoint: `best`, `last` or an update, instead of the final weights: of any run, also one that was stopped.
-            The best one has the highest accuracy of the evaluations on the test split.
+            The best one has the best metric, as accuracy, of the evaluations on the test split.
         trust_code: build a network that the run names as `package.module:factory` also where that lies outside of the
             current folder: whoever wrote the run then has your rights.
 
@@ -297,4 +304,4 @@ def evaluate_run(run: TrainedRun, data: DataSet, device: torch.device, ranks: Ra
     set_numerics(run.recipe)
     run.to(device)
     pipeline = InputPipeline(data, device, run.memory_format)
-    return evaluate(run.network, pipeline, run.recipe, len(run.classes), EVALUATION_BATCH, ranks)
+    return evaluate(run.network, pipeline, run.recipe, run.task, EVALUATION_BATCH, ranks)

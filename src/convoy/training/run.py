@@ -56,9 +56,15 @@ class Outcome:
     run: Path
     steps: int
     total_steps: int
-    top1: float | None  # share of right answers on the test split, if it was evaluated
+    metrics: dict[str, float]  # of the test split, if it was evaluated
+    best_metric: str  # the name of the one that says which weights are best
     signal: str | None  # that stopped the run; None where it finished
     comparison: Comparison | None = None  # None where the run ended too early
+
+    @property
+    def top1(self) -> float | None:
+        """Share of right answers on the test split."""
+        return self.metrics.get("top1")
 
 
 @dataclass
@@ -102,7 +108,9 @@ class Trainer:
             loop = self._begin(watchdog)
             if loop.finished:
                 self.ranks.barrier()
-                return Outcome(self.out, loop.done, loop.done, self._folder.summary().get("top1"), None)
+                summary = self._folder.summary()
+                metrics = summary.get("metrics") or {"top1": summary.get("top1")}  # of runs of before
+                return Outcome(self.out, loop.done, loop.done, metrics, loop.session.task.metrics[0].name, None)
             # Cuts into stages are the devices', so they stand there and not in the recipe.
             self.ranks.first(lambda: write_text(self._folder.plan, loop.session.plan_with_cuts.to_yaml()))
             self._summarize(loop, "running")
@@ -115,8 +123,9 @@ class Trainer:
                 self._end_by(error, trace, watchdog)
             self._summarize(loop, "stopped" if signal else "finished")
             self.ranks.barrier()  # nobody goes on, or away, before all is written
-        top1 = loop.evaluation.top1 if loop.evaluation else None
-        return Outcome(self.out, loop.done, loop.session.quantities.total_updates, top1, signal, loop.comparison)
+        metrics = loop.evaluation.metrics() if loop.evaluation else {}
+        session, best = loop.session, loop.session.task.metrics[0].name
+        return Outcome(self.out, loop.done, session.quantities.total_updates, metrics, best, signal, loop.comparison)
 
     def _begin(self, watchdog: Watchdog) -> Loop:
         """The loop at its beginning, or at the newest checkpoint, in a folder that is this run's alone."""

@@ -34,9 +34,9 @@ from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, bubble
 from convoy.plans.traffic import rows_of_stages
 from convoy.training.build import TriedNetwork, has_batch_norm
-from convoy.training.classification import Evaluation, InputPipeline, evaluate
 from convoy.training.derived import Quantities, derive
 from convoy.training.division import Division, Pass, divide, soonest, text
+from convoy.training.evaluation import InputPipeline, evaluate
 from convoy.training.fine_tuning import thaws
 from convoy.training.gradients import Exchange, FiniteGuard, divided_network
 from convoy.training.optim import create_optimizer, learning_rate
@@ -46,6 +46,7 @@ from convoy.training.records import Derived, StageRecord
 from convoy.training.resume import Code
 from convoy.training.state import AveragedWeights, MovingAverage, RunState, SlowWeights
 from convoy.training.step import TrainingStep
+from convoy.training.task import Evaluation, Task
 from convoy.units import plural, rough_percent, size
 
 
@@ -68,6 +69,7 @@ class Prepared(TriedNetwork):
     """What a session is made of, whatever the plan."""
 
     data: DataSet
+    task: Task
     quantities: Quantities
     ranks: Ranks
     keeps_times: bool  # what is measured is kept for later plans, and what is kept is used
@@ -181,11 +183,9 @@ class Session(Prepared):
         """
         self.state.exchange.synchronize()
         announce = partial(setattr, self.network, "samples")
-        size, num_classes = self.evaluation_batch(), len(self.data.classes)
+        size = self.evaluation_batch()
         with self.state.delivered() as model:
-            return evaluate(
-                model, self.pipeline, self.recipe, num_classes, size, self.ranks, announce, is_asked_to_stop
-            )
+            return evaluate(model, self.pipeline, self.recipe, self.task, size, self.ranks, announce, is_asked_to_stop)
 
     def evaluation_batch(self) -> int:
         """Samples of a pass: as many as in training, but no more than a rank's even share."""
@@ -231,6 +231,7 @@ class Session(Prepared):
         self.state.exchange.divide(self.division, len(passes))
         step = TrainingStep(
             recipe,
+            self.task,
             self.state,
             self.pipeline,
             self.quantities.schedule,

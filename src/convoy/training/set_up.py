@@ -23,6 +23,7 @@ from convoy.training.precision import check_precision, set_numerics, settle
 from convoy.training.recipe import LossConfig, Recipe
 from convoy.training.resume import check_ranks, code_of
 from convoy.training.session import ChosenPlan, Prepared, Session, assemble
+from convoy.training.tasks import create_task
 from convoy.training.workloads import choose_plan
 
 
@@ -75,7 +76,8 @@ def set_up(
     model.to(device=None if as_graph else device, memory_format=memory_format)  # type: ignore[call-overload]
     shape = data.channels, data.image_size, data.image_size
     change = "data.image_size, data.channels, the microbatch or the model"
-    tried = TriedNetwork.of(recipe, model, shape, device, change, len(data.classes))
+    task = create_task(recipe, data.classes)
+    tried = TriedNetwork.of(recipe, model, shape, device, change, task)
     tried.probe = replace(tried.probe, on_device=sharing)
     notes += [*settled.notes, *_without_heads(tried, explicit_keys)]
     sizes, smaller = tried.divisible_sizes(*parts_of(recipe, plan, ranks.num))
@@ -83,6 +85,7 @@ def set_up(
     ready = Prepared(
         **vars(tried),
         data=data,
+        task=task,
         quantities=replace(quantities, sizes=sizes),
         ranks=ranks,
         keeps_times=keep,
