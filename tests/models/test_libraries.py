@@ -56,20 +56,20 @@ class StandIn(ModuleType):
 def test_published_weights_are_those_of_the_library_with_a_fresh_head(monkeypatch: pytest.MonkeyPatch) -> None:
     timm, torchvision, vision_models = StandIn(), ModuleType("torchvision"), ModuleType("torchvision.models")
     monkeypatch.setitem(sys.modules, "timm", timm)
-    net = nn.Conv2d(3, 5, 1)
-    fresh = net.weight.clone()
+    net, fresh = nn.Sequential(nn.Conv2d(3, 5, 1)), nn.Sequential(nn.Conv2d(3, 5, 1)).state_dict()
+    monkeypatch.setattr(timm, "create_model", lambda *_, pretrained: nn.Sequential(nn.Conv2d(3, 1000, 1)))
+    net.load_state_dict(fresh)
     (note,) = load_weights(net, "timm:tiny")
     assert note.startswith("timm:tiny has 1000 classes and this net 5: fresh weights stay in ")
-    assert timm.calls == [{"name": "tiny", "pretrained": True}]
-    assert torch.equal(net.weight, fresh)
-    published = nn.Conv2d(3, 5, 1).state_dict()
+    assert torch.equal(net[0].weight, fresh["0.weight"])
+    published = nn.Sequential(nn.Conv2d(3, 5, 1)).state_dict()
     weights = SimpleNamespace(DEFAULT=SimpleNamespace(get_state_dict=lambda **_: published))
     vision_models.get_model_weights = lambda name: weights  # type: ignore[attr-defined]
     vision_models.list_models = lambda module: ["tiny"]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torchvision", torchvision)
     monkeypatch.setitem(sys.modules, "torchvision.models", vision_models)
     assert load_weights(net, "torchvision:tiny") == []
-    assert torch.equal(net.weight, published["weight"])
+    assert torch.equal(net[0].weight, published["0.weight"])
     assert "torchvision:tiny does not fit Linear: " in mistake(lambda: load_weights(nn.Linear(2, 2), "torchvision:tiny"))
     weights.DEFAULT = None
     assert "cannot be fetched" in mistake(lambda: load_weights(net, "torchvision:tiny"))
