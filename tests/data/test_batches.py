@@ -88,12 +88,31 @@ def test_further_views_are_of_the_same_sample_with_other_draws() -> None:
 def test_a_samples_picture_depends_on_seed_epoch_and_sample_only() -> None:
     files = Listed([encoded(picture(seed=i), "JPEG") for i in range(12)])
     for made in (
-        maker(source(), crop="pad", flip=True),
+        maker(source(), crop="pad", flip=True, random_erasing=0.9),
         maker(files, **ALL, rand_augment="n2-m9", interpolation="bicubic"),
+        maker(files, **ALL, trivial_augment=True, random_erasing=0.9),
     ):
         alone, together = made.make(np.array([3]), 4).images[0], made.make(SAMPLES, 4).images
         assert torch.equal(together[1], alone) and torch.equal(together[3], alone)
         assert not torch.equal(made.make(np.array([3]), 5).images[0], alone)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_erasing_makes_noise_of_a_rectangle_of_so_many_pictures_and_trivial_augment_moves_most(channels: int) -> None:
+    many, numbers = source(400, 24, channels), np.arange(400)
+    plain = maker(many, 24, channels=channels).make(numbers, 0).images
+    erased = maker(many, 24, channels=channels, random_erasing=0.25).make(numbers, 0).images
+    parts = []
+    for before, after in zip(plain, erased, strict=True):
+        rows, columns = (((before != after).any(0)).any(dim).nonzero().flatten() for dim in (1, 0))
+        if len(rows):
+            height, width = int(rows[-1] - rows[0]) + 1, int(columns[-1] - columns[0]) + 1
+            piece = after[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+            assert (piece != before[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]).float().mean() > 0.8
+            parts.append(height * width / 24**2)
+    assert 70 < len(parts) < 130 and 0.01 < min(parts) < max(parts) < 0.37 and np.mean(parts) > 0.1
+    trivial = maker(many, 24, channels=channels, trivial_augment=True).make(numbers, 0).images
+    assert 200 < (trivial != plain).flatten(1).any(1).sum() < 390  # one operation of 14 is none, a strength of 31 too
 
 
 def test_a_bad_picture_gives_its_place_to_the_next_good_one() -> None:

@@ -16,7 +16,7 @@ from convoy.data.decode import BadImage, Crop, Turbo, in_channels
 from convoy.data.order import Purpose, uniforms
 from convoy.data.pixels import PixelSource
 from convoy.data.sources import EncodedSource, Source, refusal
-from convoy.data.transforms import ColorAugment, Geometry
+from convoy.data.transforms import ColorAugment, Geometry, erase
 from convoy.errors import ConvoyError
 
 
@@ -95,6 +95,12 @@ class BatchMaker:
         """Write the pictures of some samples [n] to `images` [n, channels, height, width]; no `epoch` means evaluation.
         A picture that cannot be read gives its place to the next sample in the source that can; in an evaluation it is
         missing, and those after it move up."""
+        filled = self._filled(images, samples, epoch)
+        if epoch is not None and (probability := self.geometry.augment.random_erasing):
+            erase(images, filled.samples, probability, self.seed, epoch)
+        return filled
+
+    def _filled(self, images: NDArray[np.uint8], samples: NDArray[np.int64], epoch: int | None) -> Filled:
         if self.central if epoch is None else self.vectorised:
             self._cut(images, samples, epoch)
             return Filled(samples)

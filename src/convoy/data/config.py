@@ -54,6 +54,12 @@ class AugmentConfig(_Section):
     rand_augment: str | None = Field(
         None, description="RandAugment (Cubuk et al., 2020) as nN-mM: N operations of strength M of 30, e.g. n2-m9"
     )
+    trivial_augment: bool = Field(
+        False, description="TrivialAugment (Müller and Hutter, 2021): one operation of any strength, of its wide space"
+    )
+    random_erasing: float = Field(
+        0.0, ge=0, le=1, description="probability that a rectangle becomes noise (Zhong et al., 2020: 0.5)"
+    )
     interpolation: Interpolation | None = Field(None, description="how pictures are resized (bilinear if not said)")
 
     @field_validator("scale")
@@ -88,6 +94,8 @@ class AugmentConfig(_Section):
         for name, crop in needs.items():
             if getattr(self, name) is not None and self.crop != crop:
                 raise ValueError(f"{name} would be ignored with crop={self.crop}: set crop={crop} or leave {name} out")
+        if self.trivial_augment and self.rand_augment:
+            raise ValueError("trivial_augment takes the place of rand_augment: leave one of them out")
         return self
 
     @property

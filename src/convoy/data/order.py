@@ -26,6 +26,9 @@ class Purpose(IntEnum):
     PCA = 6
     RAND_AUGMENT = 7
     MIX = 8
+    TRIVIAL_AUGMENT = 9
+    ERASE = 10
+    NOISE = 11
 
 
 def keys(seed: int, purpose: Purpose, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -26,6 +26,7 @@ from convoy.training.schema import (
     seconds_of,
     sentence,
 )
+from convoy.training.trackers import check_trackers
 
 DEFAULT_MICROBATCH = 32
 _BUILT_IN = resources.files("convoy.training") / "recipes"
@@ -183,6 +184,9 @@ class Recipe(Section):
     log_every: PositiveDuration | Literal["auto"] = Field(
         "auto",
         description="a line of metrics; auto: every 20 updates, or more often, so that short runs have 50",
+    )
+    log: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
+        ("tensorboard",), description="trackers that are told of the metrics, beside TensorBoard's files in the run"
     )
 
     @model_validator(mode="after")
@@ -393,6 +397,7 @@ def check_names(recipe: Recipe) -> None:
     elif weights is not None and not expanded(weights).exists():
         raise ConvoyError(f"weights file {recipe.model.weights} does not exist: check the path")
     existing(recipe.data.path)
+    check_trackers(recipe.log)
 
 
 def _read(name_or_path: str) -> dict[str, Any]:

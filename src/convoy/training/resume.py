@@ -71,6 +71,7 @@ FREE = (
     "data.path",
     "checkpoint",
     "log_every",
+    "log",
     "on_nan",
     "evaluate_every",
     "optimizer.fused",
@@ -171,7 +172,7 @@ def since_begun(
 def differences(recipe: Recipe, begun: Recipe, free: Sequence[str] = ()) -> Iterator[tuple[str, Any, Any]]:
     """Keys that define the result and differ, with both values, but for those that are `free`; what a recipe leaves
     open is as it was begun."""
-    now, before = (dict(_leaves(version)) for version in (as_begun(recipe, begun), begun))
+    now, before = (dict(leaves(version)) for version in (as_begun(recipe, begun), begun))
     for key in dict.fromkeys([*now, *before]):
         if now.get(key) != before.get(key) and not _is_below(key, (*FREE, *free)):
             yield key, now.get(key), before.get(key)
@@ -185,13 +186,14 @@ ADDED: dict[str, Any] = {
     **{"optimizer.groups": [], "optimizer.freeze": [], "optimizer.layer_decay": None},
     "data.repeats": 1,
     "loss.name": "cross-entropy",
+    "data.augment.trivial_augment": False,
+    "data.augment.random_erasing": 0.0,
 }
 
 
 def identity(recipe: Recipe, num_train: int, num_test: int) -> str:
     """A checksum of all that defines the result of a run: the recipe's keys, and how many samples the data has."""
-    leaves = dict(_leaves(recipe))
-    fixed = {key: v for key, v in leaves.items() if not _is_below(key, FREE) and (key, v) not in ADDED.items()}
+    fixed = {key: v for key, v in leaves(recipe) if not _is_below(key, FREE) and (key, v) not in ADDED.items()}
     text = json.dumps([fixed, num_train, num_test], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -200,10 +202,11 @@ def _is_below(key: str, names: Sequence[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _leaves(document: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(document: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key of a recipe, dotted, with its value."""
     for key, value in (document.model_dump(mode="json") if isinstance(document, Recipe) else document).items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

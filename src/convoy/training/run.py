@@ -35,12 +35,14 @@ from convoy.training.resume import (
     check_extension,
     check_run,
     extended,
+    leaves,
     load_latest,
     since_begun,
 )
 from convoy.training.run_directory import RunDirectory, briefly, disk_explained
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
+from convoy.training.trackers import Trackers
 from convoy.training.watchdog import Watchdog, say_and_end
 
 LOCK_PATIENCE_S = 30.0  # in which a process that is about to end lets go of the run
@@ -106,6 +108,8 @@ class Trainer:
                 watchdog = Watchdog(self.ranks, meeting_store(), say_and_end, patient=True)
                 self._stack.enter_context(watchdog)
             loop = self._begin(watchdog)
+            if self.ranks.rank == 0:
+                self._stack.enter_context(Trackers(self._folder, self.recipe.log, dict(leaves(self.recipe)), loop.tell))
             if loop.finished:
                 self.ranks.barrier()
                 summary = self._folder.summary()
