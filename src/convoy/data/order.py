@@ -29,6 +29,7 @@ class Purpose(IntEnum):
     TRIVIAL_AUGMENT = 9
     ERASE = 10
     NOISE = 11
+    OWN = 12
 
 
 def keys(seed: int, purpose: Purpose, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.uint64]:
