@@ -70,7 +70,9 @@ def test_published_weights_are_those_of_the_library_with_a_fresh_head(monkeypatc
     monkeypatch.setitem(sys.modules, "torchvision.models", vision_models)
     assert load_weights(net, "torchvision:tiny") == []
     assert torch.equal(net[0].weight, published["0.weight"])
-    assert "torchvision:tiny does not fit Linear: " in mistake(lambda: load_weights(nn.Linear(2, 2), "torchvision:tiny"))
+    assert "torchvision:tiny does not fit Linear: " in mistake(
+        lambda: load_weights(nn.Linear(2, 2), "torchvision:tiny")
+    )
     weights.DEFAULT = None
     assert "cannot be fetched" in mistake(lambda: load_weights(net, "torchvision:tiny"))
 

@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
+
 from convoy.models import create
 from convoy.ops.memory import predict_memory
 from convoy.planner.cost.costs import Costs, Roofline
@@ -81,7 +82,7 @@ def test_rates_fall_with_the_depth_by_blocks(monkeypatch: pytest.MonkeyPatch) ->
     within[0].body = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
     assert list(layer_scales(within, 0.5).values()) == [0.25, 0.25, 0.5, 0.5, 0.5, 0.5, 1.0, 1.0]
     of_timm = ModuleType("timm.models")
-    of_timm.group_parameters = lambda model, matcher, reverse: {name: 0 for name in matcher}  # type: ignore
+    of_timm.group_parameters = lambda model, matcher, reverse: dict.fromkeys(matcher, 0)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "timm.models", of_timm)
     monkeypatch.setattr(nn.Linear, "group_matcher", lambda self, coarse: ["weight", "bias"], raising=False)
     assert layer_scales(nn.Linear(2, 2), 0.5) == {"weight": 1.0, "bias": 1.0}

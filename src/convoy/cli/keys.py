@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from convoy import own
 from convoy.errors import ConvoyError
 from convoy.files import expanded
 from convoy.late import waiting_for
@@ -91,9 +92,14 @@ def loaded(
 
 
 def check_own(recipe: Recipe, file: str | None, typed: Collection[str]) -> None:
-    """Refuse code from elsewhere that a file names as its network; what the command line names is the user's will."""
-    if file is not None and ":" in recipe.model.name and not {"model", "model.name"} & set(typed):
+    """Refuse code from elsewhere that a file names; what the command line names is the user's will."""
+    if file is None:
+        return
+    if ":" in recipe.model.name and not {"model", "model.name"} & set(typed):
         with waiting_for("loading PyTorch"):
             from convoy.models.factory import check_own  # with torch, for which no mistake is to wait
 
         check_own(recipe.model.name, expanded(file))
+    for key, name in recipe.own_code().items():
+        if not any(f"{key}.".startswith(f"{option}.") for option in typed):
+            own.check_own(name, expanded(file))

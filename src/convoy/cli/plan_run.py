@@ -67,8 +67,7 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
 def _network(
     request: PlanRequest, recipe: Recipe, device: torch.device
 ) -> tuple[nn.Module, tuple[int, int, int], list[str]]:
-    """The network with fresh weights, the shape of its images, and notes: their size is a guess, or layers are frozen.
-    """
+    """The network with fresh weights, the shape of its images, and notes on that and on layers that are frozen."""
     name, settings = recipe.model.name, dict(recipe.model.options)
     usual = models.describe(name).input_shape
     size, notes = recipe.data.image_size or (usual[1] if usual is not None else None), []

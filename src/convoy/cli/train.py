@@ -55,6 +55,15 @@ Examples:
 @keys.sets("data.bad_images", metavar="WHAT", text="A picture that cannot be read: error or skip.")
 @keys.sets("model.weights", metavar="FILE|RUN")
 @keys.freeze
+@keys.sets("loss.function", "--loss", metavar="FILE:NAME", text="Your own loss, e.g. mine.py:focal.")
+@keys.sets(
+    "metrics",
+    "--metric",
+    metavar="FILE:NAME,…",
+    text="Your own metrics, e.g. mine.py:kappa.",
+    as_yaml=keys.patterns_as_yaml,
+)
+@keys.sets("data.augment.function", "--augment", metavar="FILE:NAME", text="Your own change of training pictures.")
 @keys.sets("log", metavar="NAME,…", text="Tell wandb, mlflow or trackio, too.", as_yaml=keys.patterns_as_yaml)
 @click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Any other key of the recipe; repeatable.")
 @options.device

@@ -243,16 +243,14 @@ def evaluate(
         if data is None and checkpoint is None and not trained.changed:
             _keep(run, opened, result)
         form = "json" if as_json else "csv" if as_csv else ""
-        names = [metric.name for metric in trained.task.metrics]
+        names = [metric.name for metric in trained.task.all_metrics]
         _show_evaluation(opened.name, result, names, trained.classes if per_class else [], form)
         return 0
 
     return on_devices(arguments, devices, device, work)
 
 
-def _show_evaluation(
-    name: str, result: "Evaluation", names: Sequence[str], classes: list[str], form: str
-) -> None:
+def _show_evaluation(name: str, result: "Evaluation", names: Sequence[str], classes: list[str], form: str) -> None:
     """Print the metrics of these names, and those of every class where they are given."""
     metrics = result.metrics()
     row: dict[str, Any] = {

@@ -82,7 +82,10 @@ def load_weights(model: nn.Module, path: str | Path) -> list[str]:
 
     loaded = {key: tensors[key] for key in state if key in tensors and key not in fresh and not state[key].is_meta}
     model.load_state_dict(loaded, strict=False)  # what is on the meta device another rank has
-    if path.stem in ("googlenet-1378be20", "torchvision:googlenet") and getattr(model, "transform_input", True) is False:
+    if (
+        path.stem in ("googlenet-1378be20", "torchvision:googlenet")
+        and getattr(model, "transform_input", True) is False
+    ):
         notes.append(
             f"{path.name} was published for images in the range -1..1: set the model's option transform_input=true"
         )

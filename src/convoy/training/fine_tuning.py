@@ -1,5 +1,5 @@
-"""A network that was trained before: which of its layers stay as they are, always or for a while, and how much slower the
-earlier ones train.
+"""A network that was trained before: which of its layers stay as they are, always or for a while, and how much slower
+the earlier ones train.
 
 A frozen layer has no gradient, and its batch norm normalizes by its running statistics and keeps them: those of small
 data would take from the weights what they were trained with. What is frozen is a function of the update's number, so a
@@ -31,7 +31,9 @@ def freeze_always(model: nn.Module, config: OptimizerConfig) -> list[str]:
     if not always:
         return []
     set_frozen(model, set(chain.from_iterable(names for _, names in always)), True)
-    count = {trains: sum(p.numel() for p in model.parameters() if p.requires_grad is trains) for trains in (True, False)}
+    count = {
+        trains: sum(p.numel() for p in model.parameters() if p.requires_grad is trains) for trains in (True, False)
+    }
     if not count[True]:
         raise ConvoyError("optimizer.freeze leaves no layer to train: leave one out of it, or freeze trunk")
     return [f"{count[False]:,} of {sum(count.values()):,} parameters are frozen ({', '.join(p for p, _ in always)})"]

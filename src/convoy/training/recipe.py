@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from convoy import own
 from convoy.data.config import DataConfig
 from convoy.documents import DEEPEST, dump, parse, read_mapping, show
 from convoy.errors import ConvoyError
@@ -71,6 +72,9 @@ class LossConfig(Section):
     target_threshold: float | None = Field(
         None, ge=0, lt=1, description="with bce: targets above become 1, others 0, after mixup and CutMix"
     )
+    function: str | None = Field(
+        None, min_length=1, description="your own: mine.py:focal, of outputs and targets, a number for each sample"
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Szegedy et al., 2016, section 7")
     aux_weight: float = Field(0.3, ge=0, description="weight of auxiliary heads (Szegedy et al., 2015, section 5)")
 
@@ -78,6 +82,9 @@ class LossConfig(Section):
     def _refuse_ignored(self) -> Self:
         if self.target_threshold is not None and self.name != "bce":
             raise ValueError("loss.target_threshold would be ignored with cross-entropy: set loss.name=bce")
+        if self.function is not None and (self.name != "cross-entropy" or self.label_smoothing):
+            key = "loss.name" if self.name != "cross-entropy" else "loss.label_smoothing"
+            raise ValueError(f"{key} would be ignored with loss.function={self.function}: leave one of them out")
         return self
 
 
@@ -143,6 +150,9 @@ class Recipe(Section):
     optimizer: OptimizerConfig = SgdConfig(name="sgd", base_lr=0.1, nesterov=True, weight_decay=1e-4)
     schedule: ScheduleConfig = CosineConfig(name="cosine", warmup=Duration(5, "%"))
     loss: LossConfig = LossConfig()
+    metrics: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="further metrics, your own: mine.py:kappa, of all outputs and targets of an evaluation"
+    )
     ema: EmaConfig | None = Field(None, description="evaluate and deliver an average of the weights")
     lookahead: LookaheadConfig | None = Field(None, description="train on from slow weights, and deliver them")
     clip_norm: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
@@ -243,6 +253,13 @@ class Recipe(Section):
                 f"schedule.warmup={schedule.warmup} is longer than the training, epochs={self.epochs}: train longer or "
                 "shorten the warm-up, e.g. --set schedule.warmup=5%"
             )
+
+    def own_code(self) -> dict[str, str]:
+        """The names of the user's functions beside the network, by what they are."""
+        loss, augment = self.loss.function, self.data.augment.function
+        functions = {"loss.function": loss, "data.augment.function": augment}
+        functions |= {"metrics" + f".{n}" * (n > 0): name for n, name in enumerate(self.metrics)}
+        return {key: name for key, name in functions.items() if name is not None}
 
     def notes(self) -> Iterator[str]:
         """A sentence for each option that has no effect here and does no harm."""
@@ -396,6 +413,8 @@ def check_names(recipe: Recipe) -> None:
         check_name(weights)
     elif weights is not None and not expanded(weights).exists():
         raise ConvoyError(f"weights file {recipe.model.weights} does not exist: check the path")
+    for key, name in recipe.own_code().items():
+        own.check_name(name, {"loss": "loss", "data": "augment"}.get(key.partition(".")[0], "metric"))
     existing(recipe.data.path)
     check_trackers(recipe.log)
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from convoy import own
 from convoy.checkpoint.files import checked_record, values_explained
 from convoy.checkpoint.store import CheckpointStore, read_checkpoint
 from convoy.comm.ranks import Ranks
@@ -207,6 +208,8 @@ def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None, 
     recipe = settle(load_recipe(str(run.config)), torch.device("cpu")).recipe  # runs keep what was settled
     if not trust_code:
         check_own(recipe.model.name, run.config)
+        for name in recipe.own_code().values():
+            own.check_own(name, run.config)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": None})})
     network_input = NetworkInput.of_run(run)
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()

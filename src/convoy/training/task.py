@@ -30,6 +30,14 @@ class Metric:
         return value > on if self.better == "higher" else value < on
 
 
+class MetricOfAll(Metric, ABC):
+    """A metric that is a function of the outputs and targets of all samples, in their order."""
+
+    @abstractmethod
+    def __call__(self, outputs: Tensor, targets: Tensor) -> float:
+        """Its value."""
+
+
 LOSS = Metric("loss", "lower")
 _AS_NUMBERS = {"loss", "mse", "mae", "r2"}  # others are shares, 0 to 1
 
@@ -37,7 +45,7 @@ _AS_NUMBERS = {"loss", "mse", "mae", "r2"}  # others are shares, 0 to 1
 def in_words(name: str, value: float, places: int = 2) -> str:
     """A metric's value for people: `top-1 93.25%`, `mae 0.1234`."""
     words = name.replace("top", "top-").replace("_", " ")
-    return f"{words} {value:.4g}" if name in _AS_NUMBERS else f"{words} {value:.{places}%}"
+    return f"{words} {value:.4g}" if name in _AS_NUMBERS or not 0 <= value <= 1 else f"{words} {value:.{places}%}"
 
 
 @dataclass
@@ -49,6 +57,9 @@ class Evaluation(ABC):
     counts: list[float] = field(default_factory=list, kw_only=True)
     num_images: int = field(default=0, kw_only=True)  # that count: those that could not be read count nowhere
     bad: list[tuple[int, str]] = field(default_factory=list, kw_only=True)  # these, with the reason
+    # By batch, outputs and targets for metrics that are functions of all of them; None where there are none such.
+    kept: list[tuple[Tensor, Tensor]] | None = field(default=None, kw_only=True)
+    own: dict[str, float] = field(default_factory=dict, kw_only=True)  # values of these metrics
     seconds: float = field(default=0.0, kw_only=True)
 
     def add(self, batch: Batch, outputs: Tensor) -> None:
@@ -58,6 +69,8 @@ class Evaluation(ABC):
         loss, count = self._add(batch, outputs) if len(batch) else (0.0, 0.0)
         self.losses.append(loss)
         self.counts.append(count)
+        if self.kept is not None:
+            self.kept.append(kept_of(outputs.cpu(), batch.targets))
 
     @abstractmethod
     def _add(self, batch: Batch, outputs: Tensor) -> tuple[float, float]:
@@ -72,6 +85,7 @@ class Evaluation(ABC):
             counts=in_turn([part.counts for part in parts]),
             num_images=sum(part.num_images for part in parts),
             bad=sorted(entry for part in parts for entry in part.bad),
+            kept=None if parts[0].kept is None else in_turn([part.kept or [] for part in parts]),
             seconds=max(part.seconds for part in parts),
             **parts[0]._merged(parts),
         )
@@ -88,9 +102,21 @@ class Evaluation(ABC):
             total += loss
         return total / (sum(self.counts) or 1)
 
-    @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """The values of the task's metrics, by name."""
+        """The values of all metrics, by name."""
+        return self._metrics() | self.own
+
+    @abstractmethod
+    def _metrics(self) -> dict[str, float]:
+        """Those of the task's metrics."""
+
+    def measure(self, metrics: Sequence[MetricOfAll]) -> None:
+        """Compute metrics that are functions of all outputs and targets."""
+        batches = [pair for pair in self.kept or () if len(pair[1])]
+        if batches:
+            outputs, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+            self.own = {metric.name: metric(outputs, targets) for metric in metrics}
+        self.kept = None
 
     def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
         """A row of numbers for each class, where the task has such."""
@@ -100,6 +126,11 @@ class Evaluation(ABC):
     def save(self, run: Path, classes: list[str], name: Callable[[int], str]) -> dict[str, Any]:
         """Write the pictures that a report shows into the run, and return what goes into `evaluation.json`; `name` is
         that of a sample."""
+
+
+def kept_of(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """What a metric of all samples is given: of pictures of logits the classes alone, as all would be too many."""
+    return outputs.argmax(1) if outputs.dim() > 2 else outputs, targets
 
 
 def in_turn(lists: Sequence[list[Any]]) -> list[Any]:
@@ -119,6 +150,9 @@ class Task(ABC):
     classes: Sequence[str]  # names of the outputs
     aux_weight: float = field(default=0.3, kw_only=True)  # of the loss of auxiliary heads
     class_weights: Tensor | None = field(default=None, kw_only=True)  # [classes], in the loss of training
+    # Of the user's: in place of the loss of each head, the mean over samples; and beside the task's metrics.
+    own_loss: Callable[[Tensor, Tensor], Tensor] | None = field(default=None, kw_only=True)
+    own_metrics: tuple[MetricOfAll, ...] = field(default=(), kw_only=True)
 
     name: ClassVar[str]
     metrics: ClassVar[tuple[Metric, ...]]  # the first one says which weights are best
@@ -131,10 +165,19 @@ class Task(ABC):
         weight of their own: GoogLeNet's two count 0.3 each (Szegedy et al., 2015, section 5).
         """
         main, *auxiliary = self.heads(outputs)
-        loss = self._loss_of_head(main, targets)
+        of_head = self.own_loss or self._loss_of_head
+        loss = of_head(main, targets)
         for logits in auxiliary:
-            loss = loss + self.aux_weight * self._loss_of_head(logits, targets)
+            loss = loss + self.aux_weight * of_head(logits, targets)
         return loss
+
+    def counted(self, targets: Tensor) -> Tensor | None:
+        """As `count`, for the loss that there is."""
+        return None if self.own_loss is not None else self.count(targets)
+
+    @property
+    def all_metrics(self) -> tuple[Metric, ...]:
+        return (*self.metrics, *self.own_metrics)
 
     @abstractmethod
     def _loss_of_head(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -162,10 +205,10 @@ class Task(ABC):
 
     def metric(self, name: str) -> Metric:
         """The metric with a name; a ConvoyError with the names where there is none."""
-        for metric in self.metrics:
+        for metric in self.all_metrics:
             if metric.name == name:
                 return metric
-        names = ", ".join(metric.name for metric in self.metrics)
+        names = ", ".join(metric.name for metric in self.all_metrics)
         raise ConvoyError(f"{self.name} has no metric {name!r}: it has {names}")
 
     def check_outputs(self, outputs: Any, image_shape: tuple[int, int, int], network: str) -> None:
