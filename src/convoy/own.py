@@ -77,8 +77,8 @@ def checksum(name: str) -> str:
     return ""
 
 
-def check_own(name: str, file: Path) -> None:
-    """Refuse code that the file of a run or recipe names where running it would run what is not the user's own: below
+def check_own(name: str, file: Path, what: str = "function") -> None:
+    """Refuse code that the file of a run or recipe names, as its `what`, where running it would run what is not the user's own: below
     the current folder, but in no installed package, as some have functions that run what they are given."""
     _add_current_folder()
     origin = name.partition(":")[0]
@@ -103,8 +103,8 @@ def check_own(name: str, file: Path) -> None:
         if _is_own(getattr(sys.modules.get(maker.__module__), "__file__", None), file):
             return
     raise ConvoyError(
-        f"{file} names {name}, which is code from outside of the current folder: see what that does with the options "
-        "there, then give --trust-code (in Python trust_code=True)"
+        f"{file} names {name} as its {what}, which is code from outside of the current folder: see what that does "
+        "with the options there, then give --trust-code (in Python trust_code=True)"
     )
 
 

@@ -82,7 +82,12 @@ def mine(tmp_path: Path) -> Callable[[str], str]:
     return lambda name: f"{tmp_path / 'mine.py'}:{name}"
 
 
-@pytest.mark.parametrize("plan", ["filter=2", "height=2", "sample=2", "stage=2"])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "plan", [pytest.param("filter=2", marks=slow), pytest.param("height=2", marks=slow), "sample=2", "stage=2"]
+)
 def test_own_functions_train_and_measure_as_on_one_device(
     data: Path, tmp_path: Path, mine: Callable[[str], str], plan: str
 ) -> None:
@@ -125,7 +130,7 @@ def test_an_augmentation_is_the_same_with_any_number_of_workers(data: Path, mine
     [
         ("loss.function", "summed", "some samples is not the mean of each of them"),
         ("loss.function", "detached", "has no gradient: compute it from the outputs"),
-        ("loss.function", "infinite", "gave nan for outputs [64, 10] of float32"),
+        ("loss.function", "infinite", "gave inf for outputs [64, 10] of float32"),
         ("loss.function", "shapeless", "gave [64, 10] of float32 for outputs [64, 10] of float32 and targets [64] of"),
         ("loss.function", "failing", "failed with AttributeError"),
         ("loss.function", "focale", "has no 'focale': did you mean focal"),

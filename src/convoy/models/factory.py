@@ -223,7 +223,7 @@ def check_own(name: str, file: Path) -> None:
     """Refuse a network that the file of a run or recipe names where building it would run code that is not the user's
     own."""
     if isinstance(find(name), Factory):
-        own.check_own(name, file)
+        own.check_own(name, file, "network")
 
 
 def _check_sizes(name: str, model: nn.Module, request: Mapping[str, int | None]) -> None:
