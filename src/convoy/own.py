@@ -78,8 +78,9 @@ def checksum(name: str) -> str:
 
 
 def check_own(name: str, file: Path, what: str = "function") -> None:
-    """Refuse code that the file of a run or recipe names, as its `what`, where running it would run what is not the user's own: below
-    the current folder, but in no installed package, as some have functions that run what they are given."""
+    """Refuse code that the file of a run or recipe names, as its `what`, where running it would run what is not the
+    user's own: below the current folder, but in no installed package, as some have functions that run what they are
+    given."""
     _add_current_folder()
     origin = name.partition(":")[0]
     is_file = origin.endswith(".py")

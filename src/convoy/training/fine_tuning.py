@@ -6,7 +6,7 @@ data would take from the weights what they were trained with. What is frozen is 
 run that resumes goes on with the same layers.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
@@ -17,17 +17,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from convoy.errors import ConvoyError
 from convoy.models.weights import auxiliary_names, classifier_names
 from convoy.terminal import did_you_mean
-from convoy.training.optim import OptimizerConfig
 from convoy.training.schema import Duration
 
 TRUNK = "trunk"  # all layers but the classifier, whatever these are called
 
 
-def freeze_always(model: nn.Module, config: OptimizerConfig) -> list[str]:
+def freeze_always(model: nn.Module, freeze: Sequence[str]) -> list[str]:
     """Freeze the layers that are never trained, with a note; a ConvoyError where a pattern fits nothing."""
-    patterns = [part.partition(":")[0] for part in config.freeze]
+    patterns = [part.partition(":")[0] for part in freeze]
     tensors = [_tensors(model, pattern) for pattern in patterns]
-    always = [(p, names) for p, names, part in zip(patterns, tensors, config.freeze, strict=True) if ":" not in part]
+    always = [(p, names) for p, names, part in zip(patterns, tensors, freeze, strict=True) if ":" not in part]
     if not always:
         return []
     set_frozen(model, set(chain.from_iterable(names for _, names in always)), True)
@@ -39,11 +38,11 @@ def freeze_always(model: nn.Module, config: OptimizerConfig) -> list[str]:
     return [f"{count[False]:,} of {sum(count.values()):,} parameters are frozen ({', '.join(p for p, _ in always)})"]
 
 
-def thaws(model: nn.Module, config: OptimizerConfig, updates: Callable[[Duration], int]) -> dict[str, int]:
+def thaws(model: nn.Module, freeze: Sequence[str], updates: Callable[[Duration], int]) -> dict[str, int]:
     """The tensors that are frozen for a while, each with the weight update from which on it is trained."""
     ends: dict[str, int] = {}
     never = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    for pattern, colon, end in (part.partition(":") for part in config.freeze):
+    for pattern, colon, end in (part.partition(":") for part in freeze):
         for name in _tensors(model, pattern):
             if not colon:
                 never.add(name)

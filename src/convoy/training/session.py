@@ -298,7 +298,7 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
         merge=merge,
         stages=[],
         workers=workers,
-        thaws=thaws(model, recipe.optimizer, ready.quantities.updates),
+        thaws=thaws(model, recipe.optimizer.freeze, ready.quantities.updates),
     )
     session.notes = [*recipe.notes(), *data.notes, *ready.notes, *chosen.notes, *_notes(session)]
     session.derived += _rows(session)
