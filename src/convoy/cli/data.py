@@ -91,7 +91,8 @@ def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> in
     form = str(Pack.open(folder).options) if data.format == "pack" else ""
     rows = []
     bad: list[str] = []
-    for split, source in (("train", data.train), ("test", data.test)):
+    splits = {"train": data.train, data.split: data.test, **({"test": data.final} if data.final else {})}
+    for split, source in splits.items():
         row = {
             "data": data.name,
             "format": data.format,

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from convoy import own
+from convoy.documents import parse
 from convoy.errors import ConvoyError
 from convoy.files import expanded
 from convoy.late import waiting_for
@@ -65,6 +66,14 @@ def patterns_as_yaml(text: str) -> str:
     if text in ("true", "false"):
         return text
     return json.dumps([pattern.strip() for pattern in text.removeprefix("[").removesuffix("]").split(",")])
+
+
+def weights_as_yaml(text: str) -> str:
+    """`a=1,b=3` as YAML; a word stays what it is."""
+    if "=" not in text:
+        return text
+    pairs = [pair.rpartition("=") for pair in text.split(",")]
+    return json.dumps({name.strip(): parse(weight, f"the weight of {name}") for name, _, weight in pairs})
 
 
 microbatches = sets("microbatches", metavar="V")

@@ -64,6 +64,9 @@ Examples:
     as_yaml=keys.patterns_as_yaml,
 )
 @keys.sets("data.augment.function", "--augment", metavar="FILE:NAME", text="Your own change of training pictures.")
+@keys.sets("best", metavar="METRIC")
+@keys.sets("stop_after", metavar="N")
+@keys.sets("loss.class_weights", metavar="WHAT", text="balanced, effective or A=1,B=3.", as_yaml=keys.weights_as_yaml)
 @keys.sets("log", metavar="NAME,…", text="Tell wandb, mlflow or trackio, too.", as_yaml=keys.patterns_as_yaml)
 @click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Any other key of the recipe; repeatable.")
 @options.device

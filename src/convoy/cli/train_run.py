@@ -168,7 +168,7 @@ def _answer(outcome: Outcome, ranks: Ranks, verbose: bool) -> int:
         comparison = outcome.comparison
         say(comparison_text(comparison) if verbose else headline(comparison))
     result = in_words(outcome.best_metric, outcome.metrics[outcome.best_metric]).replace("top-1", "accuracy")
-    console.print(f"test {result}", style="bold")
+    console.print(f"{outcome.split} {result}", style="bold")
     if ranks.rank == 0:
         folder = RunDirectory(out)
         if skipped := folder.summary().get("bad_images"):
@@ -207,7 +207,7 @@ def _show_start(session: Session, out: Path, console: Console, verbose: bool) ->
     if session.ranks.num > 1:
         where = f"on {session.ranks.num} devices ({kind}), plan {shorten(str(session.plan), LONGEST_PLAN)}"
     lines = [
-        f"{recipe.model.name} on {data.name}: {len(data.train):,} training and {len(data.test):,} test images "
+        f"{recipe.model.name} on {data.name}: {len(data.train):,} training and {len(data.test):,} {data.split} images "
         f"of {data.channels}×{data.image_size}×{data.image_size}, {len(data.classes)} classes",
         f"{where}: {updates} of {recipe.batch:,} images, learning rate up to {quantities.lr:.4g}",
         f"in {out}; how these numbers follow from the recipe is in its report, and here with -v",

@@ -2,7 +2,7 @@
 
 import math
 import re
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -202,6 +202,11 @@ class DataConfig(_Section):
         ge=1,
         le=64,
         description="views of each sample in a batch, of as many times fewer samples (Hoffer et al., 2020)",
+    )
+    sampling: Literal["balanced"] | dict[str, Annotated[float, Field(ge=0)]] | None = Field(
+        None,
+        description="draw samples with replacement: balanced (all classes equally often), or how much more often than "
+        "others those of some classes are, e.g. {cat: 3}",
     )
     augment: AugmentConfig = Field(default_factory=AugmentConfig)
     mix: MixConfig = Field(default_factory=MixConfig)

@@ -57,7 +57,8 @@ def pack(
     """Write a data set as a pack, or finish one that was interrupted; returns the statistics of each split. Raises
     ConvoyError for a picture that cannot be read, or a folder that holds something else; MachineError where a process
     died."""
-    sources = [contents.train, contents.test] if contents.test is not None else [contents.train]
+    held_out = contents.validation or contents.test
+    sources = [contents.train] if held_out is None else [contents.train, held_out]
     splits = dict(zip(SPLITS[0] if len(sources) == 2 else SPLITS[1], sources, strict=True))
     what = {
         "version": VERSION,

@@ -121,6 +121,7 @@ class Opened:
     classes: list[str]  # by label; empty where the format only numbers them
     train: Source
     test: Source | None = None
+    validation: Source | None = field(default=None, kw_only=True)
     notes: tuple[str, ...] = field(default=(), kw_only=True)
     short_side: int | None = field(default=None, kw_only=True)
 
@@ -158,6 +159,7 @@ _SPLITS = {
     for of in ("", "data", "dataset", "set", "split", "image", "img", "picture", "photo", "sample", "folder", "dir")
     for plural in ("", "s")
 }
+_SPLIT_NAMES = {"train": "train", "validation": "val", "test": "test"}
 _WORD_ENDS = re.compile(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+")
 
 
@@ -169,11 +171,11 @@ def split_of(name: str) -> str | None:
     return splits.pop() if len(splits) == 1 else None
 
 
-def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], list[Path]]:
-    """The files with this suffix to train on and to test on, sorted by name, as the recipe or their names say; raises
-    ConvoyError if unclear. Files of `val` are preferred to those of `test`, whose labels are often withheld."""
+def shards(path: Path, suffix: str, config: DataConfig) -> dict[str, list[Path]]:
+    """The files with this suffix of each split, those to train on first, sorted by name, as the recipe or their names
+    say; raises ConvoyError if unclear."""
     if path.is_file():
-        return [path], []
+        return {"train": [path]}
     paths = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.name.startswith("."))
     if not paths:
         raise ConvoyError(f"{shown(path)} holds no {suffix} file: set data.path to the folder of the shards")
@@ -183,13 +185,13 @@ def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], lis
         for key, pattern, files in zip(("train", "test"), patterns, groups, strict=True):
             if pattern and not files:
                 raise ConvoyError(f"data.{key}={pattern} is no {suffix} file below {shown(path)}")
-        return groups[0], groups[1]
+        return {"train": groups[0], **({"test": groups[1]} if groups[1] else {})}
     splits: dict[str, list[Path]] = {}
     for file in paths:
         parts = map(split_of, reversed(file.relative_to(path).parts))
         splits.setdefault(next(filter(None, parts), "none"), []).append(file)
     if len(splits) == 1 and "none" in splits:
-        return paths, []
+        return {"train": paths}
     if "none" in splits:
         raise ConvoyError(
             f"{shown(splits['none'][0])} belongs to no split while other files of {shown(path)} do: "
@@ -200,7 +202,7 @@ def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], lis
             f"{shown(path)} has no {suffix} file for training: put train into the names of its training files, or name "
             "them (--set data.train=…)"
         )
-    return splits["train"], splits.get("val") or splits.get("test", [])
+    return {name: splits[key] for name, key in _SPLIT_NAMES.items() if key in splits}
 
 
 def _matches(file: Path, pattern: str) -> bool:
@@ -226,7 +228,10 @@ def check_labels(path: Path, contents: Opened) -> None:
         if largest_label >= _MAX_CLASSES:
             raise ConvoyError(f"{shown(path)} has label {largest_label}, out of range: classes are numbered from 0")
         contents.classes = [str(number) for number in range(largest_label + 1)]
-    for source in filter(None, (contents.train, contents.test)):
+    if contents.validation is not None and contents.test is not None and (contents.test.labels == -1).all():
+        contents.test = None
+        contents.notes += ("left out: the test split, whose labels are withheld",)
+    for source in filter(None, (contents.train, contents.validation, contents.test)):
         bad_samples = np.flatnonzero((source.labels < 0) | (source.labels >= len(contents.classes)))
         if len(bad_samples):
             sample = int(bad_samples[0])

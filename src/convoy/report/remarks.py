@@ -11,7 +11,7 @@ from convoy import units
 from convoy.planner.comparison import Comparison, difference, shown
 from convoy.report.pages import Tile
 from convoy.report.run_directory import Run, column
-from convoy.training.records import MetricsLine, RunSummary
+from convoy.training.records import MetricsLine
 
 # Speed-ups that are none, and errors of the plan's own prediction from which on nothing follows from a comparison.
 _ALIKE, _DOUBTFUL = 0.03, 0.25
@@ -23,7 +23,7 @@ def remarks(run: Run) -> list[str]:
     sentences = [
         _status(run),
         *_not_finite("training", run.metrics.train),
-        *_not_finite("test", run.metrics.test),
+        *_not_finite(run.metrics.split, run.metrics.test),
         *_gaps(run),
         _data_wait(run),
         _soft_targets(run),
@@ -168,7 +168,7 @@ def _gaps(run: Run) -> Iterator[str]:
     if not run.metrics.train and not run.metrics.test:
         yield "No metrics have been recorded yet: the run ended, or was looked at, before its first line."
     elif not run.metrics.test and run.evaluation.top1 is None:
-        yield "The net has not been tested yet, so there is no test curve and no test accuracy."
+        yield "The net has not been evaluated yet, so there is no curve of that and no accuracy."
     if number := len(run.summary.bad_images):
         yield f"{units.plural(number, 'image')} could not be read and {'was' if number == 1 else 'were'} skipped."
 
@@ -188,14 +188,14 @@ def _data_wait(run: Run) -> str:
 def _soft_targets(run: Run) -> str:
     if run.setting("loss.name") == "bce":
         return (
-            "The training loss is the binary cross-entropy of every class and the test loss the cross-entropy, so they "
+            "The training loss is the binary cross-entropy of every class, that of evaluations the cross-entropy: they "
             "cannot be compared."
         )
     mixing = [name for name in ("mixup", "cutmix") if _positive(run.setting(f"data.mix.{name}"))]
     if mixing:
         return (
             f"Training images are blended ({' and '.join(mixing)}), so training loss and error "
-            "cannot be compared with those of the test split."
+            f"cannot be compared with those of the {run.metrics.split} split."
         )
     if _positive(smoothing := run.setting("loss.label_smoothing")):
         return f"Label smoothing of {units.value(smoothing)} keeps the training loss above zero even for a perfect net."
@@ -206,9 +206,12 @@ def _positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
+_FOR = {"test": "testing", "validation": "validation"}
+
+
 def result_tiles(run: Run) -> list[Tile]:
     """The tiles of a run; numbers that the run has not got are left out, except the accuracy."""
-    return [*_results(run), *_course(run), *_inputs(run.summary)]
+    return [*_results(run), *_course(run), *_inputs(run)]
 
 
 def num_test_images(run: Run) -> int | None:
@@ -233,16 +236,19 @@ def _results(run: Run) -> Iterator[Tile]:
     if top1 is not None and images:
         low, high = units.wilson(top1, images)
         note = f"95 % interval {units.decimal(100 * low, places)} to {units.percent(high, places)}"
-    yield Tile("Test accuracy", units.percent(top1, places), note, main=True)
+    split, of_evaluations = (summary.split or run.metrics.split).capitalize(), run.metrics.split
+    yield Tile(f"{split} accuracy", units.percent(top1, places), note, main=True)
     number = sum(line.top1 is not None for line in run.metrics.test)
     if summary.best_top1 is not None and number > 1:
         at = f"update {units.count(summary.best_step)}, " if summary.best_step is not None else ""
         best = units.percent(summary.best_top1, places)
-        yield Tile("Best test accuracy", best, f"{at}the highest of {number} evaluations")
+        yield Tile(f"Best {of_evaluations} accuracy", best, f"{at}the highest of {number} evaluations")
     if top5 is not None and len(run.evaluation.classes) not in range(1, 20):
-        yield Tile("Top-5 accuracy", units.percent(top5, places), "test split")
+        yield Tile("Top-5 accuracy", units.percent(top5, places), f"{split.lower()} split")
+    if (error := run.evaluation.calibration_error) is not None:
+        yield Tile("Calibration error", units.percent(error), "expected, over 15 ranges of probability")
     if loss is not None:
-        yield Tile("Test loss", units.significant(loss), "mean cross-entropy, nats")
+        yield Tile(f"{split} loss", units.significant(loss), "mean cross-entropy, nats")
 
 
 def _course(run: Run) -> Iterator[Tile]:
@@ -263,12 +269,13 @@ def _course(run: Run) -> Iterator[Tile]:
         yield Tile("Images per second", units.count(round(speed)), note)
 
 
-def _inputs(summary: RunSummary) -> Iterator[Tile]:
+def _inputs(run: Run) -> Iterator[Tile]:
     """Network and data."""
+    summary = run.summary
     if summary.parameters is not None:
         note = "" if summary.flops is None else f"{units.prefixed(summary.flops, 'FLOP')} per image, forward"
         yield Tile("Parameters", units.count(summary.parameters), note)
     if summary.num_train is not None:
-        tests = "" if summary.num_test is None else f"and {units.count(summary.num_test)} for testing"
+        tests = "" if summary.num_test is None else f"and {units.count(summary.num_test)} for {_FOR[run.metrics.split]}"
         bad = f"{units.count(len(summary.bad_images))} unreadable, skipped" if summary.bad_images else ""
         yield Tile("Training images", units.count(summary.num_train), "; ".join(filter(None, (tests, bad))))

@@ -74,6 +74,8 @@ def _content(run: Run) -> dict[str, Any]:
         "updates_per_epoch": next((round(line.step / line.epoch) for line in lines if line.epoch), None),
         "pieces": len(run.metrics.train) > 600,
         "tests": _tests(run),
+        "split": run.metrics.split,
+        "final_split": summary.split or run.metrics.split,
         "places": units.percent_places(num_test_images(run)),
         "compared": compared(run.prediction),
         "stages": _stages(run),

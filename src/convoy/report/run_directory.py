@@ -28,6 +28,7 @@ class Metrics:
     test: list[MetricsLine] = field(default_factory=list)
     raw: bytes = b""
     cut: bool = False
+    split: str = "test"  # that the evaluations are of
 
 
 def column(lines: Iterable[MetricsLine], name: str) -> np.ndarray:
@@ -54,8 +55,13 @@ def read_metrics(path: Path) -> Metrics:
             lines.append(_checked(last, MetricsLine, str(path), mend))
         except ConvoyError:
             cut = True
-    train, test = ([line for line in lines if line.split == split] for split in ("train", "test"))
-    return Metrics(train, test, raw, cut)
+    train, test = [], []
+    for line in lines:
+        (train if line.split == "train" else test).append(line)
+    split = "validation" if any(line.split == "validation" for line in test) else "test"
+    if split == "validation" and test[-1].split == "test":  # the last look, with the weights that are delivered
+        test.pop()
+    return Metrics(train, test, raw, cut, split)
 
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)

@@ -25,8 +25,9 @@ class Classification(Task):
 
     Label smoothing is that of Szegedy et al., 2016: the target is (1 - ε) for the label plus ε / classes for every
     class. Before that, and with `bce` alone, classes with more than `target_threshold` become 1, and others 0: both of
-    a mixed picture are there (Wightman et al., 2021, section 3). With class weights cross-entropy is torch's: the sum
-    of weighted terms over the sum of the weights; for targets that are probabilities, over the samples.
+    a mixed picture are there (Wightman et al., 2021, section 3). With class weights the sum of weighted terms is
+    divided by the number of samples. Torch divides it by the sum of their weights, so that what a sample counts hangs
+    on the others of its microbatch.
     """
 
     label_smoothing: float = 0.0
@@ -41,18 +42,16 @@ class Classification(Task):
         """Of logits [samples, classes] and labels [samples], or class probabilities [samples, classes]."""
         weights = self._weights(outputs)
         if self.loss_name == "cross-entropy":
-            return F.cross_entropy(outputs, targets, weights, label_smoothing=self.label_smoothing)
+            if weights is None:
+                return F.cross_entropy(outputs, targets, label_smoothing=self.label_smoothing)
+            smoothing = {"label_smoothing": self.label_smoothing, "reduction": "sum"}
+            return F.cross_entropy(precise(outputs), targets, weights, **smoothing) / len(outputs)
         logits, classes = precise(outputs), outputs.shape[1]
         present = (F.one_hot(targets, classes) if targets.dim() == 1 else targets).to(logits.dtype)
         if self.target_threshold is not None:
             present = (present > self.target_threshold).to(logits.dtype)
         smooth = present * (1 - self.label_smoothing) + self.label_smoothing / classes
         return F.binary_cross_entropy_with_logits(logits, smooth, weights)
-
-    def count(self, targets: Tensor) -> Tensor | None:
-        if self.class_weights is None or self.loss_name == "bce" or targets.dim() > 1:
-            return None
-        return self.class_weights.to(targets.device)[targets].sum()
 
     def score(self, outputs: Any, targets: Tensor) -> Tensor:
         """Samples whose largest logit is their label, or their most probable class: an integer scalar."""
@@ -64,6 +63,8 @@ class Classification(Task):
 
 
 NUM_MISTAKES = 24
+_BINS = 15  # of a reliability diagram (Guo et al., 2017)
+_UNIT = 2**24  # of a probability, which as a whole number adds up to the same in any order
 
 
 @dataclass(order=True)
@@ -84,6 +85,8 @@ class ClassificationEvaluation(Evaluation):
     confusion: Tensor  # int64 [classes, classes], true labels in rows
     num_in_top5: int = 0
     mistakes: list[WrongAnswer] = field(default_factory=list)  # the most confident ones, these first
+    # Of each bin of the answers' probabilities: images, right answers, sum of probabilities.
+    reliability: Tensor = field(default_factory=lambda: torch.zeros(3, _BINS, dtype=torch.int64))
 
     @property
     def top1(self) -> float:
@@ -117,6 +120,14 @@ class ClassificationEvaluation(Evaluation):
             for name, hits, samples, answers in zip(classes, hits_of, samples_of, answers_of, strict=True)
         ]
 
+    def calibration(self) -> list[records.CalibrationBin]:
+        """The bins of the reliability diagram that have images."""
+        bins = (row for row in self.reliability.T.tolist() if row[0])
+        return [
+            records.CalibrationBin(images=images, accuracy=hits / images, confidence=total / images / _UNIT)
+            for images, hits, total in bins
+        ]
+
     def save(self, run: Path, classes: list[str], name: Callable[[int], str]) -> dict[str, Any]:
         """Write the pictures of the mistakes and return what goes into `evaluation.json`."""
         (run / "mistakes").mkdir(exist_ok=True)
@@ -134,6 +145,7 @@ class ClassificationEvaluation(Evaluation):
             top5=self.top5,
             loss=self.loss,
             mistakes=rows,
+            calibration=self.calibration(),
         ).model_dump()
 
     def _add(self, batch: Batch, outputs: Tensor) -> tuple[float, float]:
@@ -144,7 +156,11 @@ class ClassificationEvaluation(Evaluation):
         probability, predicted = logits.softmax(1).max(1)
         pairs = labels * num_classes + predicted
         self.confusion.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
-        wrong = (predicted != labels).nonzero().flatten()
+        is_right = predicted == labels
+        places = (probability * _BINS).long().clamp(max=_BINS - 1)
+        facts = torch.stack([torch.ones_like(pairs), is_right.long(), (probability * _UNIT).round().long()])
+        self.reliability.index_add_(1, places, facts)
+        wrong = (~is_right).nonzero().flatten()
         if len(self.mistakes) == NUM_MISTAKES:
             wrong = wrong[probability[wrong] >= self.mistakes[-1].probability]
         # Ties go by the sample's number; topk would leave them open: saturated networks are wrong with probability 1 in
@@ -167,6 +183,7 @@ class ClassificationEvaluation(Evaluation):
         return {
             "confusion": torch.stack([part.confusion for part in parts]).sum(0),
             "num_in_top5": sum(part.num_in_top5 for part in parts),
+            "reliability": torch.stack([part.reliability for part in parts]).sum(0),
             "mistakes": sorted((wrong for part in parts for wrong in part.mistakes), reverse=True)[:NUM_MISTAKES],
         }
 

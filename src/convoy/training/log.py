@@ -255,14 +255,15 @@ class Log:
         # The first update takes longer than all that follow: its speed says nothing.
         self.show(done, None if done == 1 else f"{self._place(done, '.2f')}  {line}")
 
-    def test(self, done: int, result: Evaluation) -> None:
+    def evaluation(self, done: int, result: Evaluation, split: str) -> None:
+        """A line on an evaluation of a split."""
         speed = result.num_images / max(result.seconds, 1e-9)
-        metrics, best = result.metrics(), self._session.task.metrics[0].name
-        self._write("test", done, **metrics, images=result.num_images, images_per_s=speed)
+        metrics, best = result.metrics(), self._session.metric.name
+        self._write(split, done, **metrics, images=result.num_images, images_per_s=speed)
         total = self._session.quantities.total_updates
         end = f"{total:,}" if self._counts_updates else _number(self._epoch(total))
         self._reporter.say(
-            f"{self._place(done)} of {end}: test {in_words(best, metrics[best])}, "
+            f"{self._place(done)} of {end}: {split} {in_words(best, metrics.get(best, math.nan))}, "
             f"loss {result.loss:.4f} over {result.num_images:,} images"
         )
 
@@ -316,7 +317,7 @@ def write_summary(
     run.check_there(steps)
     recipe, data, counts, quantities = session.recipe, session.data, session.counts, session.quantities
     metrics: dict[str, float | None] = {} if evaluation is None else {**evaluation.metrics()}
-    best = session.task.metrics[0].name
+    best, is_at_end = session.metric.name, status == "finished"
     of_evaluation: dict[str, Any] = {name: metrics.get(name) for name in ("top1", "top5", "loss")}
     of_progress = ("best", "best_step", "time_s", "checkpoints", "left_out")
     waiting_s = progress.train_s - progress.start_s  # in which batches may have been waited for
@@ -337,6 +338,7 @@ def write_summary(
         epochs=steps / quantities.updates_per_epoch,
         **of_evaluation,
         metrics=metrics,
+        split=data.at_end().split if is_at_end else data.split,
         best_metric=best,
         best_top1=progress.best if best == "top1" else None,
         **{name: getattr(progress, name) for name in of_progress},

@@ -36,12 +36,13 @@ from convoy.training.resume import (
     extended,
     identity,
     load_latest,
+    load_step,
     moved_data,
     state_at_end,
 )
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
-from convoy.training.task import Evaluation
+from convoy.training.task import Evaluation, in_words
 
 _SIGNALS = ("", "SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
 SIGNALS: Mapping[int, str] = {signal.Signals[name]: name for name in _SIGNALS if name}
@@ -180,8 +181,16 @@ class Loop:
         self.comparison: Comparison | None = None  # of prediction and measurement, once enough has been seen
         self.recorder = Recorder(session)
         self._subscriber = subscribe(self) if subscribe is not None else None
+        patience = recipe.stop_after
+        per_epoch = session.quantities.updates_per_epoch
+        self._patience = math.inf if patience is None else patience.updates(per_epoch, self.total)
         self._left_out_in_a_row = 0
         self._extends = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no update is left to be done."""
+        return self.done == self.total or self.progress.is_over
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that is whole; without any, begin at the beginning, or with another run. A
@@ -201,7 +210,7 @@ class Loop:
             self.take_metrics()
         self.finished = self.session.ranks.first(self._is_finished)
         if self.session.ranks.rank == 0 and not self.finished:
-            again = self.progress.to_evaluate or self.done == self.total
+            again = self.progress.to_evaluate or self.is_over
             self.run.forget_metrics_after(self.done, and_evaluation=again)
 
     def extend(self) -> None:
@@ -212,7 +221,7 @@ class Loop:
         checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.ranks)
         with values_explained(f"the last checkpoint of {self.session.recipe.extends}"):
             self._take(checkpoint)
-        self.progress.checkpoints, self.progress.to_evaluate = {}, False
+        self.progress.checkpoints, self.progress.to_evaluate, self.progress.is_over = {}, False, False
         self._extends = True
         for sentence in sentences:
             self.tell(sentence)
@@ -245,7 +254,7 @@ class Loop:
         """Whether nothing is left to do, and all that the run was for is there."""
         run = self.run
         whole = run.weights.is_file() and run.evaluation.is_file()
-        ended = self.done == self.total and run.summary().get("status") == "finished"
+        ended = self.is_over and run.summary().get("status") == "finished"
         return whole and ended and moved_data(self.session.recipe, run) is None
 
     def run_to_end(self) -> str | None:
@@ -268,17 +277,19 @@ class Loop:
             try:
                 if self._extends:  # from now on the other run is not needed
                     self._save()
-                if self.progress.to_evaluate and self.done < self.total:
+                if self.progress.to_evaluate and not self.is_over:
                     self._evaluate()
-                if self.done < self.total and interrupt.agreed is None:
+                if not self.is_over and interrupt.agreed is None:
                     self._do_updates()
             finally:
                 self.reporter.end()
             self._conclude()
-            if interrupt.agreed is None:
+            if interrupt.agreed is None and (self.done == self.total or self.evaluation is None):
                 self._evaluate()
             self._save()
             self.saver.finish(or_raise=interrupt.agreed is not None)
+            if interrupt.agreed is None:
+                self._deliver_best()
             self.progress.checkpoints = asdict(self.saver.tally)
             self.reporter.say(str(self.saver.tally))
             if self._subscriber is not None:
@@ -307,9 +318,9 @@ class Loop:
                 self._log.updates.append(update)
                 self._after_update()
                 stops = asking()
-                if self._subscriber and (recorder.num % REMEMBERED == 0 or stops or self.done == self.total):
+                if self._subscriber and (recorder.num % REMEMBERED == 0 or stops or self.is_over):
                     self._subscriber.look()
-                if stops:
+                if stops or self.progress.is_over:
                     return
                 recorder.ask(self.done)
 
@@ -386,13 +397,51 @@ class Loop:
             return
         self.progress.to_evaluate = False
         for sample, reason in result.bad:
-            self.progress.add_bad(self.session.data.test.name(sample), reason, "test")
-        self._log.test(self.done, result)
-        metric = self.session.task.metrics[0]
-        value = result.metrics()[metric.name]
+            self.progress.add_bad(self.session.data.test.name(sample), reason, self.session.data.split)
+        self._log.evaluation(self.done, result, self.session.data.split)
+        metric = self.session.metric
+        value = result.metrics().get(metric.name, math.nan)
         if metric.improves(value, self.progress.best):
             self.progress.best, self.progress.best_step = value, self.done
             self._save()
+        elif not self.is_over and self.done - (self.progress.best_step or 0) >= self._patience:
+            self.progress.is_over = True
+            than = f"{self._best_in_words()} of update {self.progress.best_step}"
+            self.tell(
+                f"ends after {self.done:,} updates: nothing better than {than} in {self.session.recipe.stop_after}"
+            )
+
+    def _best_in_words(self) -> str:
+        value = math.nan if self.progress.best is None else self.progress.best
+        return f"{in_words(self.session.metric.name, value)} on the {self.session.data.split} split"
+
+    def _deliver_best(self) -> None:
+        """Go back to the best weights, where the recipe asks for them, and look at the test split, where there is one
+        beside that for validation. All ranks call it."""
+        session, best = self.session, self.progress.best_step
+        which, checkpoint = "last", None
+        if session.recipe.selects and best is not None:
+            which = f"best ({self._best_in_words()})"
+            checkpoint = load_step(self.store, best, session.ranks) if best != self.done else None
+            if checkpoint is not None:
+                session.state.unpack(checkpoint)
+            elif best != self.done:
+                self.tell(f"the best weights, of update {best:,}, were not saved: the last are delivered")
+                which = "last"
+        if checkpoint is None and session.data.final is None:
+            return
+        try:
+            result = session.evaluate(Asking(session.ranks, self._interrupt), at_end=True)
+        except StoppedError:  # all is saved, and it is done again
+            return
+        self.evaluation = result
+        if session.data.final is not None:
+            for sample, reason in result.bad:
+                self.progress.add_bad(session.data.final.name(sample), reason, "test")
+            self._log.evaluation(self.done, result, "test")
+        of = f"the weights of update {self.done if which == 'last' else best:,}, the {which}"
+        once = "the test split was looked at once, at the end, with " if session.data.final is not None else "delivers "
+        self.tell(f"{once}{of}")
 
     def _save(self) -> None:
         """Save the state, if it is not saved yet, and if no checkpoint would hold what the next loss shows to be lost.

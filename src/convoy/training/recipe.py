@@ -76,15 +76,21 @@ class LossConfig(Section):
         None, min_length=1, description="your own: mine.py:focal, of outputs and targets, a number for each sample"
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Szegedy et al., 2016, section 7")
+    class_weights: Literal["balanced", "effective"] | dict[str, Annotated[float, Field(ge=0)]] | None = Field(
+        None,
+        description="weights of classes: balanced (1/samples), effective (Cui et al., 2019), or numbers, others 1; "
+        "their mean over the training samples becomes 1",
+    )
     aux_weight: float = Field(0.3, ge=0, description="weight of auxiliary heads (Szegedy et al., 2015, section 5)")
 
     @model_validator(mode="after")
     def _refuse_ignored(self) -> Self:
         if self.target_threshold is not None and self.name != "bce":
             raise ValueError("loss.target_threshold would be ignored with cross-entropy: set loss.name=bce")
-        if self.function is not None and (self.name != "cross-entropy" or self.label_smoothing):
-            key = "loss.name" if self.name != "cross-entropy" else "loss.label_smoothing"
-            raise ValueError(f"{key} would be ignored with loss.function={self.function}: leave one of them out")
+        others = {"name": "cross-entropy", "label_smoothing": 0, "class_weights": None}
+        for key, default in others.items() if self.function is not None else ():
+            if getattr(self, key) != default:
+                raise ValueError(f"loss.{key} would be ignored with loss.function={self.function}: leave one out")
         return self
 
 
@@ -190,6 +196,14 @@ class Recipe(Section):
         description="views of a picture whose logits are averaged: 2 with its mirror image, 6 with both moved by a "
         "pixel to the upper left and to the lower right, which count half",
     )
+    best: str | None = Field(
+        None,
+        min_length=1,
+        description="deliver the weights that are best in this metric of the evaluations; not said: the last",
+    )
+    stop_after: PositiveDuration | None = Field(
+        None, description="end, with the best weights, after so long without a better evaluation, e.g. 10ep"
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log_every: PositiveDuration | Literal["auto"] = Field(
         "auto",
@@ -236,6 +250,8 @@ class Recipe(Section):
         if self.reproducible and parallel.approximate is not None:
             promise = "reproducible gives the same weights on any number of devices"
             yield f"{promise}, but {parallel.approximate}: leave one of them out"
+        if self.data.sampling is not None and isinstance(self.loss.class_weights, str):
+            yield f"data.sampling and loss.class_weights={self.loss.class_weights} correct the same twice: give one"
         if self.model.whiten is not None and self.model.weights is not None:
             yield "model.whiten would replace the first layer of model.weights: give one, or model.whiten=null"
         if self.ema is not None and self.lookahead is not None:
@@ -260,6 +276,11 @@ class Recipe(Section):
         functions = {"loss.function": loss, "data.augment.function": augment}
         functions |= {"metrics" + f".{n}" * (n > 0): name for n, name in enumerate(self.metrics)}
         return {key: name for key, name in functions.items() if name is not None}
+
+    @property
+    def selects(self) -> bool:
+        """Whether something is chosen by evaluations."""
+        return self.best is not None or self.stop_after is not None
 
     def notes(self) -> Iterator[str]:
         """A sentence for each option that has no effect here and does no harm."""

@@ -30,6 +30,7 @@ class RunProgress:
     best: float | None = None  # value of the metric that says which weights are best
     best_step: int | None = None
     to_evaluate: bool = False  # an evaluation was stopped, and is to be done again
+    is_over: bool = False  # the run has ended before its length, as nothing became better
     left_out: int = 0  # updates not made, because loss or gradient were not finite
     bad_images: list[dict[str, str]] = field(default_factory=list)  # that could not be read: name, reason, split
     checkpoints: dict[str, Any] = field(default_factory=dict)  # their `CheckpointTally`
@@ -48,9 +49,9 @@ class Record(BaseModel):
 
 
 class MetricsLine(Record):
-    """One line of `metrics.jsonl`: the state after `step` updates, as the training or the test split sees it."""
+    """One line of `metrics.jsonl`: the state after `step` updates, as one of the splits sees it."""
 
-    split: Literal["train", "test"]
+    split: Literal["train", "validation", "test"]
     step: int = Field(ge=0)
     epoch: Number = None
     loss: Number = None
@@ -115,6 +116,7 @@ class RunSummary(Record):
     top5: Share = None
     loss: Number = None
     metrics: dict[str, Number] = {}  # all that the evaluation has
+    split: str | None = None  # that it is of
     best_metric: str | None = None  # that says which weights are best
     best: Number = None  # its value
     best_top1: Share = None
@@ -141,8 +143,16 @@ class Mistake(Record):
     picture: str | None = None
 
 
+class CalibrationBin(Record):
+    """The images whose answers have probabilities in one of fifteen equal ranges."""
+
+    images: int = Field(ge=1)
+    accuracy: float = Field(ge=0, le=1)
+    confidence: float = Field(ge=0, le=1)  # mean probability of the answers
+
+
 class EvaluationFile(Record):
-    """`evaluation.json`: the latest evaluation of the test split."""
+    """`evaluation.json`: the latest evaluation."""
 
     classes: list[str] = []
     confusion: list[list[Annotated[int, Field(ge=0, le=2**53)]]] = []
@@ -151,6 +161,14 @@ class EvaluationFile(Record):
     top5: Share = None
     loss: Number = None
     mistakes: list[Mistake] = []
+    calibration: list[CalibrationBin] = []
+
+    @property
+    def calibration_error(self) -> float | None:
+        """The expected one (Guo et al., 2017, equation 5); None where nothing is known of calibration."""
+        images = sum(part.images for part in self.calibration)
+        apart = sum(part.images * abs(part.accuracy - part.confidence) for part in self.calibration)
+        return apart / images if images else None
 
     @model_validator(mode="after")
     def _check_table(self) -> Self:

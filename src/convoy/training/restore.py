@@ -260,7 +260,7 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
                 f"the data at {run.recipe.data.path} are no longer those that {run.path} was trained on (other "
                 "classes): name the data by --data"
             )
-        return data, []
+        return data.at_end(), []
     advice = f"convoy predict {run.path} {printable(path)} says what is on pictures without a class to compare with"
     if Path(path).suffix.lower() in suffixes() and Path(path).is_file():
         raise ConvoyError(f"{printable(path)} is one picture, without a class to compare with: {advice}")
@@ -283,6 +283,7 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
             notes = list(data.notes)
         else:
             notes.append(f"{data.name} has no split of its own: all of its {len(data.test):,} pictures are evaluated")
+    data = data.at_end()
     relabel((data.train, data.test), data.classes, run.classes)
     return data, notes
 

@@ -55,6 +55,21 @@ def load_latest(store: CheckpointStore, identity: str, ranks: Ranks) -> tuple[Ch
     return replace(checkpoint, tensors=ranks.broadcast_tensors(latest.tensors if latest is not None else None)), refused
 
 
+def load_step(store: CheckpointStore, step: int, ranks: Ranks) -> Checkpoint | None:
+    """The checkpoint of an update, on every rank; None where it is not there. All ranks call it."""
+    loaded: Checkpoint | None = None
+
+    def read() -> Checkpoint | None:
+        nonlocal loaded
+        loaded = store.load(step) if step in store.steps() else None
+        return replace(loaded, tensors={}) if loaded is not None else None
+
+    checkpoint = ranks.first(read)
+    if checkpoint is None:
+        return None
+    return replace(checkpoint, tensors=ranks.broadcast_tensors(loaded.tensors if loaded is not None else None))
+
+
 def check_run(run: RunDirectory, recipe: Recipe, resume: bool) -> bool:
     """Whether there is a run to go on with; a ConvoyError where this recipe may not, or the folder is taken or cannot
     be written.
@@ -185,7 +200,8 @@ def differences(recipe: Recipe, begun: Recipe, free: Sequence[str] = ()) -> Iter
 
 # Keys that came later, with what runs of before had in effect: their checksum is without them.
 ADDED: dict[str, Any] = {
-    **dict.fromkeys(("extends", "lookahead", "model.whiten", "loss.target_threshold")),
+    **dict.fromkeys(("extends", "lookahead", "model.whiten", "loss.target_threshold", "loss.class_weights")),
+    **dict.fromkeys(("data.sampling", "best", "stop_after")),
     **{f"data.{key}": None for key in ("decoder", "augment.padding", "evaluation_size", "progressive")},
     "evaluation_views": 1,
     "optimizer.groups": [],

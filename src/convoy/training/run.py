@@ -59,14 +59,15 @@ class Outcome:
     run: Path
     steps: int
     total_steps: int
-    metrics: dict[str, float]  # of the test split, if it was evaluated
+    metrics: dict[str, float]  # of the last evaluation, if there was any
     best_metric: str  # the name of the one that says which weights are best
+    split: str  # that it was of
     signal: str | None  # that stopped the run; None where it finished
     comparison: Comparison | None = None  # None where the run ended too early
 
     @property
     def top1(self) -> float | None:
-        """Share of right answers on the test split."""
+        """Share of right answers in that evaluation."""
         return self.metrics.get("top1")
 
 
@@ -115,7 +116,8 @@ class Trainer:
                 self.ranks.barrier()
                 summary = self._folder.summary()
                 metrics = summary.get("metrics") or {"top1": summary.get("top1")}  # of runs of before
-                return Outcome(self.out, loop.done, loop.done, metrics, loop.session.task.metrics[0].name, None)
+                best, split = loop.session.metric.name, loop.session.data.at_end().split
+                return Outcome(self.out, loop.done, loop.done, metrics, best, split, None)
             # Cuts into stages are the devices', so they stand there and not in the recipe.
             self.ranks.first(lambda: write_text(self._folder.plan, loop.session.plan_with_cuts.to_yaml()))
             self._summarize(loop, "running")
@@ -129,8 +131,8 @@ class Trainer:
             self._summarize(loop, "stopped" if signal else "finished")
             self.ranks.barrier()  # nobody goes on, or away, before all is written
         metrics = loop.evaluation.metrics() if loop.evaluation else {}
-        session, best = loop.session, loop.session.task.metrics[0].name
-        return Outcome(self.out, loop.done, session.quantities.total_updates, metrics, best, signal, loop.comparison)
+        best, split, total = loop.session.metric.name, loop.session.data.at_end().split, loop.total
+        return Outcome(self.out, loop.done, total, metrics, best, split, signal, loop.comparison)
 
     def _begin(self, watchdog: Watchdog) -> Loop:
         """The loop at its beginning, or at the newest checkpoint, in a folder that is this run's alone."""
@@ -261,7 +263,7 @@ class Trainer:
                 pass
             return
         assert loop.evaluation is not None
-        folder, data = self._folder, loop.session.data
+        folder, data = self._folder, loop.session.data.at_end()
         write_json(folder.evaluation, loop.evaluation.save(folder.path, data.classes, data.test.name))
         write_atomically(folder.weights, lambda temporary: write_tensors(temporary, kinds, wholes))
 

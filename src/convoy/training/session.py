@@ -2,6 +2,7 @@
 together: batches, updates, evaluations.
 """
 
+import copy
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from convoy import models
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch, DataSet, Order, num_workers, training_batches
+from convoy.data.imbalance import class_weights
 from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.network import Network
 from convoy.engine.recorded import Recorded, graph_on
@@ -46,7 +48,7 @@ from convoy.training.records import Derived, StageRecord
 from convoy.training.resume import Code
 from convoy.training.state import AveragedWeights, MovingAverage, RunState, SlowWeights
 from convoy.training.step import TrainingStep
-from convoy.training.task import Evaluation, Task
+from convoy.training.task import Evaluation, Metric, Task
 from convoy.units import plural, rough_percent, size
 
 
@@ -87,12 +89,20 @@ class Prepared(TriedNetwork):
         memory_format = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         return InputPipeline(self.data, self.device, memory_format)
 
+    def order(self) -> Order:
+        """The order of the training samples."""
+        labels, section = self.data.train.labels, self.recipe.data
+        weights = None
+        if section.sampling is not None:
+            weights = class_weights(section.sampling, labels, self.data.classes, "data.sampling")
+        return Order(len(labels), self.recipe.batch, self.recipe.seed, section.repeats, weights, labels)
+
     def batches_of(self, positions: range, first_update: int, num_updates: int) -> Generator[Batch, None, None]:
         """The samples at some positions of the batches of some updates."""
         return training_batches(
             self.data,
             self.recipe.data,
-            Order(len(self.data.train), self.recipe.batch, self.recipe.seed, self.recipe.data.repeats),
+            self.order(),
             first_update=first_update,
             num_updates=num_updates,
             seed=self.recipe.seed,
@@ -176,16 +186,22 @@ class Session(Prepared):
         """Whether updates are recorded and replayed here."""
         return self.are_recorded(self.reason_not_recorded)
 
-    def evaluate(self, is_asked_to_stop: Callable[[], bool] = lambda: False) -> Evaluation:
-        """Evaluate what the run would deliver now, with averaged weights if there are any, on all of the test split.
-        `is_asked_to_stop` is called before each batch, the same on all ranks, and ends in a StoppedError; nothing has
-        changed then.
+    @property
+    def metric(self) -> Metric:
+        """The one that says which weights are best."""
+        return self.task.metrics[0] if self.recipe.best is None else self.task.metric(self.recipe.best)
+
+    def evaluate(self, is_asked_to_stop: Callable[[], bool] = lambda: False, at_end: bool = False) -> Evaluation:
+        """Evaluate what the run would deliver now, with averaged weights if there are any, on all of the split that is
+        evaluated while it trains, or at its end. `is_asked_to_stop` is called before each batch, the same on all ranks,
+        and ends in a StoppedError; nothing has changed then.
         """
         self.state.exchange.synchronize()
         announce = partial(setattr, self.network, "samples")
-        size = self.evaluation_batch()
+        size, pipeline = self.evaluation_batch(), copy.copy(self.pipeline)
+        pipeline.data = self.data.at_end() if at_end else self.data
         with self.state.delivered() as model:
-            return evaluate(model, self.pipeline, self.recipe, self.task, size, self.ranks, announce, is_asked_to_stop)
+            return evaluate(model, pipeline, self.recipe, self.task, size, self.ranks, announce, is_asked_to_stop)
 
     def evaluation_batch(self) -> int:
         """Samples of a pass: as many as in training, but no more than a rank's even share."""

@@ -58,7 +58,8 @@ def set_up(
     if data is None:
         say("opening the data", 0, 1)
         batch = recipe.batch
-        data = open_data(recipe.data, say, check=lambda most: check_batch(batch, most, "samples of the data"))
+        enough = lambda most: check_batch(batch, most, "samples of the data")  # noqa: E731
+        data = open_data(recipe.data, say, selects=recipe.selects, check=enough)
         check_ranks(data, ranks)
     gpu = identify(device).gpu
     gpus = ranks.gather(gpu)
@@ -78,7 +79,9 @@ def set_up(
     model.to(device=None if as_graph else device, memory_format=memory_format)  # type: ignore[call-overload]
     shape = data.channels, data.image_size, data.image_size
     change = "data.image_size, data.channels, the microbatch or the model"
-    task = create_task(recipe, data.classes)
+    task = create_task(recipe, data.classes, data.train.labels)
+    if recipe.best is not None:
+        task.metric(recipe.best)
     check_augmentation(data, recipe.data, recipe.seed)
     check_own_task(task, recipe, data)
     tried = TriedNetwork.of(recipe, model, shape, device, change, task)
@@ -97,6 +100,7 @@ def set_up(
         notes=notes,
         code=ranks.first(lambda: code_of(model, tried.probe.graph)),
     )
+    ready.order()  # refuses classes that are not there before long work
     session = assemble(ready, choose_plan(ready, rivals, say) if plan is None else ChosenPlan(plan))
     session.notes += _of_recording(session, explicit_keys)
     return session

@@ -149,7 +149,7 @@ class Task(ABC):
 
     classes: Sequence[str]  # names of the outputs
     aux_weight: float = field(default=0.3, kw_only=True)  # of the loss of auxiliary heads
-    class_weights: Tensor | None = field(default=None, kw_only=True)  # [classes], in the loss of training
+    class_weights: Tensor | None = field(default=None, kw_only=True)  # [classes]; 1 in the mean over training samples
     # Of the user's: in place of the loss of each head, the mean over samples; and beside the task's metrics.
     own_loss: Callable[[Tensor, Tensor], Tensor] | None = field(default=None, kw_only=True)
     own_metrics: tuple[MetricOfAll, ...] = field(default=(), kw_only=True)

@@ -25,7 +25,7 @@ from convoy.training.run_directory import RunDirectory
 POLL_S, RETRY_S = 1.0, 30.0
 END_S = 30.0  # in which trackers have to take the last lines when the run ends
 _PROJECT, _TAG = "convoy", "convoy.run"
-_SPLITS = ("train", "test")  # in the order of their lines after an update
+_SPLITS = ("train", "validation", "test")  # in the order of their lines after an update
 _PARAMETERS_IN_A_BATCH = 100  # MLflow takes no more
 
 
