@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from convoy.errors import ConvoyError
-from convoy.models import accepts, classifier_names, count, create, describe, load_weights
+from convoy.models import accepts, classifier_names, count, create, describe, load_weights, published
 
 
 def real(name: str) -> ModuleType:
@@ -59,22 +59,22 @@ def test_published_weights_are_those_of_the_library_with_a_fresh_head(monkeypatc
     net, fresh = nn.Sequential(nn.Conv2d(3, 5, 1)), nn.Sequential(nn.Conv2d(3, 5, 1)).state_dict()
     monkeypatch.setattr(timm, "create_model", lambda *_, pretrained: nn.Sequential(nn.Conv2d(3, 1000, 1)))
     net.load_state_dict(fresh)
-    (note,) = load_weights(net, "timm:tiny")
+    (note,) = load_weights(net, "timm:tiny", published("timm:tiny"))
     assert note.startswith("timm:tiny has 1000 classes and this net 5: fresh weights stay in ")
     assert torch.equal(net[0].weight, fresh["0.weight"])
-    published = nn.Sequential(nn.Conv2d(3, 5, 1)).state_dict()
-    weights = SimpleNamespace(DEFAULT=SimpleNamespace(get_state_dict=lambda **_: published))
+    tensors = nn.Sequential(nn.Conv2d(3, 5, 1)).state_dict()
+    weights = SimpleNamespace(DEFAULT=SimpleNamespace(get_state_dict=lambda **_: tensors))
     vision_models.get_model_weights = lambda name: weights  # type: ignore[attr-defined]
     vision_models.list_models = lambda module: ["tiny"]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torchvision", torchvision)
     monkeypatch.setitem(sys.modules, "torchvision.models", vision_models)
-    assert load_weights(net, "torchvision:tiny") == []
-    assert torch.equal(net[0].weight, published["0.weight"])
+    assert load_weights(net, "torchvision:tiny", published("torchvision:tiny")) == []
+    assert torch.equal(net[0].weight, tensors["0.weight"])
     assert "torchvision:tiny does not fit Linear: " in mistake(
-        lambda: load_weights(nn.Linear(2, 2), "torchvision:tiny")
+        lambda: load_weights(nn.Linear(2, 2), "torchvision:tiny", tensors)
     )
     weights.DEFAULT = None
-    assert "cannot be fetched" in mistake(lambda: load_weights(net, "torchvision:tiny"))
+    assert "cannot be fetched" in mistake(lambda: published("torchvision:tiny"))
 
 
 def test_timm_is_called_without_downloads(monkeypatch: pytest.MonkeyPatch) -> None:

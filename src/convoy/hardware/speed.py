@@ -251,7 +251,8 @@ def _bytes(work: Work, images: float, units: Arithmetic, software: Software, fac
         passes = passes * np.where(between & old, factor("halves"), 1.0)
     passes = passes * np.where(rows.kind == _NORM, factor("norm"), 1.0)
     moved: Array = passes * elements * units.itemsize + np.array([[1.0], [2.0]]) * 4 * rows.weights
-    return moved * np.stack([np.ones_like(rows.back), rows.back])
+    moved[1] *= rows.back
+    return moved
 
 
 class Factor(Protocol):

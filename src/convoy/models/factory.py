@@ -1,8 +1,8 @@
 """From a name to a network: the registry's; `timm:NAME` and `torchvision:NAME`, of two libraries that are extras; or
 `package.module:factory` or `mine.py:factory`, a function or class of the user's that returns an `nn.Module`.
 
-No library is imported before a name asks for it, and nothing is downloaded: published weights are read from a file, by
-`load_weights`. A failure of a constructor becomes one sentence.
+No library is imported before a name asks for it, and nothing is downloaded but by `published`, where a user names
+weights of a library. A failure of a constructor becomes one sentence.
 """
 
 import importlib
@@ -165,6 +165,24 @@ def _extra(module: str) -> ModuleType:
         raise ConvoyError(
             f"{package} is installed but does not import beside torch {torch.__version__} ({reason(error)}): "
             f"install torch and torchvision from the same index"
+        ) from error
+
+
+def published(name: str) -> dict[str, Tensor] | None:
+    """The weights of `torchvision:NAME` or `timm:NAME`, which the library fetches unless it has them already; None for
+    other names, as of a file."""
+    kinds = {"timm": Timm, "torchvision": Torchvision}
+    kind = kinds.get(name.partition(":")[0]) if ":" in name else None
+    if kind is None:
+        return None
+    try:
+        return kind(name).weights()
+    except ConvoyError:
+        raise
+    except Exception as error:
+        raise ConvoyError(
+            f"the weights {name} cannot be fetched ({reason(error)}): fetch them where there is a network, and give "
+            "their file with --weights FILE"
         ) from error
 
 

@@ -26,13 +26,12 @@ ENTRIES = ("state_dict", "model")
 RUN, OF_RUN = "config.yaml", "weights.safetensors"
 
 
-def load_weights(model: nn.Module, path: str | Path) -> list[str]:
-    """Read weights into `model`: a `.safetensors` file, a `.pth` or `.pt` file with a state dict, a run directory, or
-    those that `torchvision:NAME` or `timm:NAME` publishes. A
-    file with another number of classes leaves the classifier's fresh weights in place; auxiliary heads that the file or
+def load_weights(model: nn.Module, path: str | Path, published: Mapping[str, Tensor] | None = None) -> list[str]:
+    """Read weights into `model`: a `.safetensors` file, a `.pth` or `.pt` file with a state dict, or a run directory;
+    or take those that a library has `published` under that name. A file with another number of classes leaves the classifier's fresh weights in place; auxiliary heads that the file or
     the network lacks are left out. Returns a sentence for each such thing. Raises ConvoyError, with `model` unchanged,
     for a file that belongs to another network."""
-    name, path = str(path), expanded(path)
+    path = expanded(path)
     if (path / RUN).is_file():
         if not (path / OF_RUN).is_file():
             raise ConvoyError(
@@ -40,8 +39,7 @@ def load_weights(model: nn.Module, path: str | Path) -> list[str]:
             )
         path = path / OF_RUN
     state = model.state_dict()
-    read = published(name) if is_published(name) else _read(path)
-    tensors = _without_prefixes(read, state)
+    tensors = _without_prefixes(_read(path) if published is None else dict(published), state)
     notes = []
 
     fresh = _other_classes(model, state, tensors)
@@ -90,27 +88,6 @@ def load_weights(model: nn.Module, path: str | Path) -> list[str]:
             f"{path.name} was published for images in the range -1..1: set the model's option transform_input=true"
         )
     return notes
-
-
-def is_published(name: str) -> bool:
-    """Whether weights are named by the library that publishes them."""
-    return name.startswith(("torchvision:", "timm:")) and not expanded(name).exists()
-
-
-def published(name: str) -> dict[str, Tensor]:
-    """The weights of `torchvision:NAME` or `timm:NAME`, which the library fetches unless it has them already."""
-    from convoy.models.factory import Timm, Torchvision
-
-    network = Timm(name) if name.startswith("timm:") else Torchvision(name)
-    try:
-        return network.weights()
-    except ConvoyError:
-        raise
-    except Exception as error:
-        raise ConvoyError(
-            f"the weights {name} cannot be fetched ({reason(error)}): fetch them where there is a network, and give "
-            "their file with --weights FILE"
-        ) from error
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -99,7 +99,7 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
             model(torch.zeros(1, given.channels, given.image_size, given.image_size))
     prepare_given(model, needs_numbers=not torch.empty(0).is_meta)  # of other ranks than the first
     if section.weights is not None and recipe.extends is None:  # all weights are those of the other run then
-        notes += models.load_weights(model, section.weights)
+        notes += models.load_weights(model, section.weights, models.published(section.weights))
     return model, [*notes, *choose_trained(model, recipe)]
 
 
