@@ -153,9 +153,12 @@ def test_the_file_is_kept_by_its_checksum_and_a_change_is_said(
     data: Path, tmp_path: Path, mine: Callable[[str], str]
 ) -> None:
     settings = {"epochs": "4ba", "loss.function": mine("focal"), "checkpoint.every": "1ba"}
+    settings |= {"metrics": f"[{mine('kappa')}]", "best": "kappa"}
     train_here(data, tmp_path / "run", settings, stop_at=2)
     noted = json.loads((tmp_path / "run" / "environment.json").read_text())["own"]
-    assert noted == {mine("focal"): hashlib.sha256(MINE.encode()).hexdigest()}
+    assert noted == dict.fromkeys([mine("focal"), mine("kappa")], hashlib.sha256(MINE.encode()).hexdigest())
     (tmp_path / "mine.py").write_text(f"{MINE}\n# again\n")
     ended = train_here(data, tmp_path / "run", settings, resume=True)
     assert f"the file of {mine('focal')} is another than when the run was begun" in ended.said
+    assert "kappa" in ended.outcome.metrics
+    assert ended.outcome.best_metric == "kappa"

@@ -81,7 +81,12 @@ batch_norm = sets("batch_norm", metavar="MODE")
 precision = sets("precision", metavar="TYPE")
 channels_last = sets("channels_last", "--channels-last/--channels-first")
 recompute = sets("recompute", metavar="[PATTERN,…]", is_flag=False, flag_value="true", as_yaml=patterns_as_yaml)
-freeze = sets("optimizer.freeze", metavar="LAYER,…", as_yaml=patterns_as_yaml)
+freeze = sets(
+    "optimizer.freeze",
+    metavar="LAYER,…",
+    text="Layers not to train: conv1,layer?, or trunk (all but the head); trunk:3ep until then.",
+    as_yaml=patterns_as_yaml,
+)
 schedule = sets("parallel.schedule", metavar="ORDER")
 cores_per_device = sets("parallel.cores_per_device", metavar="N")
 

@@ -171,9 +171,9 @@ def _extra(module: str) -> ModuleType:
 def published(name: str) -> dict[str, Tensor] | None:
     """The weights of `torchvision:NAME` or `timm:NAME`, which the library fetches unless it has them already; None for
     other names, as of a file."""
-    kinds = {"timm": Timm, "torchvision": Torchvision}
-    kind = kinds.get(name.partition(":")[0]) if ":" in name else None
-    if kind is None:
+    kinds: dict[str, type[Timm | Torchvision]] = {"timm": Timm, "torchvision": Torchvision}
+    kind = kinds.get(name.partition(":")[0])
+    if kind is None or ":" not in name:
         return None
     try:
         return kind(name).weights()

@@ -27,8 +27,8 @@ RUN, OF_RUN = "config.yaml", "weights.safetensors"
 
 
 def load_weights(model: nn.Module, path: str | Path, published: Mapping[str, Tensor] | None = None) -> list[str]:
-    """Read weights into `model`: a `.safetensors` file, a `.pth` or `.pt` file with a state dict, or a run directory; or
-    take those that a library has `published` under that name. A file with another number of classes leaves the
+    """Read weights into `model`: a `.safetensors` file, a `.pth` or `.pt` file with a state dict, or a run directory;
+    or take those that a library has `published` under that name. A file with another number of classes leaves the
     classifier's fresh weights in place; auxiliary heads that the file or the network lacks are left out. Returns a
     sentence for each such thing. Raises ConvoyError, with `model` unchanged, for a file that belongs to another
     network."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -96,10 +97,11 @@ def layer_scales(model: nn.Module, decay: float) -> Mapping[str, float]:
     A network of timm says itself what its layers are. In any other a layer is a block, or what else stands in the
     network's lists of modules; a norm, or what has no matrix of weights, belongs to the layer before it.
     """
-    if hasattr(model, "group_matcher"):
+    matcher: Any = getattr(model, "group_matcher", None)
+    if matcher is not None:
         from timm.models import group_parameters
 
-        depths: dict[str, int] = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
+        depths: dict[str, int] = group_parameters(model, matcher(coarse=False), reverse=True)
     else:
         number = sum(parameter.ndim > 1 for parameter in model.parameters())
         depths, depth = dict.fromkeys((name for name, _ in model.named_parameters()), 0), -1

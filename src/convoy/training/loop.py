@@ -310,7 +310,7 @@ class Loop:
         with closing(session.batches(self.done, self.total - self.done)) as batches:
             recorder.ask(self.done)
             for batch in batches:
-                session.train_in(self.done)
+                session.train_in(self.done, step.recorded)
                 step.records = recorder.has_watched
                 update = recorder.update(step, batch, self.done)
                 self._left_out_in_a_row = 0 if update.bad is None else self._left_out(update.bad)

@@ -66,8 +66,8 @@ class _Common(Section):
     )
     freeze: tuple[FrozenPart, ...] = Field(
         (),
-        description="layers that are not trained: layer1,layer?.0, or layer1:3ep until then; or trunk, all but the head"
-        "; their batch norm keeps its running statistics",
+        description="layers that are not trained, as conv1,layer? or trunk (all but the head); until then: trunk:3ep; "
+        "their batch norm keeps its running statistics",
     )
     layer_decay: float | None = Field(
         None, gt=0, le=1, description="what the rate of a layer is multiplied by for each one between it and the head"

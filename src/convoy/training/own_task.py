@@ -82,6 +82,11 @@ def add_own(task: Task, recipe: Recipe) -> None:
     """Give a task the recipe's loss and metrics that are functions of the user's."""
     if recipe.loss.function is not None:
         task.own_loss = OwnLoss(recipe.loss.function)
+    add_own_metrics(task, recipe)
+
+
+def add_own_metrics(task: Task, recipe: Recipe) -> None:
+    """Give a task the recipe's metrics alone, as an evaluation needs them."""
     task.own_metrics = tuple(map(OwnMetric, recipe.metrics))
     names = [metric.name for metric in task.all_metrics]
     for metric in task.own_metrics:

@@ -31,6 +31,7 @@ from convoy.models.factory import check_own
 from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
 from convoy.training.evaluation import InputPipeline, evaluate
+from convoy.training.own_task import add_own_metrics
 from convoy.training.precision import set_numerics, settle
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.resume import code_difference, code_of
@@ -120,6 +121,7 @@ class TrainedRun:
     classes: list[str]  # names, by the network's outputs
     network_input: NetworkInput
     changed: str = ""  # the first layer that the code makes otherwise than when the weights were written
+    trust_code: bool = False  # metrics that the recipe names may be from anywhere
 
     @property
     def task(self) -> Task:
@@ -208,8 +210,6 @@ def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None, 
     recipe = settle(load_recipe(str(run.config)), torch.device("cpu")).recipe  # runs keep what was settled
     if not trust_code:
         check_own(recipe.model.name, run.config)
-        for name in recipe.own_code().values():
-            own.check_own(name, run.config)
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": None})})
     network_input = NetworkInput.of_run(run)
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -227,7 +227,7 @@ def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None, 
     changed = _changed_code(run, checkpoint, network, (network_input.channels, size, size))
     network.eval()
     transform, classes = Transform(network_input, recipe.data), list(network_input.classes)
-    return TrainedRun(run.path, recipe, network, transform, classes, network_input, changed)
+    return TrainedRun(run.path, recipe, network, transform, classes, network_input, changed, trust_code)
 
 
 def _changed_code(
@@ -308,4 +308,8 @@ def evaluate_run(run: TrainedRun, data: DataSet, device: torch.device, ranks: Ra
     set_numerics(run.recipe)
     run.to(device)
     pipeline = InputPipeline(data, device, run.memory_format)
-    return evaluate(run.network, pipeline, run.recipe, run.task, EVALUATION_BATCH, ranks)
+    task = run.task
+    for name in () if run.trust_code else run.recipe.metrics:
+        own.check_own(name, RunDirectory(run.path).config)
+    add_own_metrics(task, run.recipe)
+    return evaluate(run.network, pipeline, run.recipe, task, EVALUATION_BATCH, ranks)

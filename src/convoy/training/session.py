@@ -235,11 +235,14 @@ class Session(Prepared):
         """What looks at every update before it is made."""
         return FiniteGuard(self.network, self.ranks, gradients=not self.state.scaler.is_enabled())
 
-    def train_in(self, update: int) -> None:
-        """Freeze the layers that an update is not to train, and no others. All ranks call it before every update."""
+    def train_in(self, update: int, recorded: Recorded | None = None) -> None:
+        """Freeze the layers that an update is not to train, and no others; what is `recorded` of earlier ones is then
+        recorded anew. All ranks call it before every update."""
         if self.thaws and (self.frozen is None or update in self.thaws.values()):
             was, self.frozen = self.frozen or set(), {name for name, end in self.thaws.items() if update < end}
             self.state.exchange.train_others(self.frozen - was, was - self.frozen)
+            if recorded is not None:
+                recorded.record_anew()
 
     def step(self) -> TrainingStep:
         """The function that does one weight update. All ranks call it."""

@@ -19,7 +19,7 @@ from convoy.plans.schedule import PARTS_PER_STAGE
 from convoy.training.build import TriedNetwork, build_for, divisible_sizes, has_batch_norm, on_meta
 from convoy.training.derived import check_batch, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import divide
-from convoy.training.own_task import check_own_task
+from convoy.training.own_task import add_own, check_own_task
 from convoy.training.parallel_config import check_shares, plan_of
 from convoy.training.precision import check_precision, set_numerics, settle
 from convoy.training.recipe import LossConfig, Recipe
@@ -80,6 +80,7 @@ def set_up(
     shape = data.channels, data.image_size, data.image_size
     change = "data.image_size, data.channels, the microbatch or the model"
     task = create_task(recipe, data.classes, data.train.labels)
+    add_own(task, recipe)
     if recipe.best is not None:
         task.metric(recipe.best)
     check_augmentation(data, recipe.data, recipe.seed)

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from convoy.data.imbalance import class_weights
 from convoy.training.classification import Classification
-from convoy.training.own_task import add_own
 from convoy.training.recipe import Recipe
 from convoy.training.task import Task
 
@@ -18,7 +17,7 @@ def create_task(recipe: Recipe, classes: Sequence[str], labels: NDArray[np.int64
     loss, weights = recipe.loss, None
     if loss.class_weights is not None and labels is not None:
         weights = torch.from_numpy(class_weights(loss.class_weights, labels, classes, "loss.class_weights"))
-    task = Classification(
+    return Classification(
         classes,
         aux_weight=loss.aux_weight,
         class_weights=weights,
@@ -26,5 +25,3 @@ def create_task(recipe: Recipe, classes: Sequence[str], labels: NDArray[np.int64
         loss_name=loss.name,
         target_threshold=loss.target_threshold,
     )
-    add_own(task, recipe)
-    return task
