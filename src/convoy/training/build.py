@@ -111,7 +111,7 @@ def choose_trained(model: nn.Module, recipe: Recipe) -> list[str]:
         if convolution.bias is not None:
             nn.init.zeros_(convolution.bias)
     check_groups(model, recipe.optimizer)
-    return freeze_always(model, recipe.optimizer.freeze)
+    return freeze_always(model, recipe.optimizer.freeze) if recipe.optimizer.freeze else []
 
 
 def _to_whiten(model: nn.Module) -> nn.Conv2d:

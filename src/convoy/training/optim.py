@@ -230,10 +230,12 @@ def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float, end
 
 def _groups(model: "nn.Module", config: OptimizerConfig, ends: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Torch's groups of parameters, some of them empty."""
-    from convoy.training.fine_tuning import layer_scales
-
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    scales = layer_scales(model, config.layer_decay) if config.layer_decay is not None else {}
+    scales: Mapping[str, float] = {}
+    if config.layer_decay is not None:
+        from convoy.training.fine_tuning import layer_scales
+
+        scales = layer_scales(model, config.layer_decay)
     for number, (group, members) in enumerate(_members(named, config)):
         options: dict[str, Any] = {END: ends[number] if ends else sys.maxsize}
         if group.weight_decay is not None:

@@ -317,7 +317,7 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
         merge=merge,
         stages=[],
         workers=workers,
-        thaws=thaws(model, recipe.optimizer.freeze, ready.quantities.updates),
+        thaws=thaws(model, recipe.optimizer.freeze, ready.quantities.updates) if recipe.optimizer.freeze else {},
     )
     session.notes = [*recipe.notes(), *data.notes, *ready.notes, *chosen.notes, *_notes(session)]
     session.derived += _rows(session)

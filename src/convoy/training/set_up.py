@@ -80,11 +80,12 @@ def set_up(
     shape = data.channels, data.image_size, data.image_size
     change = "data.image_size, data.channels, the microbatch or the model"
     task = create_task(recipe, data.classes, data.train.labels)
-    add_own(task, recipe)
+    if recipe.own_code():
+        add_own(task, recipe)
+        check_augmentation(data, recipe.data, recipe.seed)
+        check_own_task(task, recipe, data)
     if recipe.best is not None:
         task.metric(recipe.best)
-    check_augmentation(data, recipe.data, recipe.seed)
-    check_own_task(task, recipe, data)
     tried = TriedNetwork.of(recipe, model, shape, device, change, task)
     tried.probe = replace(tried.probe, on_device=sharing)
     notes += [*settled.notes, *_without_heads(tried, explicit_keys)]
