@@ -14,8 +14,11 @@ PAGES = sorted((Path(__file__).parents[2] / "docs" / "cookbook").glob("*.md"))
 @pytest.mark.parametrize("page", [pytest.param(page, id=page.stem) for page in PAGES])
 def test_a_page_begins_with_commands_that_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    block = re.search(r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    text = page.read_text(encoding="utf-8")
+    block = re.search(r"^```\n(convoy.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert block is not None
+    if (code := re.search(r"^`mine.py`:\n\n```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)) is not None:
+        (tmp_path / "mine.py").write_text(code[1])
     for line in block[1].replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if words[:1] == ["convoy"]:

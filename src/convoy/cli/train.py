@@ -21,7 +21,7 @@ Examples:
   convoy train timm:efficientnet_b0 --data photos/ --epochs 30 --weights b0.safetensors
   convoy train runs/cifar --resume
   convoy train runs/cifar --extend 8ep                 # a new run, runs/cifar-extended
-  convoy train resnet18 --data flowers/ --weights runs/photos
+  convoy train resnet18 --data flowers/ --weights runs/photos --freeze trunk:2ep --set optimizer.layer_decay=0.7
   convoy train unet --data scans/labels.csv            # path,mask.png: the labels say the task
 """,
 )
@@ -57,6 +57,16 @@ Examples:
 @keys.sets("data.workers", text="Processes that load data.", default="chosen for the data")
 @keys.sets("data.bad_images", metavar="WHAT", text="A picture that cannot be read: error or skip.")
 @keys.sets("model.weights", metavar="FILE|RUN")
+@keys.freeze
+@keys.sets("loss.function", "--loss", metavar="FILE:NAME", text="Your own loss, e.g. mine.py:focal.")
+@keys.sets(
+    "metrics",
+    "--metric",
+    metavar="FILE:NAME,…",
+    text="Your own metrics, e.g. mine.py:kappa.",
+    as_yaml=keys.patterns_as_yaml,
+)
+@keys.sets("data.augment.function", "--augment", metavar="FILE:NAME", text="Your own change of training pictures.")
 @keys.sets("best", metavar="METRIC")
 @keys.sets("stop_after", metavar="N")
 @keys.sets("loss.class_weights", metavar="WHAT", text="balanced, effective or A=1,B=3.", as_yaml=keys.weights_as_yaml)

@@ -259,7 +259,7 @@ def evaluate(
         if data is None and checkpoint is None and not trained.changed:
             _keep(run, opened, result)
         form = "json" if as_json else "csv" if as_csv else ""
-        names = [metric.name for metric in trained.task.metrics]
+        names = [*(metric.name for metric in trained.task.metrics), *result.own]
         _show_evaluation(opened.name, result, names, trained.classes if per_class else [], form)
         return 0
 

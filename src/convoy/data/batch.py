@@ -16,6 +16,7 @@ from torch import Tensor
 from convoy.data.decode import BadImage, Crop, Turbo, in_channels
 from convoy.data.masks import UNLABELLED, cut_mask, read_mask
 from convoy.data.order import Purpose, uniforms
+from convoy.data.own_augment import OwnAugment
 from convoy.data.pixels import PixelSource
 from convoy.data.sources import EncodedSource, Source, refusal
 from convoy.data.transforms import ColorAugment, Geometry, erase
@@ -72,11 +73,13 @@ class BatchMaker:
         self.seed = seed
         self.skip_bad, self.decoder, self.ignored = skip_bad, decoder, ignored
         self.color = ColorAugment(geometry.augment, seed)
+        self.own = OwnAugment(geometry.augment.function, seed) if geometry.augment.function is not None else None
         crop, in_memory = geometry.augment.crop, self._in_memory(geometry.resize)
         # Whether an evaluation takes crops of pixels in memory, a batch at once.
         self.central = in_memory and geometry.margin % 2 == 0
         # Whether training does, with a crop and a flip at most.
-        self.vectorised = in_memory and not self.color.on and (crop == "pad" or (crop == "none" and self.central))
+        plain = in_memory and not self.color.on and self.own is None
+        self.vectorised = plain and (crop == "pad" or (crop == "none" and self.central))
         method = geometry.augment.interpolation or "bilinear"
         self._turbo = Turbo(geometry.image_size, channels, method) if decoder == "turbo" else None
         self._of_sizes: dict[int, BatchMaker] = {}
@@ -108,6 +111,9 @@ class BatchMaker:
         A picture that cannot be read gives its place to the next sample in the source that can; in an evaluation it is
         missing, and those after it move up."""
         filled = self._filled(images, samples, epoch)
+        if epoch is not None and self.own is not None:
+            for planes, sample in zip(images, filled.samples.tolist(), strict=False):
+                self.own(planes, epoch, sample)
         if epoch is not None and (probability := self.geometry.augment.random_erasing):
             erase(images, filled.samples, probability, self.seed, epoch)
         return filled

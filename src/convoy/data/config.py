@@ -60,6 +60,9 @@ class AugmentConfig(_Section):
     random_erasing: float = Field(
         0.0, ge=0, le=1, description="probability that a rectangle becomes noise (Zhong et al., 2020: 0.5)"
     )
+    function: str | None = Field(
+        None, min_length=1, description="your own: mine.py:augment, called with a picture and a numpy.random.Generator"
+    )
     interpolation: Interpolation | None = Field(None, description="how pictures are resized (bilinear if not said)")
 
     @field_validator("scale")

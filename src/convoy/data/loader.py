@@ -114,6 +114,20 @@ def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) ->
     return BatchMaker(source, geometry, data.channels, **options)
 
 
+def check_augmentation(data: DataSet, config: DataConfig, seed: int) -> None:
+    """Refuse an augmentation of the user's that cannot change the first training picture, or does so otherwise each
+    time."""
+    if config.augment.function is None:
+        return
+    first = np.zeros(1, np.int64)
+    one, other = (batch_maker(data, config, data.train, seed).at(0).make(first, 0).images for _ in range(2))
+    if not torch.equal(one, other):
+        raise ConvoyError(
+            f"the augmentation {config.augment.function} changes a picture otherwise each time: let it draw random "
+            "numbers from the generator that it is given, and from nothing else"
+        )
+
+
 def _run(
     maker: BatchMaker, requests: Iterator[Request], largest: int, workers: int, pin_memory: bool
 ) -> Generator[Batch, None, None]:

@@ -30,6 +30,7 @@ class Purpose(IntEnum):
     ERASE = 10
     NOISE = 11
     DRAW = 12
+    OWN = 13
 
 
 def keys(seed: int, purpose: Purpose, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -35,6 +35,7 @@ from convoy.plans.schedule import PARTS_PER_STAGE
 from convoy.resources import host_memory
 from convoy.script.data import evaluating
 from convoy.training.derived import num_microbatches
+from convoy.training.fine_tuning import freeze_always
 from convoy.training.optim import check_groups
 from convoy.training.precision import lowered
 from convoy.training.recipe import DEFAULT_MICROBATCH, Recipe
@@ -99,14 +100,19 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
             model(torch.zeros(1, given.channels, given.image_size, given.image_size))
     prepare_given(model, needs_numbers=not torch.empty(0).is_meta)  # of other ranks than the first
     if section.weights is not None and recipe.extends is None:  # all weights are those of the other run then
-        notes += models.load_weights(model, section.weights)
-    if section.whiten is not None:
+        notes += models.load_weights(model, section.weights, models.published(section.weights))
+    return model, [*notes, *choose_trained(model, recipe)]
+
+
+def choose_trained(model: nn.Module, recipe: Recipe) -> list[str]:
+    """Freeze what a recipe never trains of its network, with notes; a ConvoyError where the network lacks it."""
+    if recipe.model.whiten is not None:
         convolution = _to_whiten(model)
         convolution.weight.requires_grad_(False)
         if convolution.bias is not None:
             nn.init.zeros_(convolution.bias)
     check_groups(model, recipe.optimizer)
-    return model, notes
+    return freeze_always(model, recipe.optimizer.freeze) if recipe.optimizer.freeze else []
 
 
 def _to_whiten(model: nn.Module) -> nn.Conv2d:

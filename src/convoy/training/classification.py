@@ -111,7 +111,7 @@ class ClassificationEvaluation(Evaluation):
         f1 = 2 * self.confusion.diagonal().double() / both.clamp(min=1)
         return float(f1.sum() / both.count_nonzero().clamp(min=1))
 
-    def metrics(self) -> dict[str, float]:
+    def _metrics(self) -> dict[str, float]:
         of_five = {} if self.top5 is None else {"top5": self.top5}
         return {"loss": self.loss, "top1": self.top1, **of_five, "macro_f1": self.macro_f1}
 

@@ -100,6 +100,7 @@ def evaluate(
     part, num_parts, samples = ranks.sample_rank, ranks.num_sample_ranks, range(len(data.test))
     batches = evaluation_batches(data, recipe.data, batch=size, part=part, num_parts=num_parts, pin_memory=on_gpu)
     evaluation = task.evaluation()
+    evaluation.kept = [] if task.own_metrics else None
     with closing(batches), evaluating(model), torch.no_grad():
         for number, batch in enumerate(batches):
             current.to("evaluation")
@@ -120,7 +121,9 @@ def evaluate(
                 outputs = outputs[: len(batch)]
             evaluation.add(batch, outputs)
     evaluation.seconds = time.perf_counter() - start
-    return evaluation.total(ranks.gather_samples(evaluation))
+    total = evaluation.total(ranks.gather_samples(evaluation))
+    total.measure(task.own_metrics)
+    return total
 
 
 def mean_over_views(task: Task, model: nn.Module, images: Tensor, views: int) -> Tensor:

@@ -319,6 +319,7 @@ class Loop:
         """Do the updates that are left, with all that is due in between, or as many as there is time for."""
         session, recorder, asking = self.session, self.recorder, self._asking
         session.model.train()
+        session.train_in(self.done)
         for sentence in filter(None, (session.divide_by_speed(), session.choose_interval())):
             self.tell(sentence)
         step, asking.lag = session.step(), session.state.exchange.lag
@@ -328,6 +329,7 @@ class Loop:
         with closing(session.batches(self.done, self.total - self.done)) as batches:
             recorder.ask(self.done, step.noise.due(self.done))
             for batch in batches:
+                session.train_in(self.done, step.recorded)
                 step.records = recorder.has_watched
                 update = recorder.update(step, batch, self.done)
                 self._left_out_in_a_row = 0 if update.bad is None else self._left_out(update.bad)
@@ -360,7 +362,8 @@ class Loop:
         if self.comparison is not None:
             return
         session = self.session
-        self.comparison = compare(self.recorder, session.scored, session.profiles, self.run.trace)
+        scored = None if session.thaws else session.scored  # which is of an update that trains all layers
+        self.comparison = compare(self.recorder, scored, session.profiles, self.run.trace)
         if session.ranks.rank == 0 and (self.comparison.timed or not self.run.prediction.exists()):
             try:
                 write_json(self.run.prediction, self.comparison.to_document())

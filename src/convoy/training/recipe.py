@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from convoy import own
 from convoy.data.config import DataConfig
 from convoy.documents import DEEPEST, dump, parse, read_mapping, show
 from convoy.errors import ConvoyError
@@ -41,7 +42,9 @@ class ModelConfig(Section):
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of that network")
     weights: str | None = Field(
-        None, min_length=1, description="begin with these weights: .safetensors, .pth, or a run"
+        None,
+        min_length=1,
+        description="begin with these weights: .safetensors, .pth, a run, torchvision:NAME or timm:NAME",
     )
     whiten: int | None = Field(
         None,
@@ -74,6 +77,9 @@ class LossConfig(Section):
     target_threshold: float | None = Field(
         None, ge=0, lt=1, description="with bce: targets above become 1, others 0, after mixup and CutMix"
     )
+    function: str | None = Field(
+        None, min_length=1, description="your own: mine.py:focal, of outputs and targets, a number for each sample"
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Szegedy et al., 2016, section 7")
     class_weights: Literal["balanced", "effective"] | dict[str, Annotated[float, Field(ge=0)]] | None = Field(
         None,
@@ -86,6 +92,10 @@ class LossConfig(Section):
     def _refuse_ignored(self) -> Self:
         if self.target_threshold is not None and self.name != "bce":
             raise ValueError("loss.target_threshold would be ignored with cross-entropy: set loss.name=bce")
+        others = {"name": "cross-entropy", "label_smoothing": 0, "class_weights": None}
+        for key, default in others.items() if self.function is not None else ():
+            if getattr(self, key) != default:
+                raise ValueError(f"loss.{key} would be ignored with loss.function={self.function}: leave one out")
         return self
 
 
@@ -160,6 +170,9 @@ class Recipe(Section):
     optimizer: OptimizerConfig = SgdConfig(name="sgd", base_lr=0.1, nesterov=True, weight_decay=1e-4)
     schedule: ScheduleConfig = CosineConfig(name="cosine", warmup=Duration(5, "%"))
     loss: LossConfig = LossConfig()
+    metrics: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="further metrics, your own: mine.py:kappa, of all outputs and targets of an evaluation"
+    )
     ema: EmaConfig | None = Field(None, description="evaluate and deliver an average of the weights")
     lookahead: LookaheadConfig | None = Field(None, description="train on from slow weights, and deliver them")
     clip_norm: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
@@ -263,6 +276,8 @@ class Recipe(Section):
         for key in ("ema", "lookahead"):
             if getattr(self, key) is not None and parallel.local_sgd is not None:
                 yield f"{key} needs the weights of all updates, but local_sgd lets each device have others: give one"
+        if parallel.approximate is not None and any(":" in part for part in self.optimizer.freeze):
+            yield f"layers that thaw (optimizer.freeze) cannot be had while {parallel.approximate}: leave one of them out"
         if self.precision == "fp16" and parallel.gradient_compression is not None and parallel.local_sgd is None:
             yield (
                 "precision=fp16 scales gradients now more and now less, which what gradient_compression keeps for "
@@ -284,6 +299,13 @@ class Recipe(Section):
                 f"schedule.warmup={schedule.warmup} is longer than the training, epochs={self.epochs}: train longer or "
                 "shorten the warm-up, e.g. --set schedule.warmup=5%"
             )
+
+    def own_code(self) -> dict[str, str]:
+        """The names of the user's functions beside the network, by what they are."""
+        loss, augment = self.loss.function, self.data.augment.function
+        functions = {"loss.function": loss, "data.augment.function": augment}
+        functions |= {"metrics" + f".{n}" * (n > 0): name for n, name in enumerate(self.metrics)}
+        return {key: name for key, name in functions.items() if name is not None}
 
     @property
     def selects(self) -> bool:
@@ -437,8 +459,13 @@ def _put(document: Any, keys: Sequence[str], value: Any) -> None:
 def check_names(recipe: Recipe) -> None:
     """Refuse a network, file of weights, or data set that is not there, as far as that is seen without torch."""
     check_name(recipe.model.name)
-    if recipe.model.weights is not None and not expanded(recipe.model.weights).exists():
+    weights = recipe.model.weights
+    if weights is not None and weights.startswith(("torchvision:", "timm:")):
+        check_name(weights)
+    elif weights is not None and not expanded(weights).exists():
         raise ConvoyError(f"weights file {recipe.model.weights} does not exist: check the path")
+    for key, name in recipe.own_code().items():
+        own.check_name(name, {"loss": "loss", "data": "augment"}.get(key.partition(".")[0], "metric"))
     existing(recipe.data.path)
     check_trackers(recipe.log)
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from convoy import own
 from convoy.checkpoint.files import checked_record, values_explained
 from convoy.checkpoint.store import CheckpointStore, read_checkpoint
 from convoy.comm.ranks import Ranks
@@ -30,6 +31,7 @@ from convoy.models.factory import check_own
 from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
 from convoy.training.evaluation import InputPipeline, evaluate
+from convoy.training.own_task import add_own_metrics
 from convoy.training.precision import set_numerics, settle
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.resume import code_difference, code_of
@@ -119,6 +121,7 @@ class TrainedRun:
     classes: list[str]  # names, by the network's outputs
     network_input: NetworkInput
     changed: str = ""  # the first layer that the code makes otherwise than when the weights were written
+    trust_code: bool = False  # metrics that the recipe names may be from anywhere
 
     @property
     def task(self) -> Task:
@@ -224,7 +227,7 @@ def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None, 
     changed = _changed_code(run, checkpoint, network, (network_input.channels, size, size))
     network.eval()
     transform, classes = Transform(network_input, recipe.data), list(network_input.classes)
-    return TrainedRun(run.path, recipe, network, transform, classes, network_input, changed)
+    return TrainedRun(run.path, recipe, network, transform, classes, network_input, changed, trust_code)
 
 
 def _changed_code(
@@ -308,4 +311,8 @@ def evaluate_run(run: TrainedRun, data: DataSet, device: torch.device, ranks: Ra
     set_numerics(run.recipe)
     run.to(device)
     pipeline = InputPipeline(data, device, run.memory_format)
-    return evaluate(run.network, pipeline, run.recipe, run.task, EVALUATION_BATCH, ranks)
+    task = run.task
+    for name in () if run.trust_code else run.recipe.metrics:
+        own.check_own(name, RunDirectory(run.path).config)
+    add_own_metrics(task, run.recipe)
+    return evaluate(run.network, pipeline, run.recipe, task, EVALUATION_BATCH, ranks)

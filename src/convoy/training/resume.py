@@ -28,6 +28,7 @@ from convoy.data.dataset import difference, num_changed
 from convoy.documents import show
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Ref
+from convoy.own import checksum
 from convoy.training.build import NetworkInput
 from convoy.training.derived import resolve
 from convoy.training.parallel_config import PLACEMENT
@@ -178,6 +179,10 @@ def since_begun(
         )
         if changed := num_changed(now, before):
             yield f"{changed} of {len(now)} files that were looked at have another size than when the run was begun", {}
+    for name in recipe.own_code().values():
+        with suppress(KeyError, TypeError):
+            if begun["own"][name] != (now_code := checksum(name)):
+                yield f"the file of {name} is another than when the run was begun", {name: now_code}
     was = {key: value for key, value in begun.items() if key in ("machine", "kernels")}
     if recipe.reproducible and any(machine.get(key) != value for key, value in was.items()):
         first, second = (" with ".join(map(str, facts.values())) for facts in (was, machine))
@@ -204,6 +209,8 @@ ADDED: dict[str, Any] = {
     **{f"data.{key}": None for key in ("decoder", "augment.padding", "evaluation_size", "progressive")},
     "evaluation_views": 1,
     "optimizer.groups": [],
+    "optimizer.freeze": [],
+    "optimizer.layer_decay": None,
     "data.repeats": 1,
     "task": "auto",
     "loss.threshold": 0.5,
@@ -214,6 +221,9 @@ ADDED: dict[str, Any] = {
     **dict.fromkeys(("parallel.averaging.outer_momentum", "parallel.averaging.staleness"), 0),
     "parallel.averaging.outer_lr": 1.0,
     "parallel.averaging.outer_nesterov": False,
+    "loss.function": None,
+    "data.augment.function": None,
+    "metrics": [],
     "data.augment.trivial_augment": False,
     "data.augment.random_erasing": 0.0,
 }

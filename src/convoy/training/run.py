@@ -18,6 +18,7 @@ from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError
 from convoy.failure import failure_of
 from convoy.files import write_atomically, write_json, write_text
+from convoy.own import checksum
 from convoy.planner.comparison import Comparison
 from convoy.progress import Reporter
 from convoy.training import environment
@@ -196,6 +197,8 @@ class Trainer:
         folder.check_free(mine=True)
         folder.sweep()
         facts = environment.describe(self.command, session.device, session.ranks.num, str(session.plan))
+        own_code = {name: checksum(name) for name in session.recipe.own_code().values()}
+        facts |= {"own": own_code} if own_code else {}
         run = {"run": str(self.out), "jobs": list(self.jobs), "input": NetworkInput.of(data).as_dict()}
         folder.create(to_yaml(session.recipe), {**facts, **run, "data": data.fingerprint})
 

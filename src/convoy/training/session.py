@@ -41,6 +41,7 @@ from convoy.training.build import TriedNetwork, has_batch_norm
 from convoy.training.derived import Quantities, derive
 from convoy.training.division import Division, Pass, divide, soonest, text
 from convoy.training.evaluation import InputPipeline, evaluate
+from convoy.training.fine_tuning import thaws
 from convoy.training.gradients import Exchange, FiniteGuard, divided_network
 from convoy.training.noise import interval
 from convoy.training.optim import create_optimizer, learning_rate
@@ -127,6 +128,8 @@ class Session(Prepared):
     merge: int  # microbatches that run in one pass; 1 where the network needs them one by one
     stages: list[StageRecord]  # of the network; none where it is in one piece
     workers: int  # processes of this rank that make pictures ready, by now
+    thaws: dict[str, int]  # tensors that are frozen at first, each with the update from which on it is trained
+    frozen: set[str] | None = None  # those that are frozen by now; None before the first update
 
     @property
     def plan(self) -> Plan:
@@ -268,6 +271,15 @@ class Session(Prepared):
         """What looks at every update before it is made."""
         return FiniteGuard(self.network, self.ranks, gradients=not self.state.scaler.is_enabled())
 
+    def train_in(self, update: int, recorded: Recorded | None = None) -> None:
+        """Freeze the layers that an update is not to train, and no others; what is `recorded` of earlier ones is then
+        recorded anew. All ranks call it before every update."""
+        if self.thaws and (self.frozen is None or update in self.thaws.values()):
+            was, self.frozen = self.frozen or set(), {name for name, end in self.thaws.items() if update < end}
+            self.state.exchange.train_others(self.frozen - was, was - self.frozen)
+            if recorded is not None:
+                recorded.record_anew()
+
     def step(self) -> TrainingStep:
         """The function that does one weight update. All ranks call it."""
         recipe, passes = self.recipe, self.passes
@@ -342,6 +354,7 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
         merge=merge,
         stages=[],
         workers=workers,
+        thaws=thaws(model, recipe.optimizer.freeze, ready.quantities.updates) if recipe.optimizer.freeze else {},
     )
     session.notes = [*recipe.notes(), *data.notes, *ready.notes, *chosen.notes, *_notes(session)]
     session.derived += _rows(session)
@@ -374,6 +387,9 @@ def _notes(session: Session) -> Iterator[str]:
     if recipe.data.progressive is not None:
         side = session.data.image_size
         yield f"training pictures grow to {side}×{side} pixels: what is predicted is an update of the largest"
+    if session.thaws:
+        parts = ", ".join(part for part in recipe.optimizer.freeze if ":" in part)
+        yield f"frozen at first: {parts}; what is predicted is an update after that"
     if recipe.parallel.shares is not None and session.ranks.num_sample_ranks == 1:
         yield "--shares has no effect: the plan does not divide the batch"
     limit = recipe.parallel.memory_bytes

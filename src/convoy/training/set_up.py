@@ -8,6 +8,7 @@ import torch
 from convoy.comm.joining import identify
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet, open_data
+from convoy.data.loader import check_augmentation
 from convoy.data.sources import Progress
 from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.recorded import graph_on, leave_default_stream
@@ -18,6 +19,7 @@ from convoy.plans.schedule import PARTS_PER_STAGE
 from convoy.training.build import TriedNetwork, build_for, divisible_sizes, has_batch_norm, on_meta
 from convoy.training.derived import check_batch, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import divide
+from convoy.training.own_task import add_own, check_own_task
 from convoy.training.parallel_config import check_shares, plan_of
 from convoy.training.precision import check_precision, set_numerics, settle
 from convoy.training.recipe import LossConfig, Recipe
@@ -81,6 +83,10 @@ def set_up(
     shape = data.channels, data.image_size, data.image_size
     change = "data.image_size, data.channels, the microbatch or the model"
     task = create_task(recipe, data.classes, data.task, data.train.labels)
+    if recipe.own_code():
+        add_own(task, recipe)
+        check_augmentation(data, recipe.data, recipe.seed)
+        check_own_task(task, recipe, data)
     if recipe.best is not None:
         task.metric(recipe.best)
     tried = TriedNetwork.of(recipe, model, shape, device, change, task)

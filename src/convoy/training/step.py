@@ -302,7 +302,7 @@ class TrainingStep:
     def _global_count(self, targets: Tensor) -> Tensor | None:
         """How much the loss of the global batch is the mean over, of this rank's targets alone where it takes its own
         mean; None where that is the number of samples. All ranks call it."""
-        count = self.task.count(targets) if self._mixing is None else None
+        count = self.task.counted(targets) if self._mixing is None else None
         if count is None:
             return None
         axes = () if self.exchange.local_mean else self.network.sample_axes
@@ -316,7 +316,7 @@ class TrainingStep:
         start = part.start - self.passes[0].parts[self.rank].start
         end = start + len(part)
         images, targets = self.pipeline(batch, start, end), targets[start:end]
-        if global_count is not None and (count := self.task.count(targets)) is not None:
+        if global_count is not None and (count := self.task.counted(targets)) is not None:
             return images, targets, torch.where(global_count > 0, count / global_count, 0)
         if self._mixing is None:
             return images, targets

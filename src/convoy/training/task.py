@@ -20,6 +20,7 @@ from convoy.files import write_atomically
 from convoy.training import records
 from convoy.training.metric import LOSS as LOSS
 from convoy.training.metric import Metric as Metric
+from convoy.training.metric import MetricOfAll as MetricOfAll
 from convoy.training.metric import in_words as in_words
 
 
@@ -33,6 +34,9 @@ class Evaluation(ABC):
     counts: list[float] = field(default_factory=list, kw_only=True)
     num_images: int = field(default=0, kw_only=True)  # that count: those that could not be read count nowhere
     bad: list[tuple[int, str]] = field(default_factory=list, kw_only=True)  # these, with the reason
+    # By batch, outputs and targets for metrics that are functions of all of them; None where there are none such.
+    kept: list[tuple[Tensor, Tensor]] | None = field(default=None, kw_only=True)
+    own: dict[str, float] = field(default_factory=dict, kw_only=True)  # values of these metrics
     seconds: float = field(default=0.0, kw_only=True)
 
     def add(self, batch: Batch, outputs: Tensor) -> None:
@@ -42,6 +46,8 @@ class Evaluation(ABC):
         loss, count = self._add(batch, outputs) if len(batch) else (0.0, 0.0)
         self.losses.append(loss)
         self.counts.append(count)
+        if self.kept is not None:
+            self.kept.append(kept_of(outputs.cpu(), batch.targets))
 
     @abstractmethod
     def _add(self, batch: Batch, outputs: Tensor) -> tuple[float, float]:
@@ -56,6 +62,7 @@ class Evaluation(ABC):
             counts=in_turn([part.counts for part in parts]),
             num_images=sum(part.num_images for part in parts),
             bad=sorted(entry for part in parts for entry in part.bad),
+            kept=None if parts[0].kept is None else in_turn([part.kept or [] for part in parts]),
             seconds=max(part.seconds for part in parts),
             **parts[0]._merged(parts),
         )
@@ -72,9 +79,21 @@ class Evaluation(ABC):
             total += loss
         return total / (sum(self.counts) or 1)
 
-    @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """The values of the task's metrics, by name."""
+        """The values of all metrics, by name."""
+        return self._metrics() | self.own
+
+    @abstractmethod
+    def _metrics(self) -> dict[str, float]:
+        """Those of the task's metrics."""
+
+    def measure(self, metrics: Sequence[MetricOfAll]) -> None:
+        """Compute metrics that are functions of all outputs and targets."""
+        batches = [pair for pair in self.kept or () if len(pair[1])]
+        if batches:
+            outputs, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+            self.own = {metric.name: metric(outputs, targets) for metric in metrics}
+        self.kept = None
 
     def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
         """A row of numbers for each class, where the task has such."""
@@ -105,6 +124,11 @@ class Evaluation(ABC):
         return {}
 
 
+def kept_of(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """What a metric of all samples is given: of pictures of logits the classes alone, as all would be too many."""
+    return outputs.argmax(1) if outputs.dim() > 2 else outputs, targets
+
+
 def in_turn(lists: Sequence[list[Any]]) -> list[Any]:
     """What parts have of each of their batches, in the order of the batches, at which they took turns."""
     return list(chain.from_iterable(zip(*lists, strict=True)))
@@ -122,6 +146,9 @@ class Task(ABC):
     classes: Sequence[str]  # names of the outputs
     aux_weight: float = field(default=0.3, kw_only=True)  # of the loss of auxiliary heads
     class_weights: Tensor | None = field(default=None, kw_only=True)  # [classes]; 1 in the mean over training samples
+    # Of the user's: in place of the loss of each head, the mean over samples; and beside the task's metrics.
+    own_loss: Callable[[Tensor, Tensor], Tensor] | None = field(default=None, kw_only=True)
+    own_metrics: tuple[MetricOfAll, ...] = field(default=(), kw_only=True)
 
     name: ClassVar[str]
     metrics: ClassVar[tuple[Metric, ...]]  # the first one says which weights are best
@@ -136,10 +163,19 @@ class Task(ABC):
         weight of their own: GoogLeNet's two count 0.3 each (Szegedy et al., 2015, section 5).
         """
         main, *auxiliary = self.heads(outputs)
-        loss = self._loss_of_head(main, targets)
+        of_head = self.own_loss or self._loss_of_head
+        loss = of_head(main, targets)
         for logits in auxiliary:
-            loss = loss + self.aux_weight * self._loss_of_head(logits, targets)
+            loss = loss + self.aux_weight * of_head(logits, targets)
         return loss
+
+    def counted(self, targets: Tensor) -> Tensor | None:
+        """As `count`, for the loss that there is."""
+        return None if self.own_loss is not None else self.count(targets)
+
+    @property
+    def all_metrics(self) -> tuple[Metric, ...]:
+        return (*self.metrics, *self.own_metrics)
 
     @abstractmethod
     def _loss_of_head(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -171,10 +207,10 @@ class Task(ABC):
 
     def metric(self, name: str) -> Metric:
         """The metric with a name; a ConvoyError with the names where there is none."""
-        for metric in self.metrics:
+        for metric in self.all_metrics:
             if metric.name == name:
                 return metric
-        names = ", ".join(metric.name for metric in self.metrics)
+        names = ", ".join(metric.name for metric in self.all_metrics)
         raise ConvoyError(f"{self.name} has no metric {name!r}: it has {names}")
 
     def check_outputs(self, outputs: Any, image_shape: tuple[int, int, int], network: str) -> None:
