@@ -277,7 +277,7 @@ class Recipe(Section):
             if getattr(self, key) is not None and parallel.local_sgd is not None:
                 yield f"{key} needs the weights of all updates, but local_sgd lets each device have others: give one"
         if parallel.approximate is not None and any(":" in part for part in self.optimizer.freeze):
-            yield f"layers that thaw (optimizer.freeze) cannot be had while {parallel.approximate}: leave one of them out"
+            yield f"layers cannot thaw (optimizer.freeze) while {parallel.approximate}: leave one of them out"
         if self.precision == "fp16" and parallel.gradient_compression is not None and parallel.local_sgd is None:
             yield (
                 "precision=fp16 scales gradients now more and now less, which what gradient_compression keeps for "
