@@ -62,7 +62,7 @@ class MultiLabelEvaluation(Evaluation):
     def _merged(self, parts: Sequence["MultiLabelEvaluation"]) -> dict[str, Any]:
         return {name: in_turn([getattr(part, name) for part in parts]) for name in ("probabilities", "targets")}
 
-    def metrics(self) -> dict[str, float]:
+    def _metrics(self) -> dict[str, float]:
         rows = self.per_class(())
         precisions = [row["ap"] for row in rows if row["ap"] is not None]
         f1s = [row["f1"] for row in rows if row["f1"] is not None]

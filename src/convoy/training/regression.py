@@ -65,7 +65,7 @@ class RegressionEvaluation(Evaluation):
     def _merged(self, parts: Sequence["RegressionEvaluation"]) -> dict[str, Any]:
         return {name: in_turn([getattr(part, name) for part in parts]) for name in ("predicted", "targets")}
 
-    def metrics(self) -> dict[str, float]:
+    def _metrics(self) -> dict[str, float]:
         rows = self.per_class(())
         means = {name: [row[name] for row in rows if row[name] is not None] for name in ("mae", "mse", "r2")}
         return {"loss": self.loss} | {name: float(np.mean(values)) for name, values in means.items() if values}

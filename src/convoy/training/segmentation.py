@@ -125,7 +125,7 @@ class SegmentationEvaluation(Evaluation):
             "worst": sorted(picture for part in parts for picture in part.worst)[:NUM_WORST],
         }
 
-    def metrics(self) -> dict[str, float]:
+    def _metrics(self) -> dict[str, float]:
         rows = self.per_class(range(len(self.confusion)))
         means = {name: [row[name] for row in rows if row[name] is not None] for name in ("iou", "dice")}
         right, pixels = int(self.confusion.diagonal().sum()), int(self.confusion.sum())
