@@ -43,6 +43,7 @@ WRONG = [
     ("data.evaluation_size=64", "evaluation_size would cut otherwise than resize says with augment.crop=none"),
     ("data.augment.crop=random-resized data.resize=60 data.evaluation_size=64", "smaller than evaluation_size=64"),
     ("data.progressive.from_size=8 data.progressive.begin=2 data.progressive.end=1", "end=1 is not after progressive."),
+    ("batch=8 data.repeats=9", "data.repeats=9 views make no batch=|lower that"),
     ("loss.target_threshold=0.2", "loss.target_threshold would be ignored with cross-entropy"),
     ("epochs=0", "epochs: 0ep|more than 0"),
     ("optimizer.name=adamw optimizer.lr=1e-3 optimizer.nesterov=true", "optimizer.nesterov would be ignored|adamw"),

@@ -29,6 +29,7 @@ from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver, Timet
 from convoy.training.classification import Evaluation, StoppedError
 from convoy.training.gradients import ADVICE, NotFiniteError
 from convoy.training.log import SHOW_EVERY_S, Log, MetricsWriter, Sums
+from convoy.training.noise import GradientNoise
 from convoy.training.recorder import REMEMBERED, Recorder, Subscriber, compare
 from convoy.training.records import RunProgress
 from convoy.training.resume import (
@@ -144,7 +145,7 @@ class Asking:
 
 GIVE_UP = 20  # updates left out in a row after which the run ends
 TOLD = 5  # updates left out of which something is said
-_DECIDED_ANEW = ("checkpoint every ", "shares ")
+_DECIDED_ANEW = ("checkpoint every ", "shares ", "target of ")
 
 
 class Loop:
@@ -188,6 +189,7 @@ class Loop:
         self.comparison: Comparison | None = None  # of prediction and measurement, once enough has been seen
         self.recorder = Recorder(session)
         self._subscriber = subscribe(self) if subscribe is not None else None
+        self._evaluated = -1  # updates before the latest evaluation
         self._left_out_in_a_row = 0
         self._extends = False
 
@@ -204,6 +206,7 @@ class Loop:
                 self._take(checkpoint)
                 self.saver.newest = checkpoint.step
                 self.saver.tally = CheckpointTally(**self.progress.checkpoints)
+            self.total = self.done if self.progress.reached else self.total
         elif self.session.recipe.extends is not None:
             self.extend()
             self.take_metrics()
@@ -220,7 +223,9 @@ class Loop:
         checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.ranks)
         with values_explained(f"the last checkpoint of {self.session.recipe.extends}"):
             self._take(checkpoint)
-        self.progress.checkpoints, self.progress.to_evaluate = {}, False
+        self.progress.checkpoints, self.progress.to_evaluate, self.progress.reached = {}, False, False
+        if self.session.recipe.extends_at is not None:
+            self.progress, self._sums = RunProgress(), Sums()
         self._extends = True
         for sentence in sentences:
             self.tell(sentence)
@@ -241,6 +246,8 @@ class Loop:
 
     def take_metrics(self) -> None:
         """Let the curves begin with those of the run that is extended."""
+        if self.session.recipe.extends_at is not None:
+            return  # its updates are others
         before = extended(self.session.recipe).metrics
         if self.session.ranks.rank == 0 and before.exists():
             write_text(self.run.metrics, before.read_text(encoding="utf-8", errors="replace"))
@@ -280,8 +287,10 @@ class Loop:
             finally:
                 self.reporter.end()
             self._conclude()
-            if interrupt.agreed is None:
+            if interrupt.agreed is None and self._evaluated < self.done:
                 self._evaluate()
+            if interrupt.agreed is None:
+                self._tell_of_target()
             self._save()
             self.saver.finish(or_raise=interrupt.agreed is not None)
             self.progress.checkpoints = asdict(self.saver.tally)
@@ -299,8 +308,9 @@ class Loop:
         step, asking.lag = session.step(), session.state.exchange.lag
         if step.recorded is not None:
             step.recorded.tell = self.tell
+        step.noise = GradientNoise(session.noise_every, session.division, session.ranks, self.progress.noise)
         with closing(session.batches(self.done, self.total - self.done)) as batches:
-            recorder.ask(self.done)
+            recorder.ask(self.done, step.noise.due(self.done))
             for batch in batches:
                 step.records = recorder.has_watched
                 update = recorder.update(step, batch, self.done)
@@ -308,12 +318,12 @@ class Loop:
                 self.done += 1
                 self._log.updates.append(update)
                 self._after_update()
-                stops = asking()
-                if self._subscriber and (recorder.num % REMEMBERED == 0 or stops or self.done == self.total):
+                stops = asking() or self.done == self.total
+                if self._subscriber and (recorder.num % REMEMBERED == 0 or stops):
                     self._subscriber.look()
                 if stops:
-                    return
-                recorder.ask(self.done)
+                    break
+                recorder.ask(self.done, step.noise.due(self.done))
         asking.hear()
 
     def _stopping(self, name: str) -> None:
@@ -386,13 +396,29 @@ class Loop:
         except StoppedError:
             self.progress.to_evaluate = True
             return
-        self.progress.to_evaluate = False
+        self.progress.to_evaluate, self._evaluated = False, self.done
+        if result.top1 >= (self.session.recipe.target or math.inf):  # on all ranks, as the counts of all are added up
+            self.progress.reached, self.total = True, self.done
+            self._log.collect()
+            if self._log.sums.num_updates:
+                self._log.train(self.done)
         for sample, reason in result.bad:
             self.progress.add_bad(self.session.data.test.name(sample), reason, "test")
         self._log.test(self.done, result)
         if self.progress.best_top1 is None or result.top1 > self.progress.best_top1:
             self.progress.best_top1, self.progress.best_step = result.top1, self.done
             self._save()
+
+    def _tell_of_target(self) -> None:
+        """Say after how much training the target was reached, or what was reached instead."""
+        target, progress = self.session.recipe.target, self.progress
+        if target is None:
+            return
+        epochs = self.done / self.session.quantities.updates_per_epoch
+        how = f"reached after {self.done:,} updates, {epochs:.3g} epochs and {progress.train_s:.3g} s of training"
+        if not progress.reached:
+            how = f"not reached: the best test top-1 was {progress.best_top1:.2%} after {progress.best_step:,} updates"
+        self.tell(f"target of {target:.2%} {how}")
 
     def _save(self) -> None:
         """Save the state, if it is not saved yet, and if no checkpoint would hold what the next loss shows to be lost.

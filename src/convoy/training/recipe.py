@@ -123,8 +123,14 @@ class Recipe(Section):
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
     epochs: AbsoluteDuration = Field(Duration(90, "ep"), description="how long: 90, 90ep or 5000ba (updates)")
+    target: float | None = Field(
+        None, gt=0, le=1, description="end at the first evaluation with this share of right test answers, e.g. 0.97"
+    )
     extends: str | None = Field(
         None, min_length=1, description="finished run with whose state this one begins: convoy train RUN --extend"
+    )
+    extends_at: int | None = Field(
+        None, ge=1, description="begin after so many updates of that run, also with another batch: convoy branch"
     )
     # On small data too: one that followed the data would hold too few microbatches for several devices.
     batch: int = Field(128, ge=1, description="global batch: samples of one weight update; on all devices together")
@@ -171,6 +177,9 @@ class Recipe(Section):
     reproducible: bool = Field(False, description="bit-identical weights on any number of devices")
     threads: Annotated[int, Field(ge=1)] | None = Field(None, description="of each device's process on CPU")
     parallel: ParallelConfig = ParallelConfig()
+    noise_scale: bool = Field(
+        True, description="measure the gradient noise scale, in at most 1 % of the time (McCandlish et al., 2018)"
+    )
     evaluate_every: PositiveDuration = Duration(1, "ep")
     evaluation_views: Literal[1, 2, 6] = Field(
         1,
@@ -200,6 +209,8 @@ class Recipe(Section):
                 f"microbatches={self.microbatches} cannot be made of batch={self.batch} samples: lower microbatches "
                 "or raise batch"
             )
+        if self.data.repeats > self.batch:
+            yield f"data.repeats={self.data.repeats} views make no batch={self.batch}: lower that or raise batch"
         if self.reproducible and self.batch_norm != "microbatch" and self.microbatches != 1:
             yield (
                 f"reproducible runs each microbatch by itself, but batch_norm={self.batch_norm} needs the whole batch "
@@ -255,6 +266,9 @@ class Recipe(Section):
         milestones = self.schedule.milestones if isinstance(self.schedule, StepConfig) else ()
         if late := [str(milestone) for milestone in milestones if milestone.longer_than(self.epochs)]:
             yield f"schedule.milestones {', '.join(late)} lie beyond the end of {length}"
+        growth = self.data.progressive
+        if growth is not None and Duration(growth.end, "ep").longer_than(self.epochs):
+            yield f"data.progressive.end={growth.end:g} lies beyond {length}: pictures do not grow to their whole size"
         if self.microbatch is not None and self.microbatch > max(self.batch, DEFAULT_MICROBATCH):
             yield f"microbatch={self.microbatch} is more than batch={self.batch}: there is one microbatch"
         for key, every in (("evaluate_every", self.evaluate_every), ("checkpoint.every", self.checkpoint.every)):

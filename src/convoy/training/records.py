@@ -29,9 +29,11 @@ class RunProgress:
     num_images: int = 0  # training images seen
     best_top1: float | None = None
     best_step: int | None = None
+    reached: bool = False  # an evaluation has reached the recipe's target, which ends the run
     to_evaluate: bool = False  # an evaluation was stopped, and is to be done again
     left_out: int = 0  # updates not made, because loss or gradient were not finite
     bad_images: list[dict[str, str]] = field(default_factory=list)  # that could not be read: name, reason, split
+    noise: dict[str, float] = field(default_factory=dict)  # the averages of `GradientNoise`
     checkpoints: dict[str, Any] = field(default_factory=dict)  # their `CheckpointTally`
 
     def add_bad(self, name: str, reason: str, split: str) -> None:
@@ -57,6 +59,7 @@ class MetricsLine(Record):
     top1: Share = None
     top5: Share = None
     lr: Number = None
+    noise_scale: Number = None
     images: int | None = Field(default=None, ge=0)
     images_per_s: Number = None
     data_wait_s: Number = None
@@ -116,7 +119,11 @@ class RunSummary(Record):
     loss: Number = None
     best_top1: Share = None
     best_step: int | None = None
+    target: Share = None
+    reached: bool | None = None  # the run ended at its target; null where it has none
     time_s: Number = None
+    train_s: Number = None
+    noise_scale: Number = None
     images_per_s: Number = None
     data_wait_share: Share = None
     checkpoints: dict[str, Any] = {}
