@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from convoy.comm.collectives import all_gather, gather_ints
 from convoy.comm.groups import everyone
 from convoy.comm.ranks import Ranks, received
-from convoy.engine.gradients.averaging import CompressedSum, WeightAverage, mean_over
+from convoy.engine.gradients.averaging import CompressedSum, WeightAverage, whole_sum
 from convoy.engine.gradients.divided import WholeNorms, clip_grad_norm, global_norm
 from convoy.engine.gradients.reducer import GradientReducer
 from convoy.engine.gradients.tree import TreeReducer
@@ -73,8 +73,7 @@ class Exchange:
         self.local_mean = section.local_sgd is not None
         self.version = network.sample_rank if self.local_mean else 0  # which of the optimizer's states is this rank's
         self.is_due = False  # whether gradients of passes are there that no exchange has taken with it
-        # updates of a round, once that is known
-        self.every = section.local_sgd if section.local_sgd != "auto" else None
+        self.every = None if section.local_sgd == "auto" else section.local_sgd  # updates of a round, once known
         self._tree: TreeReducer | None = None
         self._average: WeightAverage | None = None
         parameters = dict(network.model.named_parameters())
@@ -200,7 +199,7 @@ class Exchange:
             self._average = self._average or self._new_average()
             return
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._merged]
-        totals = self._gradients.start(torch._foreach_mul(gradients, self._share)).wait()
+        totals = self._gradients.start(torch._foreach_mul(gradients, self._share))()
         for parameter, total in zip(self._merged, totals, strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(total)
@@ -208,12 +207,11 @@ class Exchange:
                 parameter.grad = total
 
     def _new_average(self) -> WeightAverage:
-        section = self._recipe.parallel
-        options = section.averaging.model_dump(include={"staleness"})
-        options |= {"lr": section.averaging.outer_lr, "momentum": section.averaging.outer_momentum}
-        options["nesterov"] = section.averaging.outer_nesterov
-        total = CompressedSum(self._merged, self._group, section.compression, beside=section.averaging.staleness > 0)
-        return WeightAverage([p.detach() for p in self._merged], total, self._share, **options)
+        section, options = self._recipe.parallel, self._recipe.parallel.averaging
+        total = CompressedSum(self._merged, self._group, section.compression, beside=options.staleness > 0)
+        outer: dict[str, Any] = {"momentum": options.outer_momentum, "nesterov": options.outer_nesterov}
+        outer |= {"lr": options.outer_lr, "staleness": options.staleness}
+        return WeightAverage([p.detach() for p in self._merged], total, self._share, **outer)
 
     def updated(self, update: int, rate: float) -> None:
         """After an update, at that learning rate."""
@@ -232,7 +230,7 @@ class Exchange:
         seconds = []
         for _ in range(4 if tensors else 0):
             began = time.perf_counter()
-            total.start(tensors).wait()[0].flatten()[:1].tolist()  # a GPU is waited for
+            total.start(tensors)()[0].flatten()[:1].tolist()  # a GPU is waited for
             seconds.append(time.perf_counter() - began)
         return statistics.median(seconds[1:]) if seconds else 0.0
 
@@ -243,11 +241,10 @@ class Exchange:
         if not self.local_mean or self._group is None:
             yield
             return
-        if self._average is not None:
-            self._average.arrive()
+        self._state()  # with what is on its way
         tensors = self._drifting()
         before = [tensor.clone() for tensor in tensors]
-        torch._foreach_copy_(tensors, mean_over(tensors, self._share, self._group))
+        torch._foreach_copy_(tensors, whole_sum([tensor * self._share for tensor in tensors], self._group)())
         try:
             yield
         finally:
@@ -273,14 +270,13 @@ class Exchange:
         and go through the tensors."""
         if self._group is None:
             return {}, iter(())
-        averages = self._average is not None
-        rates = list(self._average.rates) if self._average is not None else []
-        numbers = {"place": self._place, "every": self.every, "averages": averages, "rates": rates}
+        rates = list(self._average.rates) if self._average is not None else None
+        numbers = {"place": self._place, "every": self.every, "rates": rates}
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             state = [tensor.contiguous().flatten().view(torch.uint8) for tensor in self._state()]
             for i in range(max(count for (count,) in gather_ints([len(state)], everyone()))):
-                piece = state[i] if i < len(state) else state[0][:0]
+                piece = state[i] if i < len(state) else torch.empty(0, dtype=torch.uint8, device=self.network.device)
                 sizes = [size for (size,) in gather_ints([len(piece)], everyone())]
                 padded = piece.new_zeros(max(sizes))
                 padded[: len(piece)] = piece
@@ -296,9 +292,9 @@ class Exchange:
         if not numbers or numbers["place"] != self._place:
             return _ANEW if numbers or self._group is not None else None
         self.every = numbers["every"]
-        if numbers["averages"]:
+        if numbers["rates"] is not None:
             self._average = self._new_average()
-        state = self._state(numbers["rates"])
+        state = self._state(numbers["rates"] or ())
         for kind, pieces in sorted(tensors.items()):
             for name, piece in sorted(pieces.items()):
                 value = received(piece)  # all ranks ask for all

@@ -198,7 +198,7 @@ class Session(Prepared):
             "as said": not recipe.noise_scale,
             "an update is one microbatch, and it takes two: lower --microbatch": len(self.division.sizes) < 2,
             f"batch_norm={recipe.batch_norm} lets the samples of all microbatches depend on each other": joint,
-            f"{recipe.parallel.approximate}": recipe.parallel.approximate is not None,
+            "a device's gradient is not that of the batch": recipe.parallel.approximate is not None,
             "one microbatch alone would be another program": recipe.compile or isinstance(self.network, Uncaptured),
         }
         return next((reason for reason, holds in reasons.items() if holds), "")

@@ -6,25 +6,15 @@ al., 1-bit SGD, 2014; Karimireddy et al., 2019), so that over time nothing is lo
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from convoy.comm.collectives import Group, all_reduce, start_all_gather, start_all_reduce
+from convoy.comm.collectives import Group, start_all_gather, start_all_reduce
 from convoy.plans.compression import Compression
 
-
-class Sum:
-    """Sums over the ranks, on their way; `wait` gives them, as often as it is asked."""
-
-    def __init__(self, finish: Callable[[], list[Tensor]]) -> None:
-        self._finish: Callable[[], list[Tensor]] | None = finish
-        self._tensors: list[Tensor] = []
-
-    def wait(self) -> list[Tensor]:
-        if self._finish is not None:
-            self._tensors, self._finish = self._finish(), None
-        return self._tensors
+Sums = Callable[[], list[Tensor]]  # waits for sums over the ranks, and gives them; as often as it is called
 
 
 def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -32,11 +22,11 @@ def _apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [piece.view(x.shape).to(x.dtype) for piece, x in zip(pieces, like, strict=True)]
 
 
-def whole_sum(tensors: Sequence[Tensor], group: Group, dtype: torch.dtype | None = None, beside: bool = False) -> Sum:
+def whole_sum(tensors: Sequence[Tensor], group: Group, dtype: torch.dtype | None = None, beside: bool = False) -> Sums:
     """In one message, of that type."""
     flat = torch.cat([x.flatten().to(dtype or x.dtype) for x in tensors])
     pending = start_all_reduce(flat, group, beside)
-    return Sum(lambda: _apart(pending.wait(), tensors))
+    return cache(lambda: _apart(pending.wait(), tensors))
 
 
 class CompressedSum:
@@ -62,7 +52,7 @@ class CompressedSum:
         return [*self._errors, *self._factors]
 
     @torch.no_grad()
-    def start(self, tensors: Sequence[Tensor]) -> Sum:
+    def start(self, tensors: Sequence[Tensor]) -> Sums:
         if self._compression is None or self._group is None:
             return whole_sum(tensors, self._group, beside=self._beside)
         tensors = list(torch._foreach_add(list(tensors), self._errors))
@@ -72,11 +62,11 @@ class CompressedSum:
     def _keep(self, tensors: list[Tensor], sent: list[Tensor]) -> None:
         torch._foreach_copy_(self._errors, torch._foreach_sub(tensors, sent))
 
-    def _rounded(self, tensors: list[Tensor]) -> Sum:
+    def _rounded(self, tensors: list[Tensor]) -> Sums:
         self._keep(tensors, [x.to(torch.bfloat16).to(x.dtype) for x in tensors])
         return whole_sum(tensors, self._group, torch.bfloat16, self._beside)
 
-    def _largest(self, tensors: list[Tensor]) -> Sum:
+    def _largest(self, tensors: list[Tensor]) -> Sums:
         """The largest of each tensor by itself: ranks that hold the same one, or the same part of it, choose alike."""
         assert self._compression is not None
         kept, numbers, start = [], [], 0
@@ -97,25 +87,25 @@ class CompressedSum:
                 total.index_add_(0, at, add)
             return _apart(total, tensors)
 
-        return Sum(finish)
+        return cache(finish)
 
-    def _factored(self, tensors: list[Tensor]) -> Sum:
+    def _factored(self, tensors: list[Tensor]) -> Sums:
         """PowerSGD (Vogels et al., 2019, algorithm 1): one step of a power iteration on the sum of the ranks' matrices,
         P = MQ, made orthogonal, and Q = MᵀP; what has no factors is sent whole, with the P."""
         divided = [i for i, rank in enumerate(self._ranks) if rank]
         matrices = [tensors[i].flatten(1) for i in divided]
         products = [m @ q for m, q in zip(matrices, self._factors, strict=True)]
         rest = [x for x, rank in zip(tensors, self._ranks, strict=True) if not rank]
-        sums = whole_sum([*products, *rest], self._group).wait()
+        sums = whole_sum([*products, *rest], self._group)()
         bases = [torch.linalg.qr(p).Q for p in sums[: len(divided)]]
         parts = [m.T @ p for m, p in zip(matrices, bases, strict=True)]
-        self._factors = whole_sum(parts, self._group).wait() if parts else []
+        self._factors = whole_sum(parts, self._group)() if parts else []
         result, sent, others = list(tensors), list(tensors), iter(sums[len(divided) :])
         for i, p, q, part in zip(divided, bases, self._factors, parts, strict=True):
             result[i], sent[i] = (p @ q.T).view(tensors[i].shape), (p @ part.T).view(tensors[i].shape)
         result = [x if rank else next(others) for x, rank in zip(result, self._ranks, strict=True)]
         self._keep(tensors, sent)
-        return Sum(lambda: result)
+        return lambda: result
 
 
 class WeightAverage:
@@ -149,7 +139,7 @@ class WeightAverage:
             self._outer.state[x]["momentum_buffer"] = average
         self._follows_rate = bool(momentum) and not nesterov
         self.rates: list[float] = []  # of the rounds on their way
-        self._pending: list[tuple[list[Tensor], Sum]] = []  # this rank's way in each of them, and the sum
+        self._pending: list[tuple[list[Tensor], Sums]] = []  # this rank's way in each of them, and the sum
 
     @torch.no_grad()
     def meet(self, rate: float) -> None:
@@ -159,13 +149,8 @@ class WeightAverage:
         self.rates.append(rate)
         if len(self._pending) > self._staleness:
             _, total = self._pending.pop(0)
-            self._step(total.wait(), self.rates.pop(0))
+            self._step(total(), self.rates.pop(0))
         torch._foreach_copy_(self._weights, self._expected())
-
-    def arrive(self) -> None:
-        """Wait for the rounds on their way: a message that nobody has waited for would be taken for the next one."""
-        for _, total in self._pending:
-            total.wait()
 
     def _expected(self) -> list[Tensor]:
         """This rank's weights at the beginning of a round."""
@@ -184,17 +169,11 @@ class WeightAverage:
         self._outer.zero_grad()
 
     def state(self, rates: Sequence[float] = ()) -> list[Tensor]:
-        """What the rounds to come depend on, beside the weights; first make room for rounds on their way, if any."""
+        """What the rounds to come depend on, beside the weights, after a wait for those on their way: messages that
+        nobody waits for would be taken for later ones. First make room for rounds of so many rates."""
         for rate in rates:
-            empty = [[torch.zeros_like(x) for x in self._anchor] for _ in range(2)]
-            self._pending.append((empty[0], Sum(empty[1].copy)))
+            way, total = ([torch.zeros_like(x) for x in self._anchor] for _ in range(2))
+            self._pending.append((way, partial(list, total)))
             self.rates.append(rate)
-        pending = [x for way, total in self._pending for x in (*way, *total.wait())]
+        pending = [x for way, total in self._pending for x in (*way, *total())]
         return [*self._anchor, *self._momentum, *self._total.state, *pending]
-
-
-@torch.no_grad()
-def mean_over(tensors: Sequence[Tensor], share: float, group: Group) -> list[Tensor]:
-    """The mean over the ranks, weighed by their shares."""
-    flat = torch.cat([x.detach().flatten() * share for x in tensors])
-    return _apart(all_reduce(flat, group), tensors)
