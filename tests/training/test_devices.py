@@ -201,8 +201,8 @@ GROWING |= {"data.evaluation_size": "32"}
 def _with_shares_that_count_alike(data: Path, out: Path, settings: Settings) -> Ended:
     """The mean over a rank's samples counts as if all ranks had as many."""
 
-    def part(self: TrainingStep, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        return self._loss(outputs, targets) / 2 / len(self.passes)
+    def part(self: TrainingStep, outputs: Any, targets: torch.Tensor, *_: Any) -> torch.Tensor:
+        return self.task.loss(outputs, targets) / 2 / len(self.passes)
 
     with as_before() as patch:
         patch.setattr(TrainingStep, "_part_of_mean", part)

@@ -71,9 +71,9 @@ class Told(Timetable):
         return self.seconds
 
 
-def due(every: int | None, updates: range, seconds: float, multiple: int = 1) -> list[int]:
+def due(every: int | None, updates: range, seconds: float) -> list[int]:
     """After which updates it was; every checkpoint is on disk at once."""
-    when, steps = Told(every, Ranks.here(), 320.0, multiple), []
+    when, steps = Told(every, Ranks.here(), 320.0), []
     when.seconds = seconds
     for done in updates:
         if when.due(done):
@@ -88,8 +88,6 @@ def test_the_first_checkpoint_is_soon_and_the_others_follow_from_its_cost() -> N
     for update_s, first in ((0.001, FIRST_UPDATES), (1.0, 30), (100.0, 2)):
         want = list(range(first, 121, 16))  # sqrt(2 · 0.1 s · 320 s) = 8 s of 0.5 s each
         assert due(None, range(1, 121), update_s) == want
-    averaging = due(None, range(1, 200), 0.3, multiple=7)  # where a checkpoint averages the weights
-    assert len(averaging) > 5 and all(step % 7 == 0 for step in averaging)
 
 
 def _with_clocks_apart() -> list[int]:

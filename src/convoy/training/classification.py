@@ -164,8 +164,9 @@ class ClassificationEvaluation(Evaluation):
         pairs = labels * num_classes + predicted
         self.confusion.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
         is_right = predicted == labels
-        places = (probability * _BINS).long().clamp(max=_BINS - 1)
-        facts = torch.stack([torch.ones_like(pairs), is_right.long(), (probability * _UNIT).round().long()])
+        certainty = probability.nan_to_num()
+        places = (certainty * _BINS).long().clamp(max=_BINS - 1)
+        facts = torch.stack([torch.ones_like(pairs), is_right.long(), (certainty * _UNIT).round().long()])
         self.reliability.index_add_(1, places, facts)
         wrong = (~is_right).nonzero().flatten()
         if len(self.mistakes) == NUM_MISTAKES:
