@@ -308,6 +308,11 @@ class Recipe(Section):
         return {key: name for key, name in functions.items() if name is not None}
 
     @property
+    def trackers(self) -> list[str]:
+        """Those beside TensorBoard."""
+        return [name for name in dict.fromkeys(self.log) if name != "tensorboard"]
+
+    @property
     def selects(self) -> bool:
         """Whether something is chosen by evaluations."""
         return self.best is not None or self.stop_after is not None
@@ -467,7 +472,8 @@ def check_names(recipe: Recipe) -> None:
     for key, name in recipe.own_code().items():
         own.check_name(name, {"loss": "loss", "data": "augment"}.get(key.partition(".")[0], "metric"))
     existing(recipe.data.path)
-    check_trackers(recipe.log)
+    if recipe.trackers:
+        check_trackers(recipe.trackers)
 
 
 def _read(name_or_path: str) -> dict[str, Any]:
