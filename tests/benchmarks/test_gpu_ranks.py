@@ -25,8 +25,8 @@ from convoy.training.gradients import Exchange, divided_network
 from convoy.training.optim import Schedule, create_optimizer
 from convoy.training.precision import Scaler
 from convoy.training.state import RunState
-from convoy.training.tasks import create_task
 from convoy.training.step import TrainingStep
+from convoy.training.tasks import create_task
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor", "ignore:.* without Triton")
 
