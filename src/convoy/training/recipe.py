@@ -266,6 +266,11 @@ class Recipe(Section):
             )
 
     @property
+    def trackers(self) -> list[str]:
+        """Those beside TensorBoard."""
+        return [name for name in dict.fromkeys(self.log) if name != "tensorboard"]
+
+    @property
     def selects(self) -> bool:
         """Whether something is chosen by evaluations."""
         return self.best is not None or self.stop_after is not None
@@ -420,7 +425,8 @@ def check_names(recipe: Recipe) -> None:
     if recipe.model.weights is not None and not expanded(recipe.model.weights).exists():
         raise ConvoyError(f"weights file {recipe.model.weights} does not exist: check the path")
     existing(recipe.data.path)
-    check_trackers(recipe.log)
+    if recipe.trackers:
+        check_trackers(recipe.trackers)
 
 
 def _read(name_or_path: str) -> dict[str, Any]:

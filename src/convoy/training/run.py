@@ -109,8 +109,9 @@ class Trainer:
                 watchdog = Watchdog(self.ranks, meeting_store(), say_and_end, patient=True)
                 self._stack.enter_context(watchdog)
             loop = self._begin(watchdog)
-            if self.ranks.rank == 0:
-                self._stack.enter_context(Trackers(self._folder, self.recipe.log, dict(leaves(self.recipe)), loop.tell))
+            if self.ranks.rank == 0 and self.recipe.trackers:
+                told = Trackers(self._folder, self.recipe.trackers, dict(leaves(self.recipe)), loop.tell)
+                self._stack.enter_context(told)
             if loop.finished:
                 self.ranks.barrier()
                 summary = self._folder.summary()

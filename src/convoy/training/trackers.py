@@ -32,7 +32,7 @@ _PARAMETERS_IN_A_BATCH = 100  # MLflow takes no more
 def check_trackers(names: Sequence[str]) -> None:
     """Refuse those whose package is not installed."""
     for name in names:
-        if name in _TRACKERS and find_spec(name) is None:
+        if find_spec(name) is None:
             raise ConvoyError(f"log={name} needs {name}, which is not installed: {pip_install(name)}")
 
 
@@ -140,7 +140,6 @@ class Trackers:
         self._threads = {
             name: threading.Thread(target=self._follow, args=(name,), daemon=True, name=f"convoy-{name}")
             for name in names
-            if name in _TRACKERS
         }
 
     def __enter__(self) -> Self:
