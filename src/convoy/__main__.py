@@ -9,7 +9,7 @@ def main() -> int:
         from convoy.cli import main as run  # a third of a second, in which Ctrl-C is to be no traceback either
     except KeyboardInterrupt:
         sys.stderr.write("convoy: interrupted\n")
-        return 130
+        return 1
     return run()
 
 

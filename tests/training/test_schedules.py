@@ -26,7 +26,7 @@ POINTS = {
     # Krizhevsky, 2012: three times by ten
     "alexnet-2012": {0: 1e-2, 24: 1e-2, 25: 1e-3, 49: 1e-3, 50: 1e-4, 74: 1e-4, 75: 1e-5, 99: 1e-5},
     # Jordan, 2024, listing 4: a triangle from 0.2 over 1 at 23 % to 0.07 of the peak, which is 11.5/(1 + 1/(1 - 0.85))
-    "cifar10-94": {0: 0.3, 54.5: 0.9, 109: 1.5, 292.5: 0.8025, 476: 0.105},
+    "cifar10-94 epochs=476ba": {0: 0.3, 54.5: 0.9, 109: 1.5, 292.5: 0.8025, 476: 0.105},
     # FFCV, get_cyclic_lr: np.interp over [0, 2, 16] and [1e-4 · lr, lr, 0]
     "imagenet-16": {0: 5e-5, 1: 0.250025, 2: 0.5, 4: 6 / 14, 9: 0.25, 13: 1.5 / 14, 16: 0},
     "imagenet-88": {0: 1.7e-4, 1: 0.850085, 2: 1.7, 45: 0.85, 88: 0},

@@ -19,7 +19,11 @@ from convoy.training.recipe import Recipe, check_names, load_recipe
 DEFAULT_BATCH = 256
 # The least that options may be which are whole numbers; others are any number above 0.
 _LEAST = dict.fromkeys(("batch", "batch_per_device", "image_size", "classes", "rounds", "updates"), 1)
-_LEAST |= {"warm_up": 0, "dataset_size": 1, "cores_per_device": 1}
+_LEAST |= {"warm_up": 0, "dataset_size": 1, "cores_per_device": 1, "seeds": 1}
+# Optimizers of a study of the batch, and the rate for a batch of 256 from which one that is not the recipe's begins.
+GUESSES = {"sgd": 0.1, "lars": 0.4, "lamb": 0.01, "adamw": 0.002}
+_OF_BATCHES = ("target", "tune", "optimizers", "seeds")
+_NOT_WITH_BATCHES = ("batch", "batch_per_device", "peers", "shares", "train_epochs", "epochs", "emulate")
 _AMOUNTS = ("epochs", "timeout", "train_epochs")
 
 
@@ -52,11 +56,16 @@ class Ask:
     timeout: float
     out: Path | None
     device: str | None
+    batches: str | None = None  # those of a study of the batch; None for one of devices
+    target: float | None = None
+    tune: bool = False
+    optimizers: str | None = None
+    seeds: int | None = None
 
     @property
     def folder(self) -> Path:
         name = self.model.replace(":", "-").replace("/", "-")
-        return self.out or Path("runs") / f"bench-{name}"
+        return self.out or Path("runs") / f"{'bench' if self.batches is None else 'batches'}-{name}"
 
     def check(self) -> None:
         """Refuse (ConvoyError) what cannot be, whatever the network and the machine."""
@@ -65,6 +74,7 @@ class Ask:
         for peer in self.peers_of():
             check_peer(peer)
         cluster, _ = self.cluster()
+        _ = self.batch_numbers() if self.batches is not None else []
         self._check_rows(len(cluster.devices) if cluster is not None else None)
         reason = unwritable(self.folder)
         if reason is not None:
@@ -86,7 +96,28 @@ class Ask:
         """Whether the settings have a key of the recipe that begins with `key`."""
         return any(setting.startswith(key) for setting in self.settings)
 
+    def _mistakes_of_batches(self) -> Iterator[str]:
+        """What is wrong with the options of a study of the batch, or with those without one."""
+        names = _NOT_WITH_BATCHES if self.batches is not None else _OF_BATCHES
+        named = (f"--{name.replace('_', '-')}" for name in names if getattr(self, name) not in (None, "", False))
+        if self.batches is None:
+            yield from (f"{name} is for a study of the batch: name batches with --batches 64,128,256" for name in named)
+            return
+        yield from (f"{name} contradicts --batches, which trains on one device at each: drop one" for name in named)
+        if self.data is None:
+            yield "--batches trains on real pictures: name them with --data, e.g. --data mnist-mini"
+        if self.target is None or not 0 < self.target <= 1:
+            yield "--batches needs the top-1 that is to be reached: give --target, e.g. --target 0.97"
+        for name in (self.optimizers or "sgd").split(","):
+            if name not in GUESSES:
+                yield f"--optimizers {name} is none: choose among {', '.join(GUESSES)}"
+
+    def batch_numbers(self) -> list[int]:
+        """The batches of a study, in rising order."""
+        return sorted(set(numbers_of("--batches", self.batches or "")))
+
     def _mistakes(self) -> Iterator[str]:
+        yield from self._mistakes_of_batches()
         if self.batch is not None and self.batch_per_device is not None:
             yield "--batch is one batch for any number of devices, --batch-per-device lets it grow with them: give one"
         if self.data is not None and (self.image_size is not None or self.classes is not None):
@@ -136,10 +167,7 @@ class Ask:
         """The numbers of devices; by default one and all that are available."""
         if self.devices is None:
             return list(dict.fromkeys((1, available)))
-        parts = [part.strip() for part in self.devices.split(",")]
-        if not all(part.isdecimal() and int(part) for part in parts):
-            raise ConvoyError(f"--devices {self.devices} is no list of numbers: write e.g. 1,2,4")
-        return [int(part) for part in parts]
+        return numbers_of("--devices", self.devices)
 
     def shares_of(self) -> list[str]:
         """Shares that plans have, in the form of `Configuration.shares`."""
@@ -154,6 +182,14 @@ class Ask:
         if self.emulate is None:
             return None, ""
         return Cluster.read(self.emulate), expanded(self.emulate).read_text(encoding="utf-8")
+
+
+def numbers_of(option: str, text: str) -> list[int]:
+    """The whole numbers above 0 of an option; a ConvoyError where it is no list of them."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ConvoyError(f"{option} {text} is no list of numbers: write e.g. 1,2,4")
+    return [int(part) for part in parts]
 
 
 def _positive(parts: Sequence[str]) -> bool:

@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,14 +10,14 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from convoy.bench.ask import Ask
 from convoy.bench.emulated import Cluster, emulate
+from convoy.bench.jobs import STOPPED, Job, Jobs
 from convoy.bench.measure import MeasurementTask, forecast, measure_rank
-from convoy.bench.processes import Place, Places, RankFailed, Say, give_up, reason_of, run_ranks
+from convoy.bench.processes import Place, Places, RankFailed, Say, reason_of, run_ranks
 from convoy.bench.records import (
     AUTO,
     CONVOY,
@@ -33,16 +32,12 @@ from convoy.bench.records import (
     Training,
 )
 from convoy.bench.study import assumed, coarse, prepare, recipe_for
-from convoy.comm.joining import meeting_store
 from convoy.data import open_data
-from convoy.doctor.updates import RunDoctor
 from convoy.errors import ConvoyError
-from convoy.progress import Reporter
 from convoy.report.run_directory import column, read_metrics
-from convoy.training import Recipe, RunDirectory, Trainer
+from convoy.training import Recipe, RunDirectory
 from convoy.training.derived import resolve
 from convoy.training.schema import Duration
-from convoy.training.watchdog import Watchdog, collective_limit_s
 from convoy.units import plural
 
 IMAGENET = 1_281_167
@@ -165,9 +160,8 @@ class Course:
         """What a row runs, as far as its plan is known."""
         study, store = self.store.study, self.store
         plan, shares = store.plan_of(row), store.shares_of(row)
-        device_type = f"cuda:{row.place}" if row.place and study.device_type == "cuda" else study.device_type
         recipe = recipe_for(self.recipe, study, row, plan, shares)
-        return MeasurementTask(row.kind, recipe, study.images, device_type, study.updates or LEAST, study.warm_up)
+        return MeasurementTask(row.kind, recipe, study.images, study.device_type, study.updates or LEAST, study.warm_up)
 
     def train(self, command: str = "") -> None:
         """Train what is not finished yet, stopped and gone on with as any run; a ConvoyError where no configuration at
@@ -193,29 +187,20 @@ class Course:
         if len(name) > 80 or "\n" in row.key:
             name = f"{name[:30]}-{sha256(row.key.encode()).hexdigest()[:10]}"
         out = self.store.path.parent / "training" / name
-        if out.is_dir() and not (out / "config.yaml").is_file():
-            shutil.rmtree(out)  # ended before it had begun
-        task = replace(self._task(row), made=None)
-        before = self.done
-        signals: list[str | None] = []
+        job, before = Job(out, self._task(row).recipe), self.done
+
+        def say(_: Job, text: str, done: int, of: int) -> None:
+            self.progress(f"training {row.where}: {text}", before + done, self.total)
+
+        device_type, keeps_times = self.store.study.device_type, self._keeps_times
+        jobs = Jobs(self.places, row.devices, device_type, command, keeps_times, self.timeout, say)
         try:
-            signals = run_ranks(
-                train_rank,
-                self.places.of(row.devices),
-                task,
-                out,
-                command,
-                self._keeps_times,
-                self.timeout,
-                seconds=None,
-                say=lambda text, done, _: self.progress(f"training {row.where}: {text}", before + done, self.total),
-            )
-            training.finished = not any(signals)
-        except (RankFailed, ConvoyError) as error:
-            training.failed = reason_of(error)
+            failure = jobs.train(lambda _: [job])[out].failure
         finally:
             if (out / "metrics.jsonl").is_file():
                 add_evaluations(training, out, self.store.study.batch_on(row.devices))
+        stopped = (failure or "").startswith(STOPPED)
+        training.finished, training.failed = failure is None, None if stopped else failure
         if (out / "config.yaml").is_file():
             from convoy.report.report import write_report  # with matplotlib, for which no rank is to wait at its start
 
@@ -225,38 +210,8 @@ class Course:
                 self.tell(str(error))
         if training.failed:
             self.tell(f"{row.where} was not trained: {training.failed}")
-        elif not training.finished:
-            stopped = next(filter(None, signals))
-            self.tell(f"the training of {row.where} was stopped by {stopped}; the same command goes on")
-
-
-class _Told(Reporter):
-    """Tells the study of a training, at most once in a second."""
-
-    def __init__(self, say: Say) -> None:
-        self._tell, self._text, self._total, self._at = say, "training", 0, 0.0
-
-    def prepare(self, what: str, done: int, total: int) -> None:
-        self._tell(what, 0, 0)
-
-    def begin(self, done: int, total: int) -> None:
-        self._total = total
-
-    def advance(self, done: int, text: str | None = None) -> None:
-        self._text = text or self._text
-        if time.monotonic() - self._at >= 1:
-            self._at = time.monotonic()
-            self._tell(self._text, done, self._total)
-
-
-def train_rank(task: MeasurementTask, out: Path, command: str, keep: bool, timeout_s: float, say: Say) -> str | None:
-    """A rank's part of a training, in the folder `out`; the name of the signal that stopped it, None at its end. All
-    ranks call it. `command` repeats the study; `keep` uses times that were measured before, and stores new ones."""
-    ranks, device = task.join(collective_limit_s(timeout_s))
-    options: dict[str, Any] = {"command": command, "handed_on": True, "keep": keep, "subscribe": RunDoctor}
-    with Watchdog(ranks, meeting_store(), give_up, timeout_s, patient=True) as watchdog:
-        options |= {"watchdog": watchdog, "reporter": _Told(say)}
-        return Trainer(task.recipe, out, resume=True, device=device, ranks=ranks, **options).run().signal
+        elif stopped:
+            self.tell(f"the training of {row.where} {failure}; the same command goes on")
 
 
 _FEW, _OFTEN = 10, Duration(5, "%")  # where a run would be evaluated less often than so many times, it is this often

@@ -70,7 +70,7 @@ class MeasurementTask:
     kind: str
     recipe: Recipe  # with the devices and the plan of the configuration
     made: Made | None  # None for the recipe's pictures
-    device_type: str  # `cpu`, `cuda`, or one GPU as `cuda:1`
+    device_type: str  # `cpu`, or `cuda`
     updates: int = 0  # those that are timed
     warm_up: int = 0  # updates before them
 

@@ -66,8 +66,29 @@ def write_files(folder: Path) -> Written:
         texts |= {"convergence.csv": table.csv(), "convergence.tex": table.latex()}
         texts["curves.csv"] = csv_of([test for curve in trained.curves for test in curve.records])
         of_trained, untrained = list(convergence_remarks(trained)), missing(trained)
-    files = {name: text.encode() for name, text in texts.items()}
-    downloads = [Download.of(name, content) for name, content in {NAME: store.path.read_bytes(), **files}.items()]
+    content = {
+        **_content(store, results, trained),
+        "timed": is_timed,
+        "table": _shown(tables["configurations"], _row_names(results.rows)),
+        "remarks": of_times,
+        "trained_remarks": of_trained,
+        "missing": [*warnings, *gaps, *untrained],
+    }
+    report = render(folder, NAME, content, drawn, texts, tables.get("convergence"))
+    return Written(tables, [*warnings, *of_times, *gaps, *of_trained, *untrained], report)
+
+
+def render(
+    folder: Path,
+    name: str,
+    content: dict[str, Any],
+    drawn: Sequence[Panel],
+    texts: dict[str, str],
+    trained: Table | None = None,
+) -> Path:
+    """Write the page of a study, whose file has a name, its pictures and its tables into its folder."""
+    files = {key: text.encode() for key, text in texts.items()}
+    downloads = [Download.of(key, raw) for key, raw in {name: (folder / name).read_bytes(), **files}.items()]
     figures = []
     for panel in drawn:
         pictures = _files(panel)
@@ -78,23 +99,18 @@ def write_files(folder: Path) -> Written:
         "bench.html.jinja",
         ("report.css", "bench.css"),
         ("copy.js",),
-        **_content(store, results, trained),
-        timed=is_timed,
-        table=_shown(tables["configurations"], _row_names(results.rows)),
-        remarks=of_times,
-        trained=_shown(tables["convergence"]) if trained is not None else None,
-        trained_remarks=of_trained,
-        missing=[*warnings, *gaps, *untrained],
+        **content,
+        trained=_shown(trained) if trained is not None else None,
         panels=figures,
         downloads=downloads,
     )
     files["report.html"] = html.encode("utf-8", errors="replace")
     try:
-        for name, content in files.items():
-            write_atomically(folder / name, lambda path, content=content: path.write_bytes(content))  # type: ignore[misc]
+        for key, raw in files.items():
+            write_atomically(folder / key, lambda path, raw=raw: path.write_bytes(raw))  # type: ignore[misc]
     except OSError as error:
         raise ConvoyError(f"{folder} cannot be written ({error.strerror}): free space there, or copy it") from error
-    return Written(tables, [*warnings, *of_times, *gaps, *of_trained, *untrained], folder / "report.html")
+    return folder / "report.html"
 
 
 def _files(panel: Panel) -> dict[str, bytes]:

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -58,64 +58,91 @@ class Places:
         if self.emulated:
             return self.emulated[first : first + num]
         if not self.cores_per_device:
-            return [_stay] * num
+            return [partial(_show_gpus, first, num)] * num
         cores, width = resources.own_cores(), self.cores_per_device
         blocks = len(cores) // width
         numbers = ((rank + first + round_ - 1) % blocks for rank in range(num))
         return [partial(resources.pin, resources.share(cores, blocks, number, width)) for number in numbers]
 
 
-def _stay() -> None:
-    """A GPU is chosen by the rank's number."""
+def _show_gpus(first: int, num: int) -> None:
+    """Let only some GPUs be seen, of which a rank's number chooses one."""
+    every = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(first + num)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(every.split(",")[first : first + num])
 
 
-def run_ranks(
-    function: Callable[..., Any],
-    places: Sequence[Place],
-    *args: Any,
-    seconds: float | None = 600.0,
-    say: Say | None = None,
-    quiet: bool = False,
-    preload: Sequence[str] = PRELOAD,
-) -> list[Any]:
-    """Run `function(*args, say)`, of a module's top level, as a rank in each of some places, and give all results.
+class Group:
+    """Processes that do one work together, a rank in each of some places."""
 
-    After so many `seconds` all are ended; None leaves that to themselves, and on Ctrl-C they have time to save. `quiet`
-    drops what they print, which else goes to the standard error. The server that forks the processes imports the
-    modules of `preload` of the first call.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
-    pipes: list[Connection] = []
-    processes: list[BaseProcess] = []
-    with private_folder() as folder:
+    def __init__(self) -> None:
+        self.pipes: list[Connection] = []
+        self.processes: list[BaseProcess] = []
+        self._results: dict[int, Any] = {}
+        self._stack = contextlib.ExitStack()
+
+    def start(
+        self,
+        function: Callable[..., Any],
+        places: Sequence[Place],
+        args: tuple[Any, ...],
+        quiet: bool = False,
+        preload: Sequence[str] = PRELOAD,
+    ) -> None:
+        """Let each rank run `function(*args, say)`, of a module's top level. `quiet` drops what they print, which else
+        goes to the standard error. The server that forks the processes imports the modules of `preload` of the first
+        call."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(preload))
+        folder = self._stack.enter_context(private_folder())
+        for rank, place in enumerate(places):
+            pipe, end = context.Pipe()
+            variables = _variables(rank, len(places), folder / "store")
+            job = end, place, rank, variables, quiet, function, args
+            # a daemon may not start processes that load pictures
+            process: BaseProcess = context.Process(target=_serve, args=job, daemon=False)
+            process.start()  # may be interrupted: what has not begun cannot be killed
+            self.processes.append(process)
+            end.close()
+            self.pipes.append(pipe)
+
+    @property
+    def waiting(self) -> list[Connection]:
+        """The pipes of ranks that are not done."""
+        return [pipe for rank, pipe in enumerate(self.pipes) if rank not in self._results]
+
+    @property
+    def results(self) -> list[Any]:
+        return [self._results[rank] for rank in range(len(self.pipes))]
+
+    def hear(self, pipe: Any, say: Say) -> None:
+        """Take what a rank sends; what made it fail is raised."""
+        rank = self.pipes.index(pipe)
         try:
-            for rank, place in enumerate(places):
-                pipe, end = context.Pipe()
-                job = end, place, rank, _variables(rank, len(places), folder / "store"), quiet, function, args
-                # a daemon may not start processes that load pictures
-                process: BaseProcess = context.Process(target=_serve, args=job, daemon=False)
-                process.start()  # may be interrupted: what has not begun cannot be killed
-                processes.append(process)
-                end.close()
-                pipes.append(pipe)
-            return _collect(pipes, processes, seconds, say or (lambda *_: None))
-        except KeyboardInterrupt:
-            if seconds is None:
-                _end_softly(processes)
-            raise
-        finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
-            for pipe in pipes:
-                pipe.close()
+            kind, value = pipe.recv()
+        except (EOFError, ConnectionError) as error:
+            self.processes[rank].join(5)
+            raise RankFailed(f"rank {rank} {end_of(self.processes[rank].exitcode)}") from error
+        if kind == "failed":
+            raise value
+        if kind == "says":
+            say(*value)
+        else:
+            self._results[rank] = value
+
+    def close(self) -> None:
+        """End the processes that there still are."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self._stack.close()
 
 
-def _end_softly(processes: Sequence[BaseProcess]) -> None:
-    """Ask the ranks to end until they have: one that has not begun to train ignores it, and so it does the second."""
-    until = time.monotonic() + _PATIENCE_S
+def end_softly(groups: Iterable[Group]) -> None:
+    """Ask ranks to end until they have: one that has not begun to train ignores it, and so it does the second."""
+    processes, until = [process for group in groups for process in group.processes], time.monotonic() + _PATIENCE_S
     while time.monotonic() < until and any(process.is_alive() for process in processes):
         for process in processes:
             if process.is_alive() and process.pid is not None:
@@ -124,31 +151,29 @@ def _end_softly(processes: Sequence[BaseProcess]) -> None:
         time.sleep(_AGAIN_S)
 
 
-def _collect(
-    pipes: Sequence[Connection], processes: Sequence[BaseProcess], seconds: float | None, say: Say
+def run_ranks(
+    function: Callable[..., Any],
+    places: Sequence[Place],
+    *args: Any,
+    seconds: float = 600.0,
+    say: Say = lambda *_: None,
+    quiet: bool = False,
+    preload: Sequence[str] = PRELOAD,
 ) -> list[Any]:
-    results: dict[int, Any] = {}
-    deadline = None if seconds is None else time.monotonic() + seconds
-    while len(results) < len(pipes):
-        rank_of = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in results}
-        ready = wait(list(rank_of), timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise RankFailed(f"rank {min(rank_of.values())} did not come back in time (--timeout)")
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = rank_of[pipe]
-            try:
-                kind, value = pipe.recv()
-            except (EOFError, ConnectionError) as error:
-                processes[rank].join(5)
-                raise RankFailed(f"rank {rank} {end_of(processes[rank].exitcode)}") from error
-            if kind == "says":
-                say(*value)
-            elif kind == "failed":
-                raise value
-            else:
-                results[rank] = value
-    return [results[rank] for rank in range(len(pipes))]
+    """What `function(*args, say)` gives on a rank in each of some places, which are ended after so many seconds."""
+    group, deadline = Group(), time.monotonic() + seconds
+    try:
+        group.start(function, places, args, quiet, preload)
+        while group.waiting:
+            ready = wait(group.waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = group.pipes.index(group.waiting[0])
+                raise RankFailed(f"rank {late} did not come back in time (--timeout)")
+            for pipe in ready:
+                group.hear(pipe, say)
+        return group.results
+    finally:
+        group.close()
 
 
 _pipe: Connection | None = None  # of a rank to whoever started it

@@ -205,8 +205,8 @@ class Store(Record):
         measured_with = {key: machine[key] for key in _OF_THE_MACHINE if key in machine}
         pairs = {"is of a study": (stored_study, study_now), "was measured": (store.machine, measured_with)}
         for what, facts in pairs.items():
-            if difference := _difference(*facts):
-                raise ConvoyError(f"{path} {what} with {difference}: give another --out, or remove it")
+            if unlike := difference(*facts):
+                raise ConvoyError(f"{path} {what} with {unlike}: give another --out, or remove it")
         return store
 
     @staticmethod
@@ -292,13 +292,13 @@ class Store(Record):
         return row.shares or ",".join(map(str, self.found_shares(row) or ()))
 
 
-def _difference(there: Mapping[str, Any], wanted: Mapping[str, Any], section: str = "") -> str:
+def difference(there: Mapping[str, Any], wanted: Mapping[str, Any], section: str = "") -> str:
     """The first key with another value than is wanted, with both; empty where there is none."""
     for key, value in wanted.items():
         stored_value = there.get(key)
         if isinstance(stored_value, dict) and isinstance(value, dict):
-            if difference := _difference(stored_value, value, f"{section}{key}."):
-                return difference
+            if unlike := difference(stored_value, value, f"{section}{key}."):
+                return unlike
         elif stored_value != value:
             return f"{section}{key}={stored_value} and not {value}"
     return ""

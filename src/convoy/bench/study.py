@@ -138,7 +138,8 @@ def plain_recipe(recipe: Recipe, made: Made | None) -> dict[str, Any]:
 _PACKAGES = ("lightning", "accelerate", "timm", "torchvision", "numpy")
 
 
-def _machine(device: torch.device) -> dict[str, Any]:
+def machine_facts(device: torch.device) -> dict[str, Any]:
+    """The machine of a study, and the versions of what is measured."""
     about = describe("", device)
     facts: dict[str, Any] = {key: about[key] for key in ("machine", "convoy", "torch", "python")}
     facts |= {"cores": len(own_cores()), "device": device.type}
@@ -222,7 +223,7 @@ def prepare(ask: Ask) -> Prepared:
     )
     if (batch := study.batch_on(largest)) < largest:  # not after the rows on fewer devices were measured
         raise ConvoyError(f"a batch of {batch} is too small for {largest} devices: raise --batch")
-    return Prepared(recipe, study, rows, _machine(device), cluster)
+    return Prepared(recipe, study, rows, machine_facts(device), cluster)
 
 
 def _check_peers(recipe: Recipe) -> None:

@@ -132,12 +132,12 @@ class CheckpointStore:
     def load(self, step: int) -> Checkpoint:
         return read_checkpoint(self.place(step), step)
 
-    def load_latest(self, identity: str) -> tuple[Checkpoint | None, list[str]]:
-        """Read the newest checkpoint that is whole and of the run with this identity (None where there is none at all),
-        and give a sentence for each damaged one passed over.
+    def load_latest(self, identity: str, only: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+        """Read the newest checkpoint, or that of one step, that is whole and of the run with this identity (None where
+        there is none at all), and give a sentence for each damaged one passed over.
         """
         refused: list[str] = []
-        for step in reversed(self.steps()):
+        for step in reversed(self.steps()) if only is None else [only]:
             try:
                 checkpoint = self.load(step)
                 if checkpoint.identity != identity:

@@ -22,6 +22,7 @@ Examples:
   convoy bench mine.nets:make_net --devices 1,2 --batch-per-device 32 --peers ddp,fabric,accelerate
   convoy bench lenet --data mnist-mini --devices 1,2 --batch 256 --rounds 9 --out studies/lenet
   convoy bench lenet --data mnist-mini --recipe lenet-mnist --devices 1,2 --train-epochs 3
+  convoy bench lenet --data mnist-mini --batches 32,64,128,256 --target 0.97 --tune --set epochs=20
 """,
 )
 @click.argument("model")
@@ -52,6 +53,11 @@ Examples:
 @click.option("--emulate", metavar="FILE", help="Devices of an emulated cluster (Linux, root): see docs/emulation.md.")
 @click.option("--predict/--no-predict", default=True, help="Let the planner predict every plan before.")
 @click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds until a turn is given up.")
+@click.option("--batches", metavar="N,N,…", help="Study the batch: updates to --target at each of these.")
+@click.option("--target", type=float, metavar="TOP1", help="Test accuracy that --batches trains to, e.g. 0.97.")
+@click.option("--tune", is_flag=True, help="Search the best learning rate at each of --batches.")
+@click.option("--optimizers", metavar="O,O,…", help="For --batches: sgd, lars, lamb, adamw. [default: the recipe's]")
+@click.option("--seeds", type=int, metavar="N", help="Trainings with the best rate at each of --batches. [default: 1]")
 @click.option("--out", type=options.OutputPath(), help="Folder of the study. [default: runs/bench-MODEL]")
 @keys.recompute
 @options.device
@@ -63,12 +69,17 @@ def command(arguments: Sequence[str], /, as_json: bool, **values: Any) -> int:
 
     All configurations do the same work in turns, each in fresh processes. What is measured is kept after every turn:
     stopped, the same command goes on. No data is needed.
+
+    --batches asks another question: how many updates, epochs and seconds a target takes by batch. Its trainings run one
+    a device, as many at a time as there are; with --tune the learning rate is searched at each batch.
     """
     values["settings"] = (*values["settings"], *values.pop("overrides", ()))
     del values["recompute"]  # which is among them
     ask = Ask(command=command_of(arguments), **values)
     ask.check()
     with waiting_for("loading PyTorch"):  # and matplotlib, for which no mistake is to wait
+        from convoy.bench.batch_course import study_batches
+        from convoy.bench.batch_page import write_batches
         from convoy.bench.course import measure
         from convoy.bench.page import write_files
         from convoy.progress import ConsoleReporter
@@ -76,11 +87,12 @@ def command(arguments: Sequence[str], /, as_json: bool, **values: Any) -> int:
     console = Console(stderr=True, highlight=False)
     try:
         with options.sigterm_as_interrupt(), ConsoleReporter(console) as reporter:
-            measure(ask, reporter.prepare, lambda text: console.print(text, markup=False, soft_wrap=True))
+            work = measure if ask.batches is None else study_batches
+            work(ask, reporter.prepare, lambda text: console.print(text, markup=False, soft_wrap=True))
     except KeyboardInterrupt:
         click.echo(f"convoy: stopped; {ask.folder} keeps what was measured, the same command goes on", err=True)
         return 1
-    written = write_files(ask.folder)
+    written = (write_files if ask.batches is None else write_batches)(ask.folder)
     if as_json:
         tables = {name: table.records for name, table in written.tables.items()}
         click.echo(json.dumps({**tables, "remarks": written.remarks}, indent=2, allow_nan=False))

@@ -21,6 +21,7 @@ Examples:
   convoy plan my.networks:small --devices 2 --image-size 28
   convoy plan resnet50 --devices 16 --batch 512 --link 10gbit --trace step.json
   convoy plan vgg16 --on '4x(8xa100-sxm4)' --between infiniband-hdr --batch 2048 --precision bf16
+  convoy plan lenet --target runs/batches-lenet --on 8xa100-sxm4 --price 1.50
   convoy plan resnet50 --on 2xrtx-4090 --compare 4xrtx-3090 --compare 1xh100-sxm5 --price 0.35,0.20,2.50
 """,
 )
@@ -39,6 +40,12 @@ Examples:
 @click.option("--compare", metavar="MACHINE", multiple=True, help="Another machine beside that of --on; repeatable.")
 @click.option("--price", metavar="P,P,…", help="Of a device and hour, for --on and each --compare, in your currency.")
 @click.option("--images", metavar="N", type=int, help="Images of an epoch, for --on. [default: 1,281,167, ImageNet's]")
+@click.option(
+    "--target",
+    metavar="STUDY",
+    type=options.OutputPath(),
+    help="Study of convoy bench --batches: which batch on how many devices reaches its target soonest, and cheapest.",
+)
 @click.option(
     "--catalog", metavar="FILE", type=options.OutputPath(), help="YAML with devices beside those that --on knows."
 )
@@ -82,4 +89,8 @@ def command(arguments: Sequence[str], /, **values: Any) -> int:
     recipe = request.check()
     with waiting_for("loading PyTorch"):  # for which no mistake is to wait
         from convoy.cli.plan_run import run, run_on
+    if request.target is not None:
+        from convoy.cli.plan_target import run_target
+
+        return run_target(request, recipe)
     return (run if request.on is None else run_on)(request, recipe)

@@ -191,8 +191,8 @@ def _show(
 
 def run_on(request: PlanRequest, recipe: Recipe) -> int:
     """Predict for the machines of `--on`, print and write the result; the exit status."""
-    workload = cache(partial(_workload, request, recipe))
-    predictions = [_predicted(request, recipe, machine, workload) for machine in request.machines]
+    workload = cache(partial(workload_at, request, recipe))
+    predictions = [predicted(request, recipe, machine, workload) for machine in request.machines]
     images, what = _training(request, recipe)
     name = recipe.model.name
     head = f"{name}, batch {recipe.batch}: predicted, not measured, as eager PyTorch runs it\n\n"
@@ -210,7 +210,7 @@ def run_on(request: PlanRequest, recipe: Recipe) -> int:
     return 0
 
 
-def _predicted(
+def predicted(
     request: PlanRequest, recipe: Recipe, machine: Machine, workload: Callable[[str, int], Workload]
 ) -> Prediction:
     """The prediction for one machine, with microbatches so small that each device has one; in the recipe's precision,
@@ -238,7 +238,7 @@ def _predicted(
     return replace(prediction, notes=(*prediction.notes, note))
 
 
-def _workload(request: PlanRequest, recipe: Recipe, precision: str, microbatch: int) -> Workload:
+def workload_at(request: PlanRequest, recipe: Recipe, precision: str, microbatch: int) -> Workload:
     """The network at the batch of an update; its weights are not made where it allows that."""
     try:
         with torch.device("meta"):

@@ -186,6 +186,7 @@ def new_length(old: RunDirectory, more: str) -> Duration:
 
 
 _ONLY_WITH_ON = ("between", "compare", "price", "images", "catalog")
+_NOT_WITH_TARGET = ("devices", "score", "fix", "out", "html", "trace", "link")
 _NOT_WITH_ON = ("devices", "link", "device", "trace")
 # What is not predicted for devices of a catalog, by the key of the recipe: its option, and why.
 _NOT_PREDICTED = {
@@ -267,6 +268,9 @@ class PlanRequest(SimpleNamespace):
         why = "machines that are not at hand: name one with --on"
         if self.on is not None:
             why = "devices at hand, but --on names others: drop one of the two"
+        for name in _NOT_WITH_TARGET if self.target is not None else ():
+            if getattr(self, name) not in (None, ()):
+                yield f"--{name} is for a plan, but --target asks for a batch: drop one of the two"
         for name in _ONLY_WITH_ON if self.on is None else _NOT_WITH_ON:
             if getattr(self, name) not in (None, ()):
                 yield f"--{name} is for {why}"

@@ -41,6 +41,7 @@ Examples:
 @click.option("--extend", metavar="N", help="Train the run in MODEL for so much longer, e.g. 8ep, in a new run.")
 @keys.sets("task", metavar="TASK")
 @keys.sets("epochs", metavar="N", default="the recipe's, else 90")
+@keys.sets("target", metavar="TOP1")
 @keys.sets("batch")
 @keys.sets("data.image_size", metavar="N", text="Height and width of the images.", default="the network's")
 @keys.sets("optimizer.lr", text="Peak learning rate, as it is (no scaling).")

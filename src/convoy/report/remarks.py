@@ -55,6 +55,10 @@ def about(run: Run) -> list[str]:
     sentences = [f"{model} recognizes {right}{of}{length}{time}{where}."]
     if run.diagnosis is not None:
         sentences.append(run.diagnosis.brief)
+    scales = [units.significant(line.noise_scale, 2) for line in run.metrics.train if line.noise_scale is not None]
+    if scales:
+        first = f"about {scales[-1]} images at the end, {scales[0]} where it was first measured"
+        sentences.append(f"The gradient noise scale was {first}: batches up to about {scales[-1]} still help now.")
     if devices > 1:  # last, as the command that measures it stands below
         how = " This measures it:" if bench_command(run) else " It takes convoy bench to measure it."
         sentences.append(f"{_speed_up(run.prediction, devices)}{'' if _is_settled(run) else how}")

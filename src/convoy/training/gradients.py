@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from convoy.comm.collectives import all_gather
 from convoy.comm.ranks import Ranks
-from convoy.engine.gradients.divided import WholeNorms, clip_grad_norm
+from convoy.engine.gradients.divided import WholeNorms, clip_grad_norm, global_norm
 from convoy.engine.gradients.reducer import GradientReducer, LocalSgd
 from convoy.engine.gradients.tree import TreeReducer
 from convoy.engine.network import Network
@@ -115,6 +115,11 @@ class Exchange:
         self.network.abandon()
         if self._tree is not None:
             self._tree.abandon()
+
+    def norm(self) -> Tensor:
+        """The norm of the gradient, taken over the whole parameters."""
+        gradients = [(p.new_zeros(0) if p.grad is None else p.grad, axes) for p, axes in self._split]
+        return global_norm(gradients, self.network.groups)
 
     def clip(self, max_norm: float) -> None:
         """Scale the gradient down to a norm, taken over the whole parameters."""

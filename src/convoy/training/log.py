@@ -28,6 +28,7 @@ from convoy.errors import ConvoyError
 from convoy.files import to_json, write_json
 from convoy.progress import Reporter
 from convoy.terminal import losses
+from convoy.training.noise import noise_scale
 from convoy.training.records import RunProgress, RunSummary, SkippedImage, Status
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
@@ -244,7 +245,8 @@ class Log:
         score = {} if score_name is None else {score_name: sums.mean_score}
         speed, rate = sums.num_images / max(seconds, 1e-9), session.quantities.schedule.lr(done - 1)
         numbers = {"loss": loss, **score, "images_per_s": speed, "data_wait_s": sums.data_wait_s}
-        self._write("train", done, **numbers, **left_out, lr=rate)
+        noise = {"noise_scale": noise_scale(progress.noise), **progress.noise} if progress.noise else {}
+        self._write("train", done, **numbers, **left_out, lr=rate, **noise)
         if session.device.type == "cpu":
             slow = self._slow.look(ranks_s, sums.num_updates, seconds, session.division)
             if slow is not None:
@@ -319,7 +321,7 @@ def write_summary(
     metrics: dict[str, float | None] = {} if evaluation is None else {**evaluation.metrics()}
     best, is_at_end = session.metric.name, status == "finished"
     of_evaluation: dict[str, Any] = {name: metrics.get(name) for name in ("top1", "top5", "loss")}
-    of_progress = ("best", "best_step", "time_s", "checkpoints", "left_out")
+    of_progress = ("best", "best_step", "time_s", "train_s", "checkpoints", "left_out")
     waiting_s = progress.train_s - progress.start_s  # in which batches may have been waited for
     summary = RunSummary.model_construct(  # nothing in it may end a run
         status=status,
@@ -335,6 +337,9 @@ def write_summary(
         num_test=len(data.test),
         steps=steps,
         total_steps=quantities.total_updates,
+        target=recipe.target,
+        noise_scale=noise_scale(progress.noise),
+        reached=None if recipe.target is None else progress.reached,
         epochs=steps / quantities.updates_per_epoch,
         **of_evaluation,
         metrics=metrics,

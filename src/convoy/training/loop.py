@@ -28,6 +28,7 @@ from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver, Timet
 from convoy.training.evaluation import StoppedError
 from convoy.training.gradients import ADVICE, NotFiniteError
 from convoy.training.log import SHOW_EVERY_S, Log, MetricsWriter, Sums
+from convoy.training.noise import GradientNoise
 from convoy.training.recorder import REMEMBERED, Recorder, Subscriber, compare
 from convoy.training.records import RunProgress
 from convoy.training.resume import (
@@ -134,7 +135,7 @@ class Asking:
 
 GIVE_UP = 20  # updates left out in a row after which the run ends
 TOLD = 5  # updates left out of which something is said
-_DECIDED_ANEW = ("checkpoint every ", "shares ")
+_DECIDED_ANEW = ("checkpoint every ", "shares ", "target of ")
 _RENAMED = {"best_top1": "best", "num_correct": "score"}  # what checkpoints of before call otherwise
 
 
@@ -184,13 +185,9 @@ class Loop:
         patience = recipe.stop_after
         per_epoch = session.quantities.updates_per_epoch
         self._patience = math.inf if patience is None else patience.updates(per_epoch, self.total)
+        self._evaluated = -1  # updates before the latest evaluation
         self._left_out_in_a_row = 0
         self._extends = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no update is left to be done."""
-        return self.done == self.total or self.progress.is_over
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that is whole; without any, begin at the beginning, or with another run. A
@@ -205,12 +202,13 @@ class Loop:
                 self._take(checkpoint)
                 self.saver.newest = checkpoint.step
                 self.saver.tally = CheckpointTally(**self.progress.checkpoints)
+            self.total = self.done if self.progress.reached or self.progress.is_over else self.total
         elif self.session.recipe.extends is not None:
             self.extend()
             self.take_metrics()
         self.finished = self.session.ranks.first(self._is_finished)
         if self.session.ranks.rank == 0 and not self.finished:
-            again = self.progress.to_evaluate or self.is_over
+            again = self.progress.to_evaluate or self.done == self.total
             self.run.forget_metrics_after(self.done, and_evaluation=again)
 
     def extend(self) -> None:
@@ -221,7 +219,10 @@ class Loop:
         checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.ranks)
         with values_explained(f"the last checkpoint of {self.session.recipe.extends}"):
             self._take(checkpoint)
-        self.progress.checkpoints, self.progress.to_evaluate, self.progress.is_over = {}, False, False
+        self.progress.checkpoints, self.progress.to_evaluate = {}, False
+        self.progress.reached = self.progress.is_over = False
+        if self.session.recipe.extends_at is not None:
+            self.progress, self._sums = RunProgress(), Sums()
         self._extends = True
         for sentence in sentences:
             self.tell(sentence)
@@ -245,6 +246,8 @@ class Loop:
 
     def take_metrics(self) -> None:
         """Let the curves begin with those of the run that is extended."""
+        if self.session.recipe.extends_at is not None:
+            return  # its updates are others
         before = extended(self.session.recipe).metrics
         if self.session.ranks.rank == 0 and before.exists():
             write_text(self.run.metrics, before.read_text(encoding="utf-8", errors="replace"))
@@ -254,7 +257,7 @@ class Loop:
         """Whether nothing is left to do, and all that the run was for is there."""
         run = self.run
         whole = run.weights.is_file() and run.evaluation.is_file()
-        ended = self.is_over and run.summary().get("status") == "finished"
+        ended = self.done == self.total and run.summary().get("status") == "finished"
         return whole and ended and moved_data(self.session.recipe, run) is None
 
     def run_to_end(self) -> str | None:
@@ -277,15 +280,17 @@ class Loop:
             try:
                 if self._extends:  # from now on the other run is not needed
                     self._save()
-                if self.progress.to_evaluate and not self.is_over:
+                if self.progress.to_evaluate and self.done < self.total:
                     self._evaluate()
-                if not self.is_over and interrupt.agreed is None:
+                if self.done < self.total and interrupt.agreed is None:
                     self._do_updates()
             finally:
                 self.reporter.end()
             self._conclude()
-            if interrupt.agreed is None and (self.done == self.total or self.evaluation is None):
+            if interrupt.agreed is None and self._evaluated < self.done:
                 self._evaluate()
+            if interrupt.agreed is None:
+                self._tell_of_target()
             self._save()
             self.saver.finish(or_raise=interrupt.agreed is not None)
             if interrupt.agreed is None:
@@ -306,8 +311,9 @@ class Loop:
         step = session.step()
         if step.recorded is not None:
             step.recorded.tell = self.tell
+        step.noise = GradientNoise(session.noise_every, session.division, session.ranks, self.progress.noise)
         with closing(session.batches(self.done, self.total - self.done)) as batches:
-            recorder.ask(self.done)
+            recorder.ask(self.done, step.noise.due(self.done))
             for batch in batches:
                 step.records = recorder.has_watched
                 update = recorder.update(step, batch, self.done)
@@ -315,12 +321,12 @@ class Loop:
                 self.done += 1
                 self._log.updates.append(update)
                 self._after_update()
-                stops = asking()
-                if self._subscriber and (recorder.num % REMEMBERED == 0 or stops or self.is_over):
+                stops = asking() or self.done == self.total
+                if self._subscriber and (recorder.num % REMEMBERED == 0 or stops or self.done == self.total):
                     self._subscriber.look()
-                if stops or self.progress.is_over:
+                if stops:
                     return
-                recorder.ask(self.done)
+                recorder.ask(self.done, step.noise.due(self.done))
 
     def _stopping(self, name: str) -> None:
         self.reporter.say(f"{name}: finishing this update, then saving; again to stop now, without saving")
@@ -392,21 +398,29 @@ class Loop:
         except StoppedError:
             self.progress.to_evaluate = True
             return
-        self.progress.to_evaluate = False
-        for sample, reason in result.bad:
-            self.progress.add_bad(self.session.data.test.name(sample), reason, self.session.data.split)
-        self._log.evaluation(self.done, result, self.session.data.split)
-        metric = self.session.metric
-        value = result.metrics().get(metric.name, math.nan)
-        if metric.improves(value, self.progress.best):
-            self.progress.best, self.progress.best_step = value, self.done
-            self._save()
-        elif not self.is_over and self.done - (self.progress.best_step or 0) >= self._patience:
+        self.progress.to_evaluate, self._evaluated = False, self.done
+        metrics = result.metrics()  # the same on all ranks, as the counts of all are added up
+        session, metric = self.session, self.session.metric
+        is_better = metric.improves(metrics.get(metric.name, math.nan), self.progress.best)
+        if is_better:
+            self.progress.best, self.progress.best_step = metrics[metric.name], self.done
+        elif self.done < self.total and self.done - (self.progress.best_step or 0) >= self._patience:
             self.progress.is_over = True
-            than = f"{self._best_in_words()} of update {self.progress.best_step}"
-            self.tell(
-                f"ends after {self.done:,} updates: nothing better than {than} in {self.session.recipe.stop_after}"
-            )
+        self.progress.reached |= metrics.get("top1", 0.0) >= (session.recipe.target or math.inf)
+        ends_early = self.done < self.total and (self.progress.reached or self.progress.is_over)
+        if ends_early:
+            self.total = self.done
+            self._log.collect()
+            if self._log.sums.num_updates:
+                self._log.train(self.done)
+        for sample, reason in result.bad:
+            self.progress.add_bad(session.data.test.name(sample), reason, session.data.split)
+        self._log.evaluation(self.done, result, session.data.split)
+        if is_better:
+            self._save()
+        elif ends_early and self.progress.is_over:
+            than, patience = f"{self._best_in_words()} of update {self.progress.best_step}", session.recipe.stop_after
+            self.tell(f"ends after {self.done:,} updates: nothing better than {than} in {patience}")
 
     def _best_in_words(self) -> str:
         value = math.nan if self.progress.best is None else self.progress.best
@@ -439,6 +453,17 @@ class Loop:
         of = f"the weights of update {self.done if which == 'last' else best:,}, the {which}"
         once = "the test split was looked at once, at the end, with " if session.data.final is not None else "delivers "
         self.tell(f"{once}{of}")
+
+    def _tell_of_target(self) -> None:
+        """Say after how much training the target was reached, or what was reached instead."""
+        target, progress = self.session.recipe.target, self.progress
+        if target is None:
+            return
+        epochs = self.done / self.session.quantities.updates_per_epoch
+        how = f"reached after {self.done:,} updates, {epochs:.3g} epochs and {progress.train_s:.3g} s of training"
+        if not progress.reached:
+            how = f"not reached: the best has {self._best_in_words()} after {progress.best_step:,} updates"
+        self.tell(f"target of {target:.2%} {how}")
 
     def _save(self) -> None:
         """Save the state, if it is not saved yet, and if no checkpoint would hold what the next loss shows to be lost.

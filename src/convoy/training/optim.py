@@ -166,8 +166,12 @@ def learning_rate(config: OptimizerConfig, batch: int) -> float:
     if config.lr is not None:
         return config.lr
     assert config.base_lr is not None
-    ratio = batch / REFERENCE_BATCH
-    return config.base_lr * (ratio if config.scaling == "linear" else math.sqrt(ratio))
+    return config.base_lr * rate_factor(config, batch / REFERENCE_BATCH)
+
+
+def rate_factor(config: OptimizerConfig, ratio: float) -> float:
+    """By how much the rate grows where the batch grows by a ratio."""
+    return ratio if config.scaling == "linear" else math.sqrt(ratio)
 
 
 def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float, ends: Sequence[int] = ()) -> "Optimizer":

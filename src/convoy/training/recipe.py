@@ -134,8 +134,14 @@ class Recipe(Section):
     model: ModelConfig
     data: DataConfig = Field(default_factory=DataConfig)
     epochs: AbsoluteDuration = Field(Duration(90, "ep"), description="how long: 90, 90ep or 5000ba (updates)")
+    target: float | None = Field(
+        None, gt=0, le=1, description="end at the first evaluation with this share of right test answers, e.g. 0.97"
+    )
     extends: str | None = Field(
         None, min_length=1, description="finished run with whose state this one begins: convoy train RUN --extend"
+    )
+    extends_at: int | None = Field(
+        None, ge=1, description="begin after so many updates of that run, also with another batch: convoy branch"
     )
     # On small data too: one that followed the data would hold too few microbatches for several devices.
     batch: int = Field(128, ge=1, description="global batch: samples of one weight update; on all devices together")
@@ -185,6 +191,9 @@ class Recipe(Section):
     reproducible: bool = Field(False, description="bit-identical weights on any number of devices")
     threads: Annotated[int, Field(ge=1)] | None = Field(None, description="of each device's process on CPU")
     parallel: ParallelConfig = ParallelConfig()
+    noise_scale: bool = Field(
+        True, description="measure the gradient noise scale, in at most 1 % of the time (McCandlish et al., 2018)"
+    )
     evaluate_every: PositiveDuration = Duration(1, "ep")
     evaluation_views: Literal[1, 2, 6] = Field(
         1,

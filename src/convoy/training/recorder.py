@@ -97,13 +97,15 @@ class Recorder:
         """Whether from this update on only times are taken."""
         return self._count > max(*self.numbers.watched, *self.numbers.separate)
 
-    def ask(self, update: int) -> None:
-        """The batch of an update is asked for."""
+    def ask(self, update: int, does_more: bool = False) -> None:
+        """The batch of an update is asked for; one that does more than others is not watched."""
         current.update = update
         current.to("data")
         self._asked = time.perf_counter()
-        self._count += 1
         self._now = self._began = None
+        if does_more:
+            return
+        self._count += 1
         if self._count in (*self.numbers.watched, *self.numbers.separate):
             self._now = WatchedUpdate(self.clock)
             self._now.mark("input")

@@ -29,10 +29,12 @@ class RunProgress:
     num_images: int = 0  # training images seen
     best: float | None = None  # value of the metric that says which weights are best
     best_step: int | None = None
+    reached: bool = False  # an evaluation has reached the recipe's target, which ends the run
     to_evaluate: bool = False  # an evaluation was stopped, and is to be done again
     is_over: bool = False  # the run has ended before its length, as nothing became better
     left_out: int = 0  # updates not made, because loss or gradient were not finite
     bad_images: list[dict[str, str]] = field(default_factory=list)  # that could not be read: name, reason, split
+    noise: dict[str, float] = field(default_factory=dict)  # the averages of `GradientNoise`
     checkpoints: dict[str, Any] = field(default_factory=dict)  # their `CheckpointTally`
 
     def add_bad(self, name: str, reason: str, split: str) -> None:
@@ -60,6 +62,7 @@ class MetricsLine(Record):
     top1: Share = None
     top5: Share = None
     lr: Number = None
+    noise_scale: Number = None
     images: int | None = Field(default=None, ge=0)
     images_per_s: Number = None
     data_wait_s: Number = None
@@ -123,7 +126,11 @@ class RunSummary(Record):
     best: Number = None  # its value
     best_top1: Share = None
     best_step: int | None = None
+    target: Share = None
+    reached: bool | None = None  # the run ended at its target; null where it has none
     time_s: Number = None
+    train_s: Number = None
+    noise_scale: Number = None
     images_per_s: Number = None
     data_wait_share: Share = None
     checkpoints: dict[str, Any] = {}

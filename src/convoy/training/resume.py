@@ -37,15 +37,18 @@ from convoy.training.run_directory import RunDirectory
 from convoy.training.schema import Duration
 
 
-def load_latest(store: CheckpointStore, identity: str, ranks: Ranks) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that rank 0 finds whole, on every rank (None where there is none at all), and a sentence
-    for each damaged one passed over; a DamagedCheckpointError where all of them are. All ranks call it.
+def load_latest(
+    store: CheckpointStore, identity: str, ranks: Ranks, step: int | None = None
+) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint, or that of an update, that rank 0 finds whole, on every rank (None where there is none at
+    all), and a sentence for each damaged one passed over; a DamagedCheckpointError where all of them are. All ranks
+    call it.
     """
     latest: Checkpoint | None = None
 
     def read() -> tuple[Checkpoint | None, list[str]]:
         nonlocal latest
-        latest, refused = store.load_latest(identity)
+        latest, refused = store.load_latest(identity, step)
         return replace(latest, tensors={}) if latest is not None else None, refused
 
     checkpoint, refused = ranks.first(read)
@@ -87,6 +90,7 @@ FREE = (
     "checkpoint",
     "log_every",
     "log",
+    "noise_scale",
     "on_nan",
     "evaluate_every",
     "optimizer.fused",
@@ -195,8 +199,8 @@ def differences(recipe: Recipe, begun: Recipe, free: Sequence[str] = ()) -> Iter
 
 # Keys that came later, with what runs of before had in effect: their checksum is without them.
 ADDED: dict[str, Any] = {
-    **dict.fromkeys(("extends", "lookahead", "model.whiten", "loss.target_threshold", "loss.class_weights")),
-    **dict.fromkeys(("data.sampling", "best", "stop_after")),
+    **dict.fromkeys(("extends", "extends_at", "target", "lookahead", "model.whiten", "loss.target_threshold")),
+    **dict.fromkeys(("loss.class_weights", "data.sampling", "best", "stop_after")),
     **{f"data.{key}": None for key in ("decoder", "augment.padding", "evaluation_size", "progressive")},
     "evaluation_views": 1,
     "optimizer.groups": [],
@@ -235,6 +239,8 @@ def leaves(document: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 MAY_CHANGE = (
     "epochs",
     "extends",
+    "extends_at",
+    "target",
     "schedule",
     "optimizer.lr",
     "optimizer.base_lr",
@@ -252,6 +258,10 @@ MAY_CHANGE = (
 )
 
 
+# And of a run that branches off another one, with the samples that come next there in other batches.
+_BRANCH_MAY_CHANGE = (*MAY_CHANGE, "batch", "microbatch", "microbatches")
+
+
 def check_extension(recipe: Recipe) -> None:
     """Refuse a recipe that cannot begin with the state of the run that it extends: there is no such run, it is not
     finished, or the recipe differs in what the state is made of.
@@ -260,7 +270,8 @@ def check_extension(recipe: Recipe) -> None:
     if not old.is_run():
         raise ConvoyError(f"extends={recipe.extends} is no run directory (it has no config.yaml): name one")
     status = old.summary().get("status")
-    if status != "finished":
+    branches = recipe.extends_at is not None
+    if status != "finished" and not branches:
         raise ConvoyError(
             f"{old.path} is not finished ({f'its summary says {status}' if status else 'it has no summary'}), so there "
             f"is nothing to extend yet: go on with it by convoy train {old.path} --resume"
@@ -271,11 +282,13 @@ def check_extension(recipe: Recipe) -> None:
             f"--weights {old.path}"
         )
     begun = load_recipe(str(old.config))
-    for key, now, before in differences(recipe, begun, MAY_CHANGE):
+    for key, now, before in differences(recipe, begun, _BRANCH_MAY_CHANGE if branches else MAY_CHANGE):
         raise ConvoyError(
             f"{old.path} was trained with {key}={show(before)}, so a run that extends it cannot have "
             f"{key}={show(now)}: leave that option away, or begin a new run with its weights (--weights {old.path})"
         )
+    if branches:
+        return
     if recipe.epochs == begun.epochs or begun.epochs.longer_than(recipe.epochs):
         raise ConvoyError(
             f"a run of epochs={recipe.epochs} does not extend {old.path}, which has {begun.epochs}: make it longer"
@@ -296,11 +309,15 @@ def state_at_end(recipe: Recipe, data: DataSet, ranks: Ranks) -> tuple[Checkpoin
     ranks.first(lambda: check_data(data, old))
     begun = ranks.first(lambda: load_recipe(str(old.config)))
     name = identity(begun, len(data.train), len(data.test))
-    checkpoint, notes = load_latest(CheckpointStore(old.checkpoints), name, ranks)
+    checkpoint, notes = load_latest(CheckpointStore(old.checkpoints), name, ranks, recipe.extends_at)
     if checkpoint is None:
         raise ConvoyError(f"the checkpoints of {old.path} have been removed: put them back, or begin another run")
     ended, now = resolve(begun, len(data.train)), resolve(recipe, len(data.train))
     done, total = checkpoint.step, ended.total_updates
+    if recipe.extends_at is not None:  # the same place in the data, in updates of this batch
+        begins = max(1, round(done * now.updates_per_epoch / ended.updates_per_epoch))
+        notes.append(f"begins with the state of {old.path} after {done:,} updates of {begun.batch}")
+        return replace(checkpoint, step=begins), notes
     rates = f"{ended.schedule.lr(done - 1):.3g} at its end, {now.schedule.lr(done):.3g} from here on"
     notes.append(
         f"begins with the state of {old.path} after {done:,} updates"

@@ -40,6 +40,7 @@ from convoy.training.derived import Quantities, derive
 from convoy.training.division import Division, Pass, divide, soonest, text
 from convoy.training.evaluation import InputPipeline, evaluate
 from convoy.training.gradients import Exchange, FiniteGuard, divided_network
+from convoy.training.noise import interval
 from convoy.training.optim import create_optimizer, learning_rate
 from convoy.training.precision import Scaler, lowered
 from convoy.training.recipe import Recipe
@@ -182,6 +183,24 @@ class Session(Prepared):
     def is_recorded(self) -> bool:
         """Whether updates are recorded and replayed here."""
         return self.are_recorded(self.reason_not_recorded)
+
+    @property
+    def why_no_noise(self) -> str:
+        """Why the gradient noise scale cannot be measured; empty where it can."""
+        recipe, joint = self.recipe, self.recipe.batch_norm != "microbatch" and has_batch_norm(self.model)
+        reasons = {
+            "as said": not recipe.noise_scale,
+            "an update is one microbatch, and it takes two: lower --microbatch": len(self.division.sizes) < 2,
+            f"batch_norm={recipe.batch_norm} lets the samples of all microbatches depend on each other": joint,
+            "with local_sgd devices have other weights than each other": recipe.parallel.local_sgd is not None,
+            "one microbatch alone would be another program": recipe.compile or isinstance(self.network, Uncaptured),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    @property
+    def noise_every(self) -> int:
+        """Every how many updates the gradient noise scale is sampled; 0 where it is not."""
+        return 0 if self.why_no_noise else interval(self.division, self.plan.num_stages, self.is_recorded)
 
     @property
     def metric(self) -> Metric:
@@ -414,6 +433,8 @@ def _cuts(session: Session, passes: int) -> str:
 
 def _rows(session: Session) -> Iterator[Derived]:
     """Rows for the log and the report about devices and plan."""
+    every, why = session.noise_every, session.why_no_noise or "1 % of the time at most"
+    yield Derived("gradient noise scale", f"every {plural(every, 'update')}" if every else "not measured", why)
     section, plan, division, num_devices = session.recipe.parallel, session.plan, session.division, session.ranks.num
     if session.stages:
         through = f"through {plan.num_stages} stages"

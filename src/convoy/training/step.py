@@ -28,6 +28,7 @@ from convoy.plans.schedule import Schedule as StageOrder
 from convoy.training.division import Pass
 from convoy.training.evaluation import InputPipeline
 from convoy.training.gradients import FiniteGuard
+from convoy.training.noise import GradientNoise
 from convoy.training.optim import Schedule, set_rates
 from convoy.training.precision import autocast_of
 from convoy.training.recipe import Recipe
@@ -94,6 +95,7 @@ class TrainingStep:
     mark: Callable[[StepPart], None] = current.to  # told of the parts of an update as they begin
     recorded: Recorded | None = None  # replays the passes; None where they run as ever
     records: bool = False  # the passes are to be recorded
+    noise: GradientNoise | None = None  # samples some updates
 
     def __post_init__(self) -> None:
         self.exchange, self.optimizer, self.scaler = self.state.exchange, self.state.optimizer, self.state.scaler
@@ -110,6 +112,8 @@ class TrainingStep:
         self.mark("rest")
         if self.guard is not None:
             self.guard.begin()
+        noise = self.noise if self.noise is not None and self.noise.due(update) else None
+        small = self._microbatch_norm(noise, batch, update) if noise is not None else 0.0
         result = self._whole_gradient(batch, update)
         if self.guard is not None and not self.guard.passes(result.losses):
             self.guard.restore()
@@ -117,6 +121,8 @@ class TrainingStep:
             self._undo(self.guard)
             self.exchange.updated(update)
             return Update(self.num_samples, bad=bad)
+        if noise is not None:
+            noise.add(small, self._squared_norm())
         set_rates(self.optimizer, self.schedule.lr(update), update)
         if self.recipe.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
@@ -130,6 +136,22 @@ class TrainingStep:
         if self.state.averaged is not None:
             self.state.averaged.update(self.network.model)
         return result
+
+    def _microbatch_norm(self, noise: GradientNoise, batch: Batch, update: int) -> float:
+        """The squared norm of the mean gradient of the first microbatch, by a pass that changes nothing."""
+        guard, passes = FiniteGuard(self.network, noise.ranks, gradients=False), self.passes
+        guard.begin()
+        self.passes = noise.one.passes(1)
+        self.exchange.divide(noise.one, 1)
+        self._whole_gradient(batch, update, replays=False)
+        norm = self._squared_norm() * (self.num_samples / noise.one.sizes[0]) ** 2
+        self._undo(guard)
+        self.passes = passes
+        self.exchange.divide(noise.division, len(passes))
+        return norm
+
+    def _squared_norm(self) -> float:
+        return (float(self.exchange.norm()) / (self.scaler.get_scale() if self.scaler.is_enabled() else 1.0)) ** 2
 
     def _undo(self, guard: FiniteGuard) -> None:
         guard.restore()

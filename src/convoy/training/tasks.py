@@ -50,6 +50,8 @@ def _contradictions(recipe: Recipe, name: str) -> Iterator[str]:
         yield f"loss.threshold={loss.threshold:g} is for multi-label data, and these are of {name}: leave it out"
     if kind is Classification:
         return
+    if recipe.target is not None:
+        yield f"target is a share of right answers, and these data are of {name}: leave it out"
     if recipe.data.sampling is not None:
         yield f"data.sampling is for one-label classes, and these data are of {name}: leave it out"
     if loss.class_weights is not None and kind is Regression:

@@ -1,0 +1,87 @@
+"""The next stretch of a run in several batches: up to which the loss over samples stays what it is with small ones."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from convoy.bench.batches import agreement
+from convoy.bench.jobs import Job, Jobs
+from convoy.checkpoint.store import CheckpointStore
+from convoy.errors import ConvoyError
+from convoy.files import write_json
+from convoy.report.run_directory import read_metrics
+from convoy.training import RunDirectory
+from convoy.training.derived import resolve
+from convoy.training.gradients import ADVICE
+from convoy.training.optim import ConstantConfig, rate_factor
+from convoy.training.recipe import load_recipe
+from convoy.training.resume import check_extension
+from convoy.training.schema import Duration
+
+_LINES, _TOLERANCE = 20, 0.05  # losses of a stretch; and the share of the lowest that a useful batch may be above it
+
+
+def branches_of(run: Path, batches: list[int], epochs: float, at: int | None, folder: Path) -> tuple[int, list[Job]]:
+    """The update of a run after which the branches begin, its newest checkpoint with a rate above 0 unless somebody
+    says another, and the branches: each with the rate of that update, scaled as the optimizer does, all the time."""
+    old = RunDirectory(run)
+    begun, num_train = load_recipe(str(old.config)), old.summary().get("num_train")
+    there = CheckpointStore(old.checkpoints).steps()
+    if not there or not isinstance(num_train, int):
+        raise ConvoyError(f"{run} has no checkpoint to branch off from: train it further, or keep more of them")
+    if batches[-1] > num_train:
+        raise ConvoyError(f"--batches {batches[-1]} is more than the {num_train:,} training images: leave it out")
+    was = resolve(begun, num_train)
+    steps = [step for step in there if (was.schedule.lr(step) > 0 if at is None else step == at)]
+    if not steps:
+        why = "has ended with a learning rate of 0" if at is None else f"has no checkpoint of update {at}"
+        raise ConvoyError(f"{run} {why}: name a checkpoint with --at (there are {', '.join(map(str, there))})")
+    step, jobs = steps[-1], []
+    for batch in batches:
+        rate = was.schedule.lr(step) * rate_factor(begun.optimizer, batch / begun.batch)
+        changes: dict[str, Any] = {
+            "batch": batch,
+            "microbatch": begun.microbatch or -(-begun.batch // (begun.microbatches or 1)),
+            "microbatches": None,
+            "extends": str(run.resolve()),
+            "extends_at": step,
+            "target": None,
+            "epochs": Duration(round(step / was.updates_per_epoch + epochs, 9), "ep"),
+            "evaluate_every": Duration(epochs, "ep"),
+            "log_every": Duration(epochs / _LINES, "ep"),
+            "optimizer": begun.optimizer.model_copy(update={"lr": float(f"{rate:.6g}"), "base_lr": None}),
+            "schedule": ConstantConfig(name="constant"),
+            "parallel": begun.parallel.model_copy(update={"devices": 1, "plan": None, "shares": None}),
+        }
+        recipe = begun.model_copy(update=changes)
+        resolve(recipe, num_train)
+        check_extension(recipe)
+        jobs.append(Job(folder / f"batch-{batch}-at-{step}-{epochs:g}ep", recipe))
+    return step, jobs
+
+
+def train_branches(run: Path, jobs: list[Job], epochs: float, runner: Jobs) -> dict[str, Any]:
+    """Train all branches, and compare them by the mean training loss over the last half of the stretch, which are the
+    same samples in all and more of them than a test has; None where the rate was too high."""
+    outcomes, rows = runner.train(lambda _: jobs), list[dict[str, Any]]()
+    for job in jobs:
+        failure, loss = outcomes[job.out].failure, None
+        if failure is None:
+            lines = read_metrics(job.out / "metrics.jsonl").train
+            middle = job.recipe.epochs.value - epochs / 2
+            loss = statistics.fmean(line.loss for line in lines if line.loss is not None and (line.epoch or 0) > middle)
+        elif ADVICE not in failure:
+            raise ConvoyError(f"{job.out.name} was not trained: {failure}")
+        row = {"batch": job.recipe.batch, "rate": job.recipe.optimizer.lr, "loss": loss}
+        rows.append(row | {f"test_{key}": outcomes[job.out].summary.get(key) for key in ("loss", "top1")})
+    losses = [row["loss"] for row in rows if row["loss"] is not None]
+    if not losses:
+        raise ConvoyError("the loss of every branch stopped being finite: name smaller batches")
+    rows = [row | {"over_the_lowest": row["loss"] and row["loss"] / min(losses) - 1} for row in rows]
+    useful = max(row["batch"] for row in rows if row["loss"] is not None and row["over_the_lowest"] <= _TOLERANCE)
+    noise = RunDirectory(run).summary().get("noise_scale")
+    document = {"run": str(run), "rows": rows, "useful": useful, "noise_scale": noise}
+    sentence = agreement({"the branches": useful, "the gradient noise scale": noise})
+    document["sentence"] = sentence or f"The largest useful batch is about {useful} by the branches."
+    write_json(jobs[0].out.parent / "branches.json", document)
+    return document
