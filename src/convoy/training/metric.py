@@ -20,9 +20,10 @@ class Metric:
 
 LOSS = Metric("loss", "lower")
 _AS_NUMBERS = {"loss", "mse", "mae", "r2"}  # others are shares, 0 to 1
+_WORDS = {"top1": "top-1", "top5": "top-5", "map": "mAP", "iou": "IoU", "mse": "MSE", "mae": "MAE", "r2": "R²"}
 
 
 def in_words(name: str, value: float, places: int = 2) -> str:
-    """A metric's value for people: `top-1 93.25%`, `mae 0.1234`."""
-    words = name.replace("top", "top-").replace("_", " ")
+    """A metric's value for people: `top-1 93.25%`, `MAE 0.1234`."""
+    words = _WORDS.get(name, name.replace("_", " "))
     return f"{words} {value:.4g}" if name in _AS_NUMBERS else f"{words} {value:.{places}%}"
