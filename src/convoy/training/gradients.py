@@ -88,7 +88,10 @@ class Exchange:
         self._group = network.groups.of(axes)
         if self.local_mean:
             self._check_divided(axes)
-        self._gradients = CompressedSum(self._merged, self._group, None if self.local_mean else section.compression)
+        self._gradients: CompressedSum | None = None
+        if self._merged and self._group is not None:
+            compression = None if self.local_mean else section.compression
+            self._gradients = CompressedSum(self._merged, self._group, compression)
         if recipe.reproducible or section.approximate is not None:
             self._make_reducer()
         network.context.statistics.is_local = self.local_mean
@@ -193,7 +196,7 @@ class Exchange:
     def merge(self, update: int) -> None:
         """Before an update: add up the gradients that a method sends otherwise than exactly, or before weights are
         averaged in their place."""
-        if self._group is None or not self._merged:
+        if self._gradients is None:
             return
         if self.local_mean and update >= self._first:
             self._average = self._average or self._new_average()
@@ -256,7 +259,7 @@ class Exchange:
 
     def _state(self, rates: Sequence[float] = ()) -> list[Tensor]:
         """What the updates to come depend on, of this rank alone, beside what all have."""
-        tensors = self._gradients.state
+        tensors = self._gradients.state if self._gradients is not None else []
         if self.local_mean:
             tensors = [*self._drifting(), *tensors]
         return tensors if self._average is None else [*tensors, *self._average.state(rates)]
