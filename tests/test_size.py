@@ -25,10 +25,10 @@ LINES = {
     "src/convoy/plans": 2653,
     "src/convoy/report": 2874,
     "src/convoy/script": 1480,
-    "src/convoy/training": 9772,
+    "src/convoy/training": 9775,
     "tests": 20174,
     "benchmarks": 6300,
-    "docs": 3323,
+    "docs": 3328,
 }
 """Lines by folder: of code with those below it, of `docs` the guides, of `src/convoy` what lies there itself."""
 
