@@ -27,8 +27,8 @@ LINES = {
     "src/convoy/script": 1480,
     "src/convoy/training": 9775,
     "tests": 20174,
-    "benchmarks": 6300,
-    "docs": 3328,
+    "benchmarks": 6301,
+    "docs": 3326,
 }
 """Lines by folder: of code with those below it, of `docs` the guides, of `src/convoy` what lies there itself."""
 
