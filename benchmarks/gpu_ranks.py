@@ -166,7 +166,7 @@ def convoy_update(
         step(number, [images, labels])
         with exchange.stepping(optimizer):
             optimizer.step()
-        exchange.updated(number)
+        exchange.updated(number, optimizer.param_groups[0]["lr"])
         number += 1
 
     return update

@@ -29,7 +29,8 @@ from typing import Any
 from measuring import harness
 
 from convoy.bench.course import add_evaluations
-from convoy.bench.emulated import INTERFACE, Cluster, ClusterDevice, emulate
+from convoy.bench.emulated import Cluster, ClusterDevice, emulate
+from convoy.bench.namespaces import INTERFACE
 from convoy.bench.processes import Place, Places, RankFailed, Say, run_ranks
 from convoy.bench.records import Training
 from convoy.errors import ConvoyError
@@ -150,7 +151,7 @@ def do(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def _run(job: Job, place: Path, places: Sequence[Place]) -> int:
-    results = run_ranks(train_rank, places, job, place, seconds=None, quiet=True)
+    results = run_ranks(train_rank, places, job, place, seconds=86400.0, quiet=True)
     return sum(result["sent"] for result in results)
 
 

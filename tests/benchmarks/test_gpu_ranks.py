@@ -19,13 +19,14 @@ from convoy.data import AugmentConfig, DataConfig, DataSet, Order, training_batc
 from convoy.data.pixels import PixelSource
 from convoy.plans.plan import Plan
 from convoy.training import load_recipe
-from convoy.training.classification import InputPipeline
 from convoy.training.division import divide
+from convoy.training.evaluation import InputPipeline
 from convoy.training.gradients import Exchange, divided_network
 from convoy.training.optim import Schedule, create_optimizer
 from convoy.training.precision import Scaler
 from convoy.training.state import RunState
 from convoy.training.step import TrainingStep
+from convoy.training.tasks import create_task
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor", "ignore:.* without Triton")
 
@@ -44,7 +45,9 @@ def test_an_update_of_the_trainer_waits_for_nothing(monkeypatch: pytest.MonkeyPa
         state = RunState(exchange, create_optimizer(model, recipe.optimizer, 0.1), Scaler(gpu.device, "fp32"))
         schedule = cast(Schedule, SimpleNamespace(lr=lambda update: 0.1))
         pipeline = InputPipeline(data, gpu.device, torch.contiguous_format)
-        step = TrainingStep(recipe, state, pipeline, schedule, passes, rank=0, reseed=False)
+        step = TrainingStep(
+            recipe, create_task(recipe, data.classes), state, pipeline, schedule, passes, rank=0, reseed=False
+        )
         made = training_batches(data, config, Order(64, 16, 0), first_update=0, num_updates=6, seed=0, pin_memory=True)
         with closing(made) as batches:
             for update, batch in enumerate(batches):

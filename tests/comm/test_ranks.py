@@ -19,7 +19,7 @@ from convoy.errors import ConvoyError, RankFailedError, TooLargeError
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import Span, Task
-from convoy.training.classification import Evaluation
+from convoy.training.classification import ClassificationEvaluation
 from convoy.training.recipe import load_recipe
 from ranks import run_ranks
 
@@ -48,7 +48,7 @@ def test_what_goes_in_comes_out() -> None:
     for value in VALUES:
         back = from_json(to_json(value))
         assert back == value and type(back) is type(value) and repr(back) == repr(value)
-    tally = Evaluation(TENSORS["turned"])
+    tally = ClassificationEvaluation(TENSORS["turned"])
     assert torch.equal(from_json(to_json(tally)).confusion, tally.confusion)
     for error, kind, fields in [
         (ConvoyError("no"), ConvoyError, {}),

@@ -193,7 +193,7 @@ def same(left: Iterable[Batch], right: Iterable[Batch]) -> bool:
     """Whether batches have the same pictures, labels and samples."""
     return all(
         torch.equal(one.images.to("cpu"), other.images.to("cpu"))
-        and torch.equal(one.labels, other.labels)
+        and torch.equal(one.targets, other.targets)
         and torch.equal(one.samples, other.samples)
         and (one.epoch, one.bad) == (other.epoch, other.bad)
         for one, other in zip(left, right, strict=True)

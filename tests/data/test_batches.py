@@ -79,7 +79,7 @@ def test_further_views_are_of_the_same_sample_with_other_draws() -> None:
     for data in (source(), files):
         made = maker(data, skip=True, **ALL)
         one, other = (made.make(SAMPLES + 12 * view, 0) for view in (0, 1))
-        assert torch.equal(one.samples, other.samples) and torch.equal(one.labels, other.labels)
+        assert torch.equal(one.samples, other.samples) and torch.equal(one.targets, other.targets)
         assert one.bad == other.bad and not any(
             torch.equal(*pair) for pair in zip(one.images, other.images, strict=True)
         )
@@ -88,12 +88,31 @@ def test_further_views_are_of_the_same_sample_with_other_draws() -> None:
 def test_a_samples_picture_depends_on_seed_epoch_and_sample_only() -> None:
     files = Listed([encoded(picture(seed=i), "JPEG") for i in range(12)])
     for made in (
-        maker(source(), crop="pad", flip=True),
+        maker(source(), crop="pad", flip=True, random_erasing=0.9),
         maker(files, **ALL, rand_augment="n2-m9", interpolation="bicubic"),
+        maker(files, **ALL, trivial_augment=True, random_erasing=0.9),
     ):
         alone, together = made.make(np.array([3]), 4).images[0], made.make(SAMPLES, 4).images
         assert torch.equal(together[1], alone) and torch.equal(together[3], alone)
         assert not torch.equal(made.make(np.array([3]), 5).images[0], alone)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_erasing_makes_noise_of_a_rectangle_of_so_many_pictures_and_trivial_augment_moves_most(channels: int) -> None:
+    many, numbers = source(400, 24, channels), np.arange(400)
+    plain = maker(many, 24, channels=channels).make(numbers, 0).images
+    erased = maker(many, 24, channels=channels, random_erasing=0.25).make(numbers, 0).images
+    parts = []
+    for before, after in zip(plain, erased, strict=True):
+        rows, columns = (((before != after).any(0)).any(dim).nonzero().flatten() for dim in (1, 0))
+        if len(rows):
+            height, width = int(rows[-1] - rows[0]) + 1, int(columns[-1] - columns[0]) + 1
+            piece = after[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+            assert (piece != before[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]).float().mean() > 0.8
+            parts.append(height * width / 24**2)
+    assert 70 < len(parts) < 130 and 0.01 < min(parts) < max(parts) < 0.37 and np.mean(parts) > 0.1
+    trivial = maker(many, 24, channels=channels, trivial_augment=True).make(numbers, 0).images
+    assert 200 < (trivial != plain).flatten(1).any(1).sum() < 390  # one operation of 14 is none, a strength of 31 too
 
 
 def test_a_bad_picture_gives_its_place_to_the_next_good_one() -> None:
@@ -102,7 +121,7 @@ def test_a_bad_picture_gives_its_place_to_the_next_good_one() -> None:
     data = Listed(files)
     made = maker(data, skip=True, flip=True)
     batch, evaluation = made.make(np.array([1, 2, 5, 4]), 0), made.make(np.arange(6), None)
-    assert batch.samples.tolist() == [1, 4, 0, 4] and batch.labels.tolist() == data.labels[[1, 4, 0, 4]].tolist()
+    assert batch.samples.tolist() == [1, 4, 0, 4] and batch.targets.tolist() == data.labels[[1, 4, 0, 4]].tolist()
     assert sorted(sample for sample, _ in batch.bad) == [2, 3, 5]
     assert torch.equal(batch.images[1], batch.images[3])
     assert torch.equal(batch.images[2], made.make(np.array([0]), 0).images[0])
@@ -132,8 +151,8 @@ def test_three_epochs_are_the_same_for_any_number_of_workers_and_after_a_resume(
 
 def test_an_evaluation_counts_every_sample_once_in_order_and_is_not_augmented(photos: Path) -> None:
     (whole,) = evaluated(config(photos), 9)
-    assert whole.labels.tolist() == open_data(config(photos)).test.labels.tolist()
+    assert whole.targets.tolist() == open_data(config(photos)).test.labels.tolist()
     parts = evaluated(config(photos, workers=2, augment=ALL), 4)
     assert torch.cat([part.samples for part in parts]).tolist() == list(range(9))
-    assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
+    assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
     assert torch.equal(torch.cat([part.images for part in parts]), whole.images)

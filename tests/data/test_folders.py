@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.data import DataSet
+from convoy.data import DataConfig, DataSet, open_data
 from convoy.data.sources import split_of
 from convoy.errors import ConvoyError
 from data.made import encoded, names, opened, picture, write_folder
@@ -57,11 +57,26 @@ def test_a_tree_is_split_by_a_seed_and_its_links_lead_nowhere_twice(tmp_path: Pa
     assert len(opened(root, validation_fraction=0.5).test) == 10
 
 
+def test_three_splits_are_told_apart(tmp_path: Path) -> None:
+    three = opened(make(tmp_path / "three", "train", "val", "test", classes=("a", "b"), num=4))
+    assert (three.split, three.at_end().split) == ("validation", "test") and three.final is three.at_end().test
+    assert [len(source) for source in (three.train, three.test, three.final or [])] == [8, 8, 8]
+    two = opened(root := make(tmp_path / "two", "train", "test", classes=("a", "b"), num=10))
+    assert (two.split, two.final, two.at_end()) == ("test", None, two)
+    chosen = open_data(DataConfig(path=str(root)), selects=True)  # training samples are held out to choose by
+    assert chosen.final is not None
+    assert (chosen.split, len(chosen.train), len(chosen.test), len(chosen.final)) == ("validation", 18, 2, 20)
+    (tmp_path / "three" / "test" / "c").mkdir()
+    picture(20, 20).save(tmp_path / "three" / "test" / "c" / "0.png")
+    with pytest.raises(ConvoyError, match="c is a class that train/ does not have pictures of"):
+        opened(tmp_path / "three")
+
+
 def test_choices_can_be_made_without_the_test_split(tmp_path: Path) -> None:
     root = make(tmp_path, "train", "test", classes=("a", "b"), num=8)
     plain, held_out = opened(root), opened(root, validation_fraction=0.25)
     assert len(held_out.test) == 4 and sorted(names(held_out.train, held_out.test)) == sorted(names(plain.train))
-    assert "4 of the 16 training samples are held out and evaluated in place of the 16 of the test" in held_out.notes[0]
+    assert "4 of the 16 training samples are held out for validation" in held_out.notes[0]
 
 
 def test_a_bad_picture_hides_no_other_size_wherever_it_lies(tmp_path: Path) -> None:

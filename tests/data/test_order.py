@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from convoy.data import Order
+from convoy.data.imbalance import class_weights
 from convoy.data.order import stratified_split
 from convoy.errors import ConvoyError
 
@@ -37,6 +38,35 @@ def test_views_of_a_sample_are_in_one_batch_apart_and_an_epoch_is_of_fewer_sampl
         assert samples.tolist() == [*first] * 3
     views_of_two = [number for k in range(2) for number in Order(10, 4, seed=0, repeats=3).update(k)[1].tolist()]
     assert len(set(views_of_two)) == 8  # a batch may end between views of a sample: the others come in the next one
+
+
+def test_classes_are_drawn_by_weight_each_epoch_otherwise_and_what_is_drawn_again_is_another_view() -> None:
+    sizes = np.array([90, 9, 21])
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(3), sizes))
+    for weights, expected in ((1 / sizes, [40, 40, 40]), (np.array([1.0, 10, 0]), [60, 60, 0])):
+        order = Order(120, 40, seed=3, weights=weights, labels=labels)
+        epochs = [np.concatenate([order.update(3 * epoch + k)[1] for k in range(3)]) for epoch in range(2)]
+        for numbers in epochs:
+            assert np.abs(np.bincount(labels[numbers % 120], minlength=3) - expected).max() <= 1
+            assert len(set(numbers.tolist())) == 120
+        assert (np.sort(epochs[0]) != np.sort(epochs[1])).any()
+        again = Order(120, 40, seed=3, weights=weights, labels=labels)
+        np.testing.assert_array_equal(again.update(4)[1], order.update(4)[1])
+
+
+def test_class_weights_are_one_in_the_mean_over_the_samples() -> None:
+    labels, classes = np.repeat(np.arange(3), [900, 90, 10]), ["a", "b", "c"]
+    balanced = class_weights("balanced", labels, classes, "key")
+    np.testing.assert_allclose(balanced, 1000 / 3 / np.array([900, 90, 10]))
+    effective = class_weights("effective", labels, classes, "key")
+    np.testing.assert_allclose(effective[1] / effective[0], (1 - 0.999**900) / (1 - 0.999**90))  # Cui et al., 2019
+    given = class_weights({"c": 5}, labels, classes, "key")
+    assert given[2] == pytest.approx(5 * given[0]) and given[1] == given[0]
+    for weights in (balanced, effective, given):
+        assert weights[labels].mean() == pytest.approx(1)
+    for by_class, words in (({"kat": 1}, "key names the class kat"), ({"a": 0, "b": 0, "c": 0}, "no training sample")):
+        with pytest.raises(ConvoyError, match=words):
+            class_weights(by_class, labels, classes, "key")
 
 
 def test_every_class_gives_its_share_to_what_is_held_out() -> None:

@@ -2,14 +2,14 @@
 
 import importlib
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from convoy.errors import ConvoyError
-from convoy.models import accepts, classifier_names, count, create, describe
+from convoy.models import accepts, classifier_names, count, create, describe, load_weights, published
 
 
 def real(name: str) -> ModuleType:
@@ -51,6 +51,30 @@ class StandIn(ModuleType):
     def create_model(self, name: str, **arguments: object) -> nn.Module:
         self.calls.append({"name": name, **arguments})
         return nn.Conv2d(arguments.get("in_chans", 3), arguments.get("num_classes", 1000), 1)
+
+
+def test_published_weights_are_those_of_the_library_with_a_fresh_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    timm, torchvision, vision_models = StandIn(), ModuleType("torchvision"), ModuleType("torchvision.models")
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    net, fresh = nn.Sequential(nn.Conv2d(3, 5, 1)), nn.Sequential(nn.Conv2d(3, 5, 1)).state_dict()
+    monkeypatch.setattr(timm, "create_model", lambda *_, pretrained: nn.Sequential(nn.Conv2d(3, 1000, 1)))
+    net.load_state_dict(fresh)
+    (note,) = load_weights(net, "timm:tiny", published("timm:tiny"))
+    assert note.startswith("timm:tiny has 1000 classes and this net 5: fresh weights stay in ")
+    assert torch.equal(net[0].weight, fresh["0.weight"])
+    tensors = nn.Sequential(nn.Conv2d(3, 5, 1)).state_dict()
+    weights = SimpleNamespace(DEFAULT=SimpleNamespace(get_state_dict=lambda **_: tensors))
+    vision_models.get_model_weights = lambda name: weights  # type: ignore[attr-defined]
+    vision_models.list_models = lambda module: ["tiny"]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchvision", torchvision)
+    monkeypatch.setitem(sys.modules, "torchvision.models", vision_models)
+    assert load_weights(net, "torchvision:tiny", published("torchvision:tiny")) == []
+    assert torch.equal(net[0].weight, tensors["0.weight"])
+    assert "torchvision:tiny does not fit Linear: " in mistake(
+        lambda: load_weights(nn.Linear(2, 2), "torchvision:tiny", tensors)
+    )
+    weights.DEFAULT = None
+    assert "cannot be fetched" in mistake(lambda: published("torchvision:tiny"))
 
 
 def test_timm_is_called_without_downloads(monkeypatch: pytest.MonkeyPatch) -> None:

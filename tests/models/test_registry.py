@@ -39,6 +39,7 @@ TORCHVISION = {
     "densenet201": (20_013_928, "0d234ad7e9a31b95", 18_104_458),
 }
 BY_HAND = {"lenet": 61_706, "cifar-quick": 145_706, "airbench94": 1_972_792, "alexnet-2012": 60_965_224}
+BY_HAND["unet"] = 7_763_074
 """Parameters, multiplied out from the layers' sizes."""
 HEADS = {"lenet": ["classifier.4"], "cifar-quick": ["classifier.2"], "alexnet": ["classifier.6"], "resnet": ["fc"]}
 HEADS |= {
@@ -47,7 +48,7 @@ HEADS |= {
     "densenet": ["classifier"],
     "airbench94": ["classifier"],
 }
-HEADS |= {"googlenet": ["aux1.fc2", "aux2.fc2", "fc"]}
+HEADS |= {"unet": ["classifier"], "googlenet": ["aux1.fc2", "aux2.fc2", "fc"]}
 BILLIONS = {"alexnet": 0.71, "googlenet": 1.50, "resnet18": 1.81, "resnet50": 4.09, "vgg16": 15.47, "densenet121": 2.83}
 """Of multiply-adds at 224x224, as torchvision's documentation gives them for its weights."""
 
@@ -76,9 +77,10 @@ def test_networks_have_their_parameters_classes_channels_and_heads(names: list[s
         parameters, shapes, small = TORCHVISION.get(large, (BY_HAND.get(name), None, None))
         assert sum(p.numel() for p in model.parameters()) == (parameters if name == large else small), name
         assert name != large or shapes in (None, digest(model.state_dict())), name
-        assert model.eval()(torch.empty(2, *info.input_shape, device="meta")).shape == (2, info.num_classes)
+        pixels = info.input_shape[1:] if name == "unet" else ()
+        assert model.eval()(torch.empty(2, *info.input_shape, device="meta")).shape == (2, info.num_classes, *pixels)
         other = on_meta(name, num_classes=7, in_channels=2)
-        assert other.eval()(torch.empty(2, 2, *info.input_shape[1:], device="meta")).shape == (2, 7)
+        assert other.eval()(torch.empty(2, 2, *info.input_shape[1:], device="meta")).shape == (2, 7, *pixels)
         assert classifier_names(other) == HEADS[max((family for family in HEADS if name.startswith(family)), key=len)]
         assert all(other.get_submodule(head).weight.shape[0] == 7 for head in classifier_names(other))
         if name not in DEEPER:

@@ -149,7 +149,7 @@ def simulated(data: Path, methods: dict[str, tuple[str, ...]]) -> dict[str, list
             gradients, end = [], 0
             for weights, share in zip(devices.weights, SHARES, strict=True):
                 start, end = end, end + 2 * share
-                images, labels = run.pipeline(batch, start, end), run.pipeline.labels(batch)[start:end]
+                images, labels = run.pipeline(batch, start, end), run.pipeline.targets(batch)[start:end]
                 names = dict(zip(dict(model.named_parameters()), weights, strict=True))
                 leaves = {key: value.clone().requires_grad_() for key, value in names.items()}
                 loss = F.cross_entropy(torch.func.functional_call(model, leaves, (images,)), labels)

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from convoy.ops.statistics import RunningStatistics
 from convoy.plans.plan import Plan
 from convoy.training import watchdog
 from convoy.training.build import TriedNetwork
-from convoy.training.classification import InputPipeline
+from convoy.training.classification import Classification
 from convoy.training.division import Division
 from convoy.training.environment import join_ranks
+from convoy.training.evaluation import InputPipeline
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
 from training.scenarios import Settings, drop_checkpoints, refusals, summary
@@ -200,8 +202,8 @@ GROWING |= {"data.evaluation_size": "32"}
 def _with_shares_that_count_alike(data: Path, out: Path, settings: Settings) -> Ended:
     """The mean over a rank's samples counts as if all ranks had as many."""
 
-    def part(self: TrainingStep, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        return self._loss(outputs, targets) / 2 / len(self.passes)
+    def part(self: TrainingStep, outputs: Any, targets: torch.Tensor, *_: Any) -> torch.Tensor:
+        return self.task.loss(outputs, targets) / 2 / len(self.passes)
 
     with as_before() as patch:
         patch.setattr(TrainingStep, "_part_of_mean", part)
@@ -224,6 +226,31 @@ def test_growing_repeated_pictures_and_binary_losses_train_as_on_one_device(
         small = settings | {"parallel.plan": plan, "data.progressive": "{from_size: 2, begin: 0, end: 1}"}
         words = "pictures of 2×2 pixels (data.progressive) cannot run under the plan height=2: "
         assert all(words in said[0] for said in run_ranks(refusals, 2, data, tmp_path / "small", [small]))
+
+
+WEIGHTED = DOUBLE | {"epochs": "5ba", "loss.class_weights": "{'1': 5, '2': 0.2}", "data.sampling": "{'3': 4, '4': 0}"}
+
+
+def _with_torchs_weighted_mean(data: Path, out: Path, settings: Settings) -> Ended:
+    """The weighted mean over the samples of each microbatch."""
+
+    def of_head(self: Classification, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs, targets, self._weights(outputs))
+
+    with as_before() as patch:
+        patch.setattr(Classification, "_loss_of_head", of_head)
+        return train_here(data, out, settings)
+
+
+def test_class_weights_and_weighted_sampling_train_as_on_one_device(data: Path, tmp_path: Path) -> None:
+    (want,) = on_plan(data, tmp_path / "serial", "serial", WEIGHTED)
+    shares = WEIGHTED | {"parallel.shares": "[3,1]"}
+    for plan in ("filter=2", "height=2", "sample=2", "stage=2"):
+        for ended in on_plan(data, tmp_path / plan, plan, shares if plan == "sample=2" else WEIGHTED):
+            assert ended.curve == pytest.approx(want.curve, rel=1e-6), plan  # recorded in float32
+        assert distance(tmp_path / plan, tmp_path / "serial") < 1e-9, plan
+    run_ranks(_with_torchs_weighted_mean, 2, data, tmp_path / "other", shares)
+    assert distance(tmp_path / "other", tmp_path / "serial") > 1e-6
 
 
 def in_small_passes(forgets: bool, *arguments: Any) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from convoy.training import Trainer, load_recipe
-from convoy.training.classification import ClassificationLoss
+from convoy.training.classification import Classification
 from convoy.training.environment import join_ranks
 from convoy.training.restore import load_run
 from whole_runs import Console
@@ -44,13 +44,14 @@ def test_binary_cross_entropy_is_the_formula() -> None:
     def formula(present: Tensor) -> Tensor:
         return -(present * logits.sigmoid().log() + (1 - present) * (1 - logits.sigmoid()).log()).mean()
 
-    for loss, targets, present in (
-        (ClassificationLoss(name="bce"), labels, one_hot),
-        (ClassificationLoss(0.1, name="bce"), labels, 0.9 * one_hot + 0.1 / 3),
-        (ClassificationLoss(name="bce"), mixed, mixed.double()),
-        (ClassificationLoss(name="bce", target_threshold=0.2), mixed, (mixed > 0.2).double()),
+    for options, targets, present in (
+        ({}, labels, one_hot),
+        ({"label_smoothing": 0.1}, labels, 0.9 * one_hot + 0.1 / 3),
+        ({}, mixed, mixed.double()),
+        ({"target_threshold": 0.2}, mixed, (mixed > 0.2).double()),
     ):
-        torch.testing.assert_close(loss(logits, targets), formula(present), rtol=1e-12, atol=0)
+        task = Classification(range(3), loss_name="bce", **options)
+        torch.testing.assert_close(task.loss(logits, targets), formula(present), rtol=1e-12, atol=0)
 
 
 TINY = ["epochs=2ba", "batch=6", "microbatch=3", "data.workers=0", "threads=2", "schedule.warmup=1ba"]

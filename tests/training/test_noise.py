@@ -47,7 +47,7 @@ def test_a_sampled_update_has_the_norms_of_the_gradients_of_its_samples(data: Pa
         (batch,) = run.batches(0, 1)
         plain, gradients = Plain(), []
         plain.load_state_dict(run.model.state_dict())
-        for image, label in zip(run.pipeline(batch).split(1), run.pipeline.labels(batch).split(1), strict=True):
+        for image, label in zip(run.pipeline(batch).split(1), run.pipeline.targets(batch).split(1), strict=True):
             loss = F.cross_entropy(plain(image), label)
             gradients.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(plain.parameters()))]))
         small, big = (float(torch.stack(some).mean(0).square().sum()) for some in (gradients[:4], gradients))

@@ -115,6 +115,8 @@ def test_groups_have_rates_decays_and_ends_of_their_own() -> None:
             rate = lr * 8 if is_bias else 0 if name == "3.weight" and step >= 4 else lr
             want[name] = want[name] - rate * momentum[name]
         optimizer.step()
+    set_rates(optimizer, 1.0, 4)  # the gradient of what has ended counts nowhere, as in clip_norm
+    assert [name for name, p in named.items() if p.requires_grad and p.grad is None] == ["3.weight"]
     torch.testing.assert_close({name: p.detach() for name, p in net.named_parameters()}, want, rtol=1e-12, atol=1e-12)
     assert torch.equal(want["0.weight"], begin["0.weight"]) and not torch.equal(want["3.weight"], begin["3.weight"])
     frozen = config.model_copy(update={"groups": (GroupConfig(parameters="5.weight"),)})

@@ -52,7 +52,7 @@ WRONG = [
     ("batch=1 batch=2", "batch is set twice"),
     ("mix.mixup=0.2", "mix.mixup is unknown: did you mean data.mix.mixup?"),
     ("dta.mix.mixupp=0.2", "dta.mix.mixupp is unknown: did you mean data.mix.mixup?"),
-    ("loss.foo=1", "loss.foo is unknown: loss has name, target_threshold, label_smoothing, aux_weight"),
+    ("loss.foo=1", "loss.foo is unknown: loss has name, |label_smoothing|aux_weight"),
     ("batch=0 precision=fp8 optimizer.momntum=1", "optimizer.momntum is unknown|(also wrong: batch, precision)"),
 ]
 FILES = [

@@ -24,11 +24,11 @@ from convoy.planner.cost.prediction import Scored
 from convoy.planner.planner import score
 from convoy.planner.profiling import local_op_of
 from convoy.planner.store import ProfileStore
-from convoy.training import Session, classification, loop, recorder, step
+from convoy.training import Session, evaluation, loop, recorder, step
 from convoy.training.build import TriedNetwork, build_model
-from convoy.training.classification import Evaluation
 from convoy.training.recorder import WARM_UP, Numbers, Recorder, compare
 from convoy.training.step import TrainingStep
+from convoy.training.task import Evaluation
 from convoy.training.workloads import measuring, workload_in_passes
 from made_time import made_time
 from ranks import run_ranks
@@ -156,7 +156,7 @@ LONG = {"epochs": "110ba", "log_every": "50ba", "evaluate_every": "2ba", "checkp
 
 def diagnosed(data: Path, out: Path, settings: dict[str, str]) -> Ended:
     """A run in which an update takes a tenth of a second, and so does each batch of an evaluation."""
-    with made_time(recorder, classification, step, updates) as clock, ExitStack() as stack:
+    with made_time(recorder, evaluation, step, updates) as clock, ExitStack() as stack:
         update, batch = (clock.before(work, lambda: 0.1) for work in (TrainingStep.__call__, Evaluation.add))
         for owner, name, value in (
             (updates, "REMEMBERED", FIRST),

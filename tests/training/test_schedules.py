@@ -1,6 +1,7 @@
 """Learning rates at points of the papers' formulae; when a checkpoint is due; averages of weights; the loss."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.training.checkpoints import FIRST_UPDATES, Timetable
-from convoy.training.classification import ClassificationLoss, heads
+from convoy.training.classification import Classification
 from convoy.training.derived import resolve
 from convoy.training.recipe import LookaheadConfig, load_recipe
 from convoy.training.state import MovingAverage, SlowWeights, effective_decay
@@ -70,9 +71,9 @@ class Told(Timetable):
         return self.seconds
 
 
-def due(every: int | None, updates: range, seconds: float, multiple: int = 1) -> list[int]:
+def due(every: int | None, updates: range, seconds: float) -> list[int]:
     """After which updates it was; every checkpoint is on disk at once."""
-    when, steps = Told(every, Ranks.here(), 320.0, multiple), []
+    when, steps = Told(every, Ranks.here(), 320.0), []
     when.seconds = seconds
     for done in updates:
         if when.due(done):
@@ -87,8 +88,6 @@ def test_the_first_checkpoint_is_soon_and_the_others_follow_from_its_cost() -> N
     for update_s, first in ((0.001, FIRST_UPDATES), (1.0, 30), (100.0, 2)):
         want = list(range(first, 121, 16))  # sqrt(2 · 0.1 s · 320 s) = 8 s of 0.5 s each
         assert due(None, range(1, 121), update_s) == want
-    averaging = due(None, range(1, 200), 0.3, multiple=7)  # where a checkpoint averages the weights
-    assert len(averaging) > 5 and all(step % 7 == 0 for step in averaging)
 
 
 def _with_clocks_apart() -> list[int]:
@@ -159,11 +158,12 @@ LABELS = torch.tensor([0, 1, 2, 3, 0, 1])
 
 
 def test_auxiliary_heads_count_with_their_weight_and_smoothing_mixes_with_the_uniform_distribution() -> None:
+    task = partial(Classification, range(4))
     one, other = F.cross_entropy(LOGITS, LABELS), F.cross_entropy(AUX, LABELS)
-    assert torch.allclose(ClassificationLoss(aux_weight=0.3)((LOGITS, AUX, AUX), LABELS), one + 0.6 * other)
-    assert torch.equal(ClassificationLoss()((LOGITS, None, None), LABELS), one)  # heads that are off
+    assert torch.allclose(task(aux_weight=0.3).loss((LOGITS, AUX, AUX), LABELS), one + 0.6 * other)
+    assert torch.equal(task().loss((LOGITS, None, None), LABELS), one)  # heads that are off
     soft = 0.9 * F.one_hot(LABELS, 4).float() + 0.1 / 4
-    assert torch.allclose(ClassificationLoss(0.1)(LOGITS, LABELS), F.cross_entropy(LOGITS, soft))
+    assert torch.allclose(task(label_smoothing=0.1).loss(LOGITS, LABELS), F.cross_entropy(LOGITS, soft))
     for outputs in (torch.zeros(2, 3, 4, 4), None):
         with pytest.raises(ConvoyError, match="logits"):
-            heads(outputs)
+            task().heads(outputs)

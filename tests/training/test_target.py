@@ -34,4 +34,4 @@ def test_a_run_ends_at_its_target_on_one_rank_and_two_and_after_a_stop(data: Pat
 def test_a_target_that_is_not_reached_is_said_at_the_end(data: Path, tmp_path: Path) -> None:
     ended = train_here(data, tmp_path / "run", SETTINGS | {"epochs": "4ba", "target": "1"})
     assert summary(tmp_path / "run")["reached"] is False and ended.outcome.signal is None
-    assert any("target of 100.00% not reached: the best test top-1 was" in line for line in ended.said)
+    assert any("target of 100.00% not reached: the best was top-1" in line for line in ended.said)

@@ -19,8 +19,8 @@ from convoy.comm.ranks import Ranks
 from convoy.data import evaluation_batches
 from convoy.data.folder import pictures
 from convoy.plans.plan import Plan
-from convoy.training.classification import mean_over_views
 from convoy.training.environment import join_ranks
+from convoy.training.evaluation import mean_over_views
 from convoy.training.restore import evaluate_run, evaluation_data, load_run
 from convoy.training.use import Classifier, FileClasses, classify
 from ranks import run_ranks
@@ -73,8 +73,9 @@ def test_network_and_transform_give_the_evaluations_logits_without_the_data(run:
         padded, net = F.pad(images, (1, 1, 1, 1), "reflect"), loaded.network
         views = {1 / 4: [images], 1 / 8: [padded[:, :, :-2, :-2], padded[:, :, 2:, 2:]]}
         logits = [weight * net(x) for weight, moved in views.items() for view in moved for x in (view, view.flip(3))]
-        right = sum(logits).argmax(1) == batch.labels
-    assert torch.allclose(mean_over_views(net, images, 6), sum(logits)) and not torch.allclose(net(images), sum(logits))
+        right = sum(logits).argmax(1) == batch.targets
+    assert torch.allclose(mean_over_views(loaded.task, net, images, 6), sum(logits))
+    assert not torch.allclose(net(images), sum(logits))
     assert right.float().mean().item() == pytest.approx(summary(run)["top1"])
 
 

@@ -49,14 +49,15 @@ from convoy.plans.plan import Plan, plan_text
 from convoy.resources import text_of
 from convoy.training import Recipe, choose_device
 from convoy.training.build import build_model
-from convoy.training.classification import ClassificationLoss, InputPipeline
 from convoy.training.derived import resolve
 from convoy.training.division import text as counts_text
 from convoy.training.environment import join_ranks
+from convoy.training.evaluation import InputPipeline
 from convoy.training.optim import create_optimizer, set_rates
 from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
+from convoy.training.tasks import create_task
 from convoy.training.workloads import workload_of_recipe
 
 _PAIRS = 2000
@@ -290,7 +291,7 @@ def _of_peer(task: MeasurementTask) -> tuple[Row, MemoryPeak]:
         device = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
     set_numerics(recipe)
     threads = torch.get_num_threads()
-    data = data_of(task.made, recipe) or open_data(recipe.data)
+    data = data_of(task.made, recipe) or open_data(recipe.data, task=recipe.task)
     memory = MemoryPeak(device)
     model, memory_format = network_of(recipe, data, device)
     quantities = resolve(recipe, len(data.train))
@@ -299,7 +300,7 @@ def _of_peer(task: MeasurementTask) -> tuple[Row, MemoryPeak]:
     wrapped = wrap(task.kind, called.train(), optimizer, num, device)
     torch.set_num_threads(threads)  # some libraries set it
     pipeline = InputPipeline(data, device, memory_format)
-    criterion = ClassificationLoss(**dict(recipe.loss))
+    training_task = create_task(recipe, data.classes, data.task)
     order = Order(len(data.train), recipe.batch, recipe.seed, recipe.data.repeats)
 
     def batches(first: int, number: int) -> Generator[Batch, None, None]:
@@ -309,14 +310,14 @@ def _of_peer(task: MeasurementTask) -> tuple[Row, MemoryPeak]:
     def update(batch: Batch, number: int) -> None:
         wrapped.optimizer.zero_grad(set_to_none=True)
         images: Tensor = pipeline(batch)
-        targets: Any = pipeline.labels(batch)
+        targets: Any = pipeline.targets(batch)
         if recipe.data.mix.on:  # in one piece
             num_classes, keys = len(data.classes), [fold(recipe.seed, number, positions.start)]
             images, targets = mix(
                 images, targets, num_classes=num_classes, config=recipe.data.mix, sizes=[len(images)], keys=keys
             )
         with autocast_of(recipe, device):
-            loss = criterion(wrapped.network(images), targets)
+            loss = training_task.loss(wrapped.network(images), targets)
         wrapped.backward(loss)
         set_rates(wrapped.optimizer, quantities.schedule.lr(number), number)
         if recipe.clip_norm is not None:
@@ -342,7 +343,7 @@ def forecast(
     """
     ranks, device = task.join()
     recipe, result = task.recipe, Forecast()
-    data = data_of(task.made, recipe) or open_data(recipe.data)
+    data = data_of(task.made, recipe) or open_data(recipe.data, task=recipe.task)
     texts = [text for text in plans if text != AUTO]
     rivals = [plan for plan in map(Plan.parse, texts) if plan.mesh.num_devices == ranks.num]
 

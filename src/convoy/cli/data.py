@@ -87,11 +87,13 @@ def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> in
 
     one_by_one = ["data.bad_images=skip"]  # below
     with _named("PATH"):
-        data = open_data(load_recipe("default", ["model.name=lenet", f"data.path={path}", *one_by_one, *settings]).data)
+        recipe = load_recipe("default", ["model.name=lenet", f"data.path={path}", *one_by_one, *settings])
+        data = open_data(recipe.data, task=recipe.task)
     form = str(Pack.open(folder).options) if data.format == "pack" else ""
     rows = []
     bad: list[str] = []
-    for split, source in (("train", data.train), ("test", data.test)):
+    splits = {"train": data.train, data.split: data.test, **({"test": data.final} if data.final else {})}
+    for split, source in splits.items():
         row = {
             "data": data.name,
             "format": data.format,
@@ -181,7 +183,7 @@ def pack(
 
     with _reporter(as_json) as reporter, _named("SOURCE"):
         recipe = load_recipe("default", ["model.name=lenet", f"data.path={source}", *settings])
-        kind, contents = open_files(recipe.data, reporter.prepare)
+        kind, contents = open_files(recipe.data, reporter.prepare, task=recipe.task)
         form = PackOptions(short_side, raw, quality)
         if kind == "pack":
             packed = Pack.open(path)

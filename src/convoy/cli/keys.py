@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from convoy import own
+from convoy.documents import parse
 from convoy.errors import ConvoyError
 from convoy.files import expanded
 from convoy.late import waiting_for
@@ -66,11 +68,25 @@ def patterns_as_yaml(text: str) -> str:
     return json.dumps([pattern.strip() for pattern in text.removeprefix("[").removesuffix("]").split(",")])
 
 
+def weights_as_yaml(text: str) -> str:
+    """`a=1,b=3` as YAML; a word stays what it is."""
+    if "=" not in text:
+        return text
+    pairs = [pair.rpartition("=") for pair in text.split(",")]
+    return json.dumps({name.strip(): parse(weight, f"the weight of {name}") for name, _, weight in pairs})
+
+
 microbatches = sets("microbatches", metavar="V")
 batch_norm = sets("batch_norm", metavar="MODE")
 precision = sets("precision", metavar="TYPE")
 channels_last = sets("channels_last", "--channels-last/--channels-first")
 recompute = sets("recompute", metavar="[PATTERN,…]", is_flag=False, flag_value="true", as_yaml=patterns_as_yaml)
+freeze = sets(
+    "optimizer.freeze",
+    metavar="LAYER,…",
+    text="Layers not to train: conv1,layer?, or trunk (all but the head); trunk:3ep until then.",
+    as_yaml=patterns_as_yaml,
+)
 schedule = sets("parallel.schedule", metavar="ORDER")
 cores_per_device = sets("parallel.cores_per_device", metavar="N")
 
@@ -90,9 +106,14 @@ def loaded(
 
 
 def check_own(recipe: Recipe, file: str | None, typed: Collection[str]) -> None:
-    """Refuse code from elsewhere that a file names as its network; what the command line names is the user's will."""
-    if file is not None and ":" in recipe.model.name and not {"model", "model.name"} & set(typed):
+    """Refuse code from elsewhere that a file names; what the command line names is the user's will."""
+    if file is None:
+        return
+    if ":" in recipe.model.name and not {"model", "model.name"} & set(typed):
         with waiting_for("loading PyTorch"):
             from convoy.models.factory import check_own  # with torch, for which no mistake is to wait
 
         check_own(recipe.model.name, expanded(file))
+    for key, name in recipe.own_code().items():
+        if not any(f"{key}.".startswith(f"{option}.") for option in typed):
+            own.check_own(name, expanded(file))

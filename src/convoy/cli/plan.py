@@ -64,6 +64,7 @@ Examples:
     default="by measured speed",
 )
 @keys.batch_norm
+@keys.freeze
 @keys.precision
 @keys.channels_last
 @keys.recompute

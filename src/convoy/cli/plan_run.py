@@ -36,7 +36,7 @@ from convoy.progress import ConsoleReporter
 from convoy.report.plan_page import machines_page, plan_page
 from convoy.terminal import Console
 from convoy.training import choose_device
-from convoy.training.build import divisible_sizes
+from convoy.training.build import choose_trained, divisible_sizes
 from convoy.training.division import divide
 from convoy.training.precision import check_precision, set_numerics, settle
 from convoy.training.recipe import Recipe
@@ -67,7 +67,7 @@ def run(request: PlanRequest, recipe: Recipe) -> int:
 def _network(
     request: PlanRequest, recipe: Recipe, device: torch.device
 ) -> tuple[nn.Module, tuple[int, int, int], list[str]]:
-    """The network with fresh weights, the shape of its images, and a note where their size is a guess."""
+    """The network with fresh weights, the shape of its images, and notes on that and on layers that are frozen."""
     name, settings = recipe.model.name, dict(recipe.model.options)
     usual = models.describe(name).input_shape
     size, notes = recipe.data.image_size or (usual[1] if usual is not None else None), []
@@ -82,6 +82,7 @@ def _network(
     torch.manual_seed(recipe.seed)
     model = models.create(name, num_classes=request.classes, in_channels=recipe.data.channels, **settings)
     channels = recipe.data.channels or (usual[0] if usual is not None else models.image_channels(model))
+    notes += choose_trained(model, recipe)
     return model.to(device).train(), (channels, size, size), notes
 
 

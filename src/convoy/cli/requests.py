@@ -120,8 +120,8 @@ class TrainRequest(SimpleNamespace):
             self.out, self.again = first(lambda: self._folder(self.recipe_of(), jobs))
         self.resume = self.resume or self.again
         recipe, explicit = self.recipe_of(), self.explicit_keys
-        if not self.trust_code and self.model is None:
-            keys.check_own(recipe, self._file, explicit)
+        if not self.trust_code:
+            keys.check_own(recipe, self._file, explicit if self.model is None else {*explicit, "model"})
         elastic = elastic or self.again
         section = recipe.parallel
         if "parallel.plan" in explicit and "parallel.devices" not in explicit:  # it says more than the recipe
@@ -264,8 +264,8 @@ class PlanRequest(SimpleNamespace):
         _ = self.prices
         check_shares(recipe.parallel.shares, number)
         check_names(recipe)
-        if not self.trust_code and self.model is None:
-            keys.check_own(recipe, self.recipe, typed)
+        if not self.trust_code:
+            keys.check_own(recipe, self.recipe, typed if self.model is None else {*typed, "model"})
         return recipe
 
     def _contradictions(self, keys: Collection[str], batch: int, number: int) -> Iterator[str]:

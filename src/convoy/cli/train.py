@@ -21,7 +21,8 @@ Examples:
   convoy train timm:efficientnet_b0 --data photos/ --epochs 30 --weights b0.safetensors
   convoy train runs/cifar --resume
   convoy train runs/cifar --extend 8ep                 # a new run, runs/cifar-extended
-  convoy train resnet18 --data flowers/ --weights runs/photos
+  convoy train resnet18 --data flowers/ --weights runs/photos --freeze trunk:2ep --set optimizer.layer_decay=0.7
+  convoy train unet --data scans/labels.csv            # path,mask.png: the labels say the task
 """,
 )
 @click.argument("model", required=False)
@@ -38,6 +39,7 @@ Examples:
 @click.option("--accept-code-change", is_flag=True, help="Go on with a run although the network's code has changed.")
 @options.trust_code
 @click.option("--extend", metavar="N", help="Train the run in MODEL for so much longer, e.g. 8ep, in a new run.")
+@keys.sets("task", metavar="TASK")
 @keys.sets("epochs", metavar="N", default="the recipe's, else 90")
 @keys.sets("target", metavar="TOP1")
 @keys.sets("batch")
@@ -55,6 +57,20 @@ Examples:
 @keys.sets("data.workers", text="Processes that load data.", default="chosen for the data")
 @keys.sets("data.bad_images", metavar="WHAT", text="A picture that cannot be read: error or skip.")
 @keys.sets("model.weights", metavar="FILE|RUN")
+@keys.freeze
+@keys.sets("loss.function", "--loss", metavar="FILE:NAME", text="Your own loss, e.g. mine.py:focal.")
+@keys.sets(
+    "metrics",
+    "--metric",
+    metavar="FILE:NAME,…",
+    text="Your own metrics, e.g. mine.py:kappa.",
+    as_yaml=keys.patterns_as_yaml,
+)
+@keys.sets("data.augment.function", "--augment", metavar="FILE:NAME", text="Your own change of training pictures.")
+@keys.sets("best", metavar="METRIC")
+@keys.sets("stop_after", metavar="N")
+@keys.sets("loss.class_weights", metavar="WHAT", text="balanced, effective or A=1,B=3.", as_yaml=keys.weights_as_yaml)
+@keys.sets("log", metavar="NAME,…", text="Tell wandb, mlflow or trackio, too.", as_yaml=keys.patterns_as_yaml)
 @click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Any other key of the recipe; repeatable.")
 @options.device
 @keys.sets("parallel.devices", metavar="N")

@@ -27,6 +27,7 @@ from convoy.training.parallel_config import num_devices, plan_of
 from convoy.training.resume import check_run
 from convoy.training.schema import seconds_of
 from convoy.training.set_up import check_devices
+from convoy.training.task import in_words
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 from convoy.units import plural, shorten
 
@@ -166,7 +167,8 @@ def _answer(outcome: Outcome, ranks: Ranks, verbose: bool) -> int:
     if outcome.comparison is not None and outcome.comparison.update.predicted_s is not None:
         comparison = outcome.comparison
         say(comparison_text(comparison) if verbose else headline(comparison))
-    console.print(f"test accuracy {outcome.top1:.2%}", style="bold")
+    result = in_words(outcome.best_metric, outcome.metrics[outcome.best_metric]).replace("top-1", "accuracy")
+    console.print(f"{outcome.split} {result}", style="bold")
     if ranks.rank == 0:
         folder = RunDirectory(out)
         if skipped := folder.summary().get("bad_images"):
@@ -205,8 +207,9 @@ def _show_start(session: Session, out: Path, console: Console, verbose: bool) ->
     if session.ranks.num > 1:
         where = f"on {session.ranks.num} devices ({kind}), plan {shorten(str(session.plan), LONGEST_PLAN)}"
     lines = [
-        f"{recipe.model.name} on {data.name}: {len(data.train):,} training and {len(data.test):,} test images "
-        f"of {data.channels}×{data.image_size}×{data.image_size}, {len(data.classes)} classes",
+        f"{recipe.model.name} on {data.name}: {len(data.train):,} training and {len(data.test):,} {data.split} images "
+        f"of {data.channels}×{data.image_size}×{data.image_size}, {len(data.classes)} "
+        + ("outputs" if data.task == "regression" else "classes"),
         f"{where}: {updates} of {recipe.batch:,} images, learning rate up to {quantities.lr:.4g}",
         f"in {out}; how these numbers follow from the recipe is in its report, and here with -v",
     ]

@@ -24,12 +24,25 @@ if TYPE_CHECKING:
 
     from convoy.comm.ranks import Ranks
     from convoy.data import DataSet
-    from convoy.training.classification import Evaluation
+    from convoy.training.task import Evaluation
     from convoy.training.use import FileClasses
 
-HEADER = ("file", "rank", "class", "probability")
 STANDARD_INPUT = "-"
-FORMATS = {**dict.fromkeys(("top1", "top5", "precision", "recall"), "{:.2%}".format), "loss": "{:.4f}".format}
+_SHARES = (
+    "top1",
+    "top5",
+    "precision",
+    "recall",
+    "map",
+    "f1",
+    "macro_f1",
+    "ap",
+    "iou",
+    "dice",
+    "pixel_accuracy",
+    "pixels",
+)
+FORMATS = {**dict.fromkeys(_SHARES, "{:.2%}".format), **dict.fromkeys(("loss", "mae", "mse", "r2"), "{:.4f}".format)}
 
 
 @click.command(
@@ -76,7 +89,8 @@ def predict(
     A FOLDER is searched for picture files, those in its folders too, in the order of their names; - reads names of
     files from standard input, one a line. Pictures are prepared as in the run's evaluation.
 
-    The output is CSV with the columns file, rank (1 is the likeliest class), class and probability, or JSON. It is the
+    The output is CSV with the columns file, rank (1 is the likeliest class), class and probability, or JSON; in the
+    place of the probability regression has the value, segmentation the share of the pixels. It is the
     same on any number of devices, and written batch by batch: with --batch 1 every name is answered at once. In CSV a
     name that a spreadsheet would take for a formula has a ' before it; JSON has names as they are.
 
@@ -98,7 +112,7 @@ def predict(
         console = Console(stderr=True, highlight=False)
         shown = first and console.is_terminal and not sys.stdout.isatty()
         with console.status("reading") if shown else nullcontext() as status:
-            writer = _Writer(trained.classes, as_json, not first, status)
+            writer = _Writer(trained.classes, trained.task.answer_name, as_json, not first, status)
             names = _picture_files(pictures) if first else None
             for answers in classify(classifier, names, batch, ranks, lambda: writer.closed):
                 writer.write(answers)
@@ -132,22 +146,24 @@ def _picture_files(texts: Sequence[str]) -> Iterator[str]:
 class _Writer:
     """Writes answers as they come, and how many there are to a status line."""
 
-    def __init__(self, classes: Sequence[str], as_json: bool, quiet: bool, status: "Status | None") -> None:
+    def __init__(
+        self, classes: Sequence[str], number: str, as_json: bool, quiet: bool, status: "Status | None"
+    ) -> None:
         self.closed = False  # whether nobody reads any more
         self.num_bad = 0  # pictures that could not be read
-        self._done = 0
+        self._done, self._number = 0, number  # what is said of a class: its probability
         self._classes, self._as_json, self._quiet, self._status = classes, as_json, quiet, status
 
     def write(self, answers: Sequence["FileClasses"]) -> None:
-        lines = [] if self._done or self._as_json else [csv_line(HEADER)]
+        lines = [] if self._done or self._as_json else [csv_line(("file", "rank", "class", self._number))]
         for answer in answers:
-            best = [(self._classes[number], probability) for number, probability in answer.best]
+            best = [(self._classes[place], number) for place, number in answer.best]
             if answer.bad is not None:
                 self.num_bad += 1
                 if not self._quiet:
                     click.echo(f"{printable(answer.name)} {answer.bad}", err=True)
             elif self._as_json:
-                predictions = [{"class": name, "probability": round(probability, 6)} for name, probability in best]
+                predictions = [{"class": name, self._number: round(number, 6)} for name, number in best]
                 lines.append(json.dumps({"file": answer.name, "predictions": predictions}) + "\n")
             else:
                 rows = [(answer.name, place, name, f"{number:.6f}") for place, (name, number) in enumerate(best, 1)]
@@ -243,20 +259,20 @@ def evaluate(
         if data is None and checkpoint is None and not trained.changed:
             _keep(run, opened, result)
         form = "json" if as_json else "csv" if as_csv else ""
-        _show_evaluation(opened.name, result, trained.classes if per_class else [], form)
+        names = [*(metric.name for metric in trained.task.metrics), *result.own]
+        _show_evaluation(opened.name, result, names, trained.classes if per_class else [], form)
         return 0
 
     return on_devices(arguments, devices, device, work)
 
 
-def _show_evaluation(name: str, result: "Evaluation", classes: list[str], form: str) -> None:
-    """Print the evaluation, and that of every class where they are given."""
+def _show_evaluation(name: str, result: "Evaluation", names: Sequence[str], classes: list[str], form: str) -> None:
+    """Print the metrics of these names, and those of every class where they are given."""
+    metrics = result.metrics()
     row: dict[str, Any] = {
         "data": name,
         "images": result.num_images,
-        "top1": result.top1,
-        "top5": result.top5,
-        "loss": result.loss,
+        **{metric: metrics.get(metric) for metric in names},
         "not readable": len(result.bad),
     }
     rows: list[dict[str, Any]] = result.per_class(classes) if classes else []
@@ -268,7 +284,7 @@ def _show_evaluation(name: str, result: "Evaluation", classes: list[str], form: 
         options.show([row], right=list(row)[1:], formats=FORMATS)
         if rows:
             click.echo()
-            options.show(rows, right=("samples", "precision", "recall"), formats=FORMATS)
+            options.show(rows, right=list(rows[0])[1:], formats=FORMATS)
 
 
 def _keep(run: Path, data: "DataSet", result: "Evaluation") -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,19 +14,22 @@ from PIL import Image
 from torch import Tensor
 
 from convoy.data.decode import BadImage, Crop, Turbo, in_channels
+from convoy.data.masks import UNLABELLED, cut_mask, read_mask
 from convoy.data.order import Purpose, uniforms
+from convoy.data.own_augment import OwnAugment
 from convoy.data.pixels import PixelSource
 from convoy.data.sources import EncodedSource, Source, refusal
-from convoy.data.transforms import ColorAugment, Geometry
+from convoy.data.transforms import ColorAugment, Geometry, erase
 from convoy.errors import ConvoyError
 
 
 @dataclass
 class Batch:
-    """Pictures and labels of one update, or of a piece of an evaluation."""
+    """Pictures and targets of one update, or of a piece of an evaluation."""
 
     images: Tensor  # uint8 [samples, channels, height, width]
-    labels: Tensor  # int64 [samples]
+    # int64 [samples] for classes, float32 [samples, outputs], or uint8 [samples, height, width] for masks.
+    targets: Tensor
     samples: Tensor  # int64 [samples], their numbers in the source
     epoch: int = 0  # 0-based; 0 in an evaluation
     # Number and reason of pictures that could not be read. In training the next good sample took their place; in an
@@ -33,11 +37,11 @@ class Batch:
     bad: list[tuple[int, str]] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.targets)
 
     def pin_memory(self) -> "Batch":
         """The same batch in memory from which copies to an accelerator need not wait."""
-        return replace(self, images=self.images.pin_memory(), labels=self.labels.pin_memory())
+        return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
 
 
 @dataclass
@@ -53,19 +57,29 @@ class BatchMaker:
     of a sample have numbers of their own, as `Order.update` says."""
 
     def __init__(
-        self, source: Source, geometry: Geometry, channels: int, *, seed: int, skip_bad: bool, decoder: str = "pillow"
+        self,
+        source: Source,
+        geometry: Geometry,
+        channels: int,
+        *,
+        seed: int,
+        skip_bad: bool,
+        decoder: str = "pillow",
+        ignored: int = UNLABELLED,
     ) -> None:
         self.source = source
         self.geometry = geometry
         self.channels = channels
         self.seed = seed
-        self.skip_bad, self.decoder = skip_bad, decoder
+        self.skip_bad, self.decoder, self.ignored = skip_bad, decoder, ignored
         self.color = ColorAugment(geometry.augment, seed)
+        self.own = OwnAugment(geometry.augment.function, seed) if geometry.augment.function is not None else None
         crop, in_memory = geometry.augment.crop, self._in_memory(geometry.resize)
         # Whether an evaluation takes crops of pixels in memory, a batch at once.
         self.central = in_memory and geometry.margin % 2 == 0
         # Whether training does, with a crop and a flip at most.
-        self.vectorised = in_memory and not self.color.on and (crop == "pad" or (crop == "none" and self.central))
+        plain = in_memory and not self.color.on and self.own is None
+        self.vectorised = plain and (crop == "pad" or (crop == "none" and self.central))
         method = geometry.augment.interpolation or "bilinear"
         self._turbo = Turbo(geometry.image_size, channels, method) if decoder == "turbo" else None
         self._of_sizes: dict[int, BatchMaker] = {}
@@ -76,14 +90,15 @@ class BatchMaker:
         if geometry == self.geometry:
             return self
         if (side := geometry.image_size) not in self._of_sizes:
-            self._of_sizes[side] = BatchMaker(
-                self.source, geometry, self.channels, seed=self.seed, skip_bad=self.skip_bad, decoder=self.decoder
-            )
+            options: dict[str, Any] = {name: getattr(self, name) for name in ("seed", "skip_bad", "decoder", "ignored")}
+            self._of_sizes[side] = BatchMaker(self.source, geometry, self.channels, **options)
         return self._of_sizes[side]
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return self.channels, self.geometry.image_size, self.geometry.image_size
+        """Of what is written for a sample: a mask is one channel more."""
+        planes = self.channels + (self.source.masks is not None)
+        return planes, self.geometry.image_size, self.geometry.image_size
 
     def make(self, samples: NDArray[np.int64], epoch: int | None) -> Batch:
         """The batch of some samples [n], augmented for an epoch or, without one, as an evaluation shows them."""
@@ -95,6 +110,15 @@ class BatchMaker:
         """Write the pictures of some samples [n] to `images` [n, channels, height, width]; no `epoch` means evaluation.
         A picture that cannot be read gives its place to the next sample in the source that can; in an evaluation it is
         missing, and those after it move up."""
+        filled = self._filled(images, samples, epoch)
+        if epoch is not None and self.own is not None:
+            for planes, sample in zip(images, filled.samples.tolist(), strict=False):
+                self.own(planes, epoch, sample)
+        if epoch is not None and (probability := self.geometry.augment.random_erasing):
+            erase(images, filled.samples, probability, self.seed, epoch)
+        return filled
+
+    def _filled(self, images: NDArray[np.uint8], samples: NDArray[np.int64], epoch: int | None) -> Filled:
         if self.central if epoch is None else self.vectorised:
             self._cut(images, samples, epoch)
             return Filled(samples)
@@ -164,6 +188,10 @@ class BatchMaker:
         """Write a sample's picture; without an epoch as an evaluation shows it."""
         number, geometry, channels = sample % len(self.source), self.geometry, self.channels
         name = self.source.name(number)
+        if (masks := self.source.masks) is not None:
+            mask = read_mask(masks, number, self.ignored)
+            planes[channels] = cut_mask(mask, masks.name(number), geometry, draws, mirror)
+            planes = planes[:channels]
         if self._turbo is not None and (draws is None or geometry.augment.crop != "pad"):
             crop: Crop = partial(geometry.box, draws)
             if isinstance(self.source, EncodedSource):
@@ -187,8 +215,12 @@ class BatchMaker:
     def batch(self, images: Tensor, filled: Filled, epoch: int | None) -> Batch:
         """The batch of what was written to the first of `images`."""
         numbers = filled.samples % len(self.source)
-        labels, samples = self.source.labels[numbers], torch.from_numpy(numbers)
-        return Batch(images[: len(samples)], torch.from_numpy(labels), samples, epoch or 0, filled.bad)
+        source, samples, images = self.source, torch.from_numpy(numbers), images[: len(numbers)]
+        if source.masks is not None:
+            images, targets = images[:, : self.channels], images[:, self.channels]
+        else:
+            targets = torch.from_numpy((source.labels if source.values is None else source.values)[numbers])
+        return Batch(images, targets, samples, epoch or 0, filled.bad)
 
 
 def evaluation_pixels(image: Image.Image, name: str, geometry: Geometry, channels: int) -> NDArray[np.uint8]:

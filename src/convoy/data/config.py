@@ -2,13 +2,13 @@
 
 import math
 import re
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from convoy.files import MNIST_MINI
 
-Format = Literal["auto", "mnist", "cifar", "folder", "parquet", "webdataset", "pack", "mnist-mini"]
+Format = Literal["auto", "mnist", "cifar", "folder", "parquet", "webdataset", "pack", "csv", "mnist-mini"]
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
 _RAND_AUGMENT = re.compile(r"n(\d+)-m(\d+)")
@@ -54,6 +54,15 @@ class AugmentConfig(_Section):
     rand_augment: str | None = Field(
         None, description="RandAugment (Cubuk et al., 2020) as nN-mM: N operations of strength M of 30, e.g. n2-m9"
     )
+    trivial_augment: bool = Field(
+        False, description="TrivialAugment (Müller and Hutter, 2021): one operation of any strength, of its wide space"
+    )
+    random_erasing: float = Field(
+        0.0, ge=0, le=1, description="probability that a rectangle becomes noise (Zhong et al., 2020: 0.5)"
+    )
+    function: str | None = Field(
+        None, min_length=1, description="your own: mine.py:augment, called with a picture and a numpy.random.Generator"
+    )
     interpolation: Interpolation | None = Field(None, description="how pictures are resized (bilinear if not said)")
 
     @field_validator("scale")
@@ -88,6 +97,8 @@ class AugmentConfig(_Section):
         for name, crop in needs.items():
             if getattr(self, name) is not None and self.crop != crop:
                 raise ValueError(f"{name} would be ignored with crop={self.crop}: set crop={crop} or leave {name} out")
+        if self.trivial_augment and self.rand_augment:
+            raise ValueError("trivial_augment takes the place of rand_augment: leave one of them out")
         return self
 
     @property
@@ -150,6 +161,10 @@ class DataConfig(_Section):
     test: str | None = Field(None, description="the same to test on, beside data.train (those called val, else test)")
     image_column: str | None = Field(None, description="column of a parquet file's pictures (image, or its only one)")
     label_column: str | None = Field(None, description="column of a parquet file's labels (label, or its only one)")
+    classes: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
+        None, description="of a CSV file and its masks: names of the classes in their order (by what it holds)"
+    )
+    ignore_index: int = Field(255, ge=0, le=255, description="value of the pixels of masks that count nowhere")
     image_size: int | None = Field(
         None, ge=1, le=4096, description="height and width of the net's input (the data set's own; photographs: 224)"
     )
@@ -191,6 +206,11 @@ class DataConfig(_Section):
         ge=1,
         le=64,
         description="views of each sample in a batch, of as many times fewer samples (Hoffer et al., 2020)",
+    )
+    sampling: Literal["balanced"] | dict[str, Annotated[float, Field(ge=0)]] | None = Field(
+        None,
+        description="draw samples with replacement: balanced (all classes equally often), or how much more often than "
+        "others those of some classes are, e.g. {cat: 3}",
     )
     augment: AugmentConfig = Field(default_factory=AugmentConfig)
     mix: MixConfig = Field(default_factory=MixConfig)

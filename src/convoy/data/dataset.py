@@ -4,9 +4,9 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from convoy.data.order import stratified_split
 from convoy.data.packed import Pack, is_pack
 from convoy.data.pixels import PixelSource, find_cifar, find_mnist, open_cifar, open_mnist, open_mnist_mini
 from convoy.data.sources import EncodedSource, Opened, Progress, Source, check_labels, refusal, shown, spread
+from convoy.data.table import find_table, open_table
 from convoy.data.webdataset import open_tars
 from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI, existing
@@ -48,7 +49,7 @@ class DataSet:
     name: str
     classes: list[str]  # names, by label
     train: Source
-    test: Source
+    test: Source  # what an evaluation shows: the split that `split` says
     image_size: int  # height and width of the network's input
     channels: int  # 1 or 3, of the network's input
     mean: tuple[float, ...]  # of each channel, pixels from 0 to 1
@@ -59,6 +60,13 @@ class DataSet:
     # identifies its files (`difference`); empty where there are none
     fingerprint: dict[str, Any] = field(default_factory=dict)
     evaluation_size: int | None = None  # height and width in an evaluation, where that is another
+    task: str = "classification"  # that its targets are of
+    split: Literal["validation", "test"] = "test"
+    final: Source | None = None  # the test split beside a validation split, which nothing is chosen by
+
+    def at_end(self) -> "DataSet":
+        """The same data with the test split, if there is one, to be evaluated."""
+        return self if self.final is None else replace(self, test=self.final, split="test", final=None)
 
 
 def open_data(
@@ -66,22 +74,33 @@ def open_data(
     progress: Progress | None = None,
     *,
     to_evaluate: bool = False,
+    selects: bool = False,
     check: Callable[[int], None] = lambda most: None,
+    task: str = "auto",
 ) -> DataSet:
     """Open the data set that a recipe's section describes. With `to_evaluate` nothing is to be trained on it: it may
     have a single class, or be the folder of one, and where it has no split of its own, and the section asks for none,
-    all samples are the test split (and the training split, which is then the same object). `check` may refuse the
-    number of samples, at most, that there are to train on, before pictures are decoded, which takes long."""
-    kind, contents = open_files(config, progress, to_evaluate=to_evaluate)
+    all samples are the test split (and the training split, which is then the same object). With `selects` something is
+    chosen by evaluations, for which training samples are held out where the data have no validation split. `check` may
+    refuse the number of samples, at most, that there are to train on, before pictures are decoded, which takes long.
+    `task` says what the labels of a CSV file are, and is that of the data."""
+    kind, contents = open_files(config, progress, to_evaluate=to_evaluate, task=task)
+    if task not in ("auto", contents.task):
+        raise ConvoyError(
+            f"task={task} needs other labels than {contents.name} has, which are of {contents.task}: name a labels.csv "
+            "with --data, or leave --task away"
+        )
     check(len(contents.train))
-    if not to_evaluate and len(contents.classes) < 2:
+    if not to_evaluate and len(contents.classes) < 2 and contents.task == "classification":
         only = f" ({contents.classes[0]})" if contents.classes else ""
         raise ConvoyError(
             f"{contents.name} has only {len(contents.classes)} class{only}: a net needs at least two to tell apart, so "
             "set data.path to the folder or file that holds all of them"
             + "".join(f" ({note})" for note in contents.notes)
         )
-    if contents.test is not None and config.split_seed is not None and config.validation_fraction is None:
+    selects = selects and contents.validation is None and contents.test is not None
+    has_split = contents.test is not None or contents.validation is not None
+    if has_split and not selects and config.split_seed is not None and config.validation_fraction is None:
         raise ConvoyError(
             f"data.split_seed would be ignored: {contents.name} has a split of its own; leave it out, or hold out "
             "training samples with data.validation_fraction"
@@ -89,20 +108,25 @@ def open_data(
     fingerprint = _fingerprint(kind, contents)
     shape = _settle(contents, config.bad_images == "skip", progress)
     notes = list(contents.notes)
-    if to_evaluate and contents.test is None and config.validation_fraction is None and config.split_seed is None:
+    if to_evaluate and not has_split and config.validation_fraction is None and config.split_seed is None:
         contents.test = contents.train
-    if contents.test is None or config.validation_fraction is not None:
+    split: Literal["validation", "test"] = "validation"
+    train, final = contents.train, contents.test
+    if config.validation_fraction is not None or selects or (contents.test is None and contents.validation is None):
         train, test = _split(contents, config, notes)
+        final = contents.test or contents.validation
+    elif contents.validation is not None:
+        test = contents.validation
     else:
-        train, test = contents.train, contents.test
+        assert contents.test is not None
+        split, test, final = "test", contents.test, None
     if untrained := [contents.classes[label] for label in np.setdiff1d(test.labels, train.labels)]:
         more = f" and {len(untrained) - 3:,} more" if len(untrained) > 3 else ""
-        notes.append(f"no training picture is of {', '.join(untrained[:3])}{more}, which the test has")
+        notes.append(f"no training picture is of {', '.join(untrained[:3])}{more}, which the {split} split has")
     channels = config.channels or (shape[2] if shape else 3)
-    if isinstance(train, PixelSource) and isinstance(test, PixelSource):
-        whole = test is train
-        train = train.with_channels(channels)
-        test = train if whole else test.with_channels(channels)
+    all_train, train = train, _with_channels(train, channels)
+    test = train if test is all_train else _with_channels(test, channels)
+    final = None if final is None else _with_channels(final, channels)
     image_size, resize = _sizes(config, shape)
     if contents.short_side is not None and contents.short_side < resize:
         notes.append(
@@ -112,15 +136,22 @@ def open_data(
     mean, std = _statistics(config, contents, shape, channels)
     _check_augmentation(config, contents.name, image_size, resize, channels, shape)
     form = image_size, channels, mean, std, resize
-    about = tuple(notes), kind, fingerprint, config.evaluation_size
-    return DataSet(contents.name, contents.classes, train, test, *form, *about)
+    about = tuple(notes), kind, fingerprint, config.evaluation_size, contents.task
+    return DataSet(contents.name, contents.classes, train, test, *form, *about, split=split, final=final)
+
+
+def _with_channels(source: Source, channels: int) -> Source:
+    return source.with_channels(channels) if isinstance(source, PixelSource) else source
 
 
 def _fingerprint(kind: str, contents: Opened) -> dict[str, Any]:
     """The fingerprint of the samples as they lie in the files: what becomes of them is a function of the recipe."""
-    test = contents.test.fingerprint() if contents.test is not None else {}
+    splits = {"training": contents.train, "test": contents.validation or contents.test}
+    if contents.validation is not None and contents.test is not None:
+        splits["final"] = contents.test
+    marks = {split: source.fingerprint() if source is not None else {} for split, source in splits.items()}
     classes = zlib.crc32("\n".join(contents.classes).encode("utf-8", "surrogatepass"))
-    return {"format": kind, "classes": classes, "training": contents.train.fingerprint(), "test": test}
+    return {"format": kind, "classes": classes, **marks}
 
 
 _MARKS = {
@@ -139,7 +170,7 @@ def difference(data: Mapping[str, Any], other: Mapping[str, Any], later: bool = 
     if not same_format and not later:
         return "the format", data["format"], other["format"]
     for key in _MARKS if same_format else ("samples", "labels"):
-        for split in ("training", "test"):
+        for split in ("training", "test", *({"final"} & {*data} & {*other})):
             mark, other_mark = data[split].get(key), other[split].get(key)
             is_mended = later and key == "sizes" and 2 * num_changed(mark, other_mark) <= len(other_mark)
             if mark != other_mark and not is_mended:
@@ -177,6 +208,7 @@ FORMATS = {
     "pack": _Format(is_pack, lambda path, *_: Pack.open(path).contents()),
     "mnist": _Format(find_mnist, lambda path, *_: open_mnist(path)),
     "cifar": _Format(find_cifar, lambda path, *_: open_cifar(path)),
+    "csv": _Format(find_table, open_table, ".csv"),
     "parquet": _Format(_has(".parquet"), _open_parquet, ".parquet", is_split_by_name=True),
     "webdataset": _Format(_has(".tar"), open_tars, ".tar", is_split_by_name=True),
     "folder": _Format(find_folder, lambda path, config, _: open_folder(path, config), is_split_by_name=True),
@@ -184,7 +216,7 @@ FORMATS = {
 
 
 def open_files(
-    config: DataConfig, progress: Progress | None = None, *, to_evaluate: bool = False
+    config: DataConfig, progress: Progress | None = None, *, to_evaluate: bool = False, task: str = "auto"
 ) -> tuple[str, Opened]:
     """The format and the pictures of a data set as they lie in its files, before anything is split or read."""
     if MNIST_MINI in (config.path, config.format):
@@ -204,8 +236,13 @@ def open_files(
         has_effect = kind == "parquet" if is_column else FORMATS[kind].is_split_by_name and path.is_dir()
         if getattr(config, option) is not None and not has_effect:
             raise ConvoyError(f"data.{option} would be ignored: {shown(path)} is read as {kind}; leave it out")
+    if kind == "csv":
+        return kind, open_table(path, config, progress, task)
     contents = FORMATS[kind].open(path, config, progress)
-    check_labels(path, contents)
+    if config.classes is not None and list(config.classes) != contents.classes:
+        raise ConvoyError(f"data.classes are others than those of {shown(path)}: it names its own, leave them out")
+    if contents.task == "classification":
+        check_labels(path, contents)
     return kind, contents
 
 
@@ -219,14 +256,14 @@ def _detect(path: Path) -> str:
         advice = (
             "unpack it and set data.path to the folder"
             if is_archive
-            else "a data set is a folder, a .parquet or a .tar"
+            else "a data set is a folder, a .csv, a .parquet or a .tar"
         )
         raise ConvoyError(f"{shown(path)} is no data set: {advice}")
     if not any(path.iterdir()):
         raise ConvoyError(f"data set {shown(path)} is an empty folder: set data.path to where the data is")
     raise ConvoyError(
         f"{shown(path)} is no data set in a known format: it needs MNIST or CIFAR files, .parquet or .tar files, or a "
-        "folder of pictures for each class"
+        "folder of pictures for each class, or labels.csv"
     )
 
 
@@ -236,11 +273,12 @@ def _settle(contents: Opened, skip_bad: bool, progress: Progress | None) -> tupl
     if isinstance(contents.train, PixelSource):
         height, width, channels = contents.train.pixels.shape[1:]
         return height, width, channels
-    pairs = zip(("training", "test"), (contents.train, contents.test), strict=True)
-    encoded = {split: source for split, source in pairs if isinstance(source, EncodedSource)}
-    shape, decoded = _in_memory(encoded, skip_bad, progress)
+    splits = {"train": contents.train, "validation": contents.validation, "test": contents.test}
+    encoded = {split: source for split, source in splits.items() if isinstance(source, EncodedSource)}
+    shape, decoded = (None, []) if contents.task == "segmentation" else _in_memory(encoded, skip_bad, progress)
     settled: Sequence[Source] = decoded or [source.settled(progress) for source in encoded.values()]
-    contents.train, contents.test = settled[0], settled[1] if len(settled) > 1 else None
+    for split, source in zip(encoded, settled, strict=True):
+        setattr(contents, split, source)
     return shape
 
 
@@ -272,8 +310,8 @@ def _in_memory(
                 return None, []
             pixels[sample] = np.asarray(in_channels(image, form[2])).reshape(form)
             if progress and (sample % _PROGRESS_EVERY == 0 or sample == len(source) - 1):
-                progress(f"decoding the {split} pictures", sample + 1, len(source))
-        decoded.append(PixelSource(pixels, source.labels, source.name))
+                progress(f"decoding the {'training' if split == 'train' else split} pictures", sample + 1, len(source))
+        decoded.append(PixelSource(pixels, source.labels, source.name).taking_targets(source))
     return form, decoded if is_whole else []
 
 
@@ -299,16 +337,19 @@ def _split(contents: Opened, config: DataConfig, notes: list[str]) -> tuple[Sour
     seed = config.split_seed if config.split_seed is not None else DEFAULT_SPLIT_SEED
     source = contents.train
     if len(source) < 2:
-        raise ConvoyError(f"{contents.name} has only {len(source)} picture: it cannot be split into training and test")
+        raise ConvoyError(
+            f"{contents.name} has only {len(source)} picture: it cannot be split into training and validation"
+        )
     train, test = stratified_split(source.labels, fraction, seed)
     settings = f"(validation_fraction {fraction:g}, split_seed {seed})"
-    if contents.test is None:
-        held_out = f"{len(test)} of its {len(source)} samples are held out for the test"
+    last = contents.test or contents.validation
+    if last is None:
+        held_out = f"{len(test)} of its {len(source)} samples are held out for validation"
         notes.append(f"{contents.name} has no split of its own: {held_out} {settings}")
     else:
         notes.append(
-            f"{len(test)} of the {len(source)} training samples are held out and evaluated in place of the "
-            f"{len(contents.test)} of the test, which are not looked at {settings}"
+            f"{len(test)} of the {len(source)} training samples are held out for validation {settings}; the "
+            f"{len(last)} of the test are looked at once, at the end"
         )
     return source.subset(train), source.subset(test)
 

@@ -72,44 +72,50 @@ def open_folder(path: Path, config: DataConfig) -> Opened:
     """The pictures in class folders; a note says what else was left out, except hidden files."""
     notes: list[str] = []
     if config.train is None:
-        train, test, notes = _splits(path)
+        train, held_out, notes = _splits(path)
     else:
-        train, test = path / config.train, path / config.test if config.test is not None else None
-        if not all(top.is_dir() and top.resolve().is_relative_to(path.resolve()) for top in (train, test or train)):
+        train, held_out = path / config.train, {"test": path / config.test} if config.test is not None else {}
+        tops = (train, *held_out.values())
+        if not all(top.is_dir() and top.resolve().is_relative_to(path.resolve()) for top in tops):
             listing = _listed([child.name for child in _folders(path)]) or "none"
             raise ConvoyError(f"data.train or data.test is no folder below {shown(path)}, which holds {listing}")
     leftovers, empty = Counter[str](), list[str]()
-    classes, source = _scan(path, train, test, leftovers, empty)
+    classes, source = _scan(path, train, held_out.get("test"), leftovers, empty)
     if not classes:
         raise ConvoyError(
             f"{shown(train)} holds no class folders with pictures: put those of each class into a folder of its own"
         )
     if empty:
         notes.append(f"left out: {_listed(empty)} without pictures")
-    held_out = None
-    if test is not None:
-        test_names, held_out = _scan(path, test, None, leftovers, [])
-        for name in test_names:
+    sources = {"train": source}
+    for split, folder in held_out.items():
+        names, sources[split] = _scan(path, folder, None, leftovers, [])
+        for name in names:
             if name not in classes:
                 raise ConvoyError(
-                    f"{shown(test / name)} is a class that {train.name}/ does not have pictures of: add some there or "
-                    "remove it here"
+                    f"{shown(folder / name)} is a class that {train.name}/ does not have pictures of: add some there "
+                    "or remove it here"
                 )
-        if not test_names:
+        if not names and split == "test" and "validation" in sources:  # its labels may be withheld
+            notes.append(f"left out: {printable(folder.name)}/, which has no class folders")
+            del sources[split]
+        elif not names:
             raise ConvoyError(
-                f"{shown(test)} holds no class folders with pictures: make one for each class as in {train.name}/, or "
-                f"go without by --set data.train={printable(str(train.relative_to(path)))}"
+                f"{shown(folder)} holds no class folders with pictures: make one for each class as in {train.name}/, "
+                f"or go without by --set data.train={printable(str(train.relative_to(path)))}"
             )
-        relabel([held_out], test_names, classes)
-    for folder in {path, train, test or train}:
+        else:
+            relabel([sources[split]], names, classes)
+    for folder in {path, train, *held_out.values()}:
         ends = (entry.suffix.lower() for entry in folder.iterdir() if not entry.name.startswith("."))
         leftovers.update(f"{end} beside the class folders" for end in ends if end in suffixes())
-    names = [printable(name) for name in classes]
-    return Opened(path.resolve().name, names, source, held_out, notes=(*notes, *left_out(leftovers)))
+    shown_classes = [printable(name) for name in classes]
+    return Opened.of(path.resolve().name, shown_classes, sources, (*notes, *left_out(leftovers)))
 
 
-def _splits(path: Path) -> tuple[Path, Path | None, list[str]]:
-    """The folders of class folders to train and to test on (None where one tree holds all), and sentences on that."""
+def _splits(path: Path) -> tuple[Path, dict[str, Path], list[str]]:
+    """The folders of class folders to train on, and for validation and test (none where one tree holds all), and
+    sentences on that."""
     folders = _folders(path)
     splits = {folder: split for folder in folders if (split := split_of(folder.name)) is not None}
     if not splits:
@@ -120,29 +126,31 @@ def _splits(path: Path) -> tuple[Path, Path | None, list[str]]:
             shared = shared & _inner(folder) if len(shared) > 1 else set()  # one may be what each class has, as images/
         if len(folders) > 1 and len(shared) > 1:
             raise _unclear(path, folders)
-        return path, None, []
+        return path, {}, []
     train = [folder for folder in splits if splits[folder] == "train"]
-    tests = [folder for folder in splits if splits[folder] == "val"] or [
-        child for child in splits if child not in train
-    ]
+    validation, tests = ([folder for folder in splits if splits[folder] == split] for split in ("val", "test"))
+    if validation and len(tests) > 1:
+        tests = []
     unnamed = [
         folder for folder in folders if folder not in splits and any(end in suffixes() for _, end in _files(folder))
     ]
     within = {name for folder in splits for name in _inner(folder)}
     overlap = within and any(folder.name in within or _inner(folder) & within for folder in unnamed)
-    if unnamed and not overlap and (not train or not (within or tests)):
+    held_out = validation + tests
+    if unnamed and not overlap and (not train or not (within or held_out)):
         classes = _listed([folder.name for folder in splits])
-        return path, None, [f"{classes} is a class here, not a split (--set data.train=… says otherwise)"]
+        return path, {}, [f"{classes} is a class here, not a split (--set data.train=… says otherwise)"]
     if not train and not unnamed:
         raise ConvoyError(
-            f"{shown(path)} has {tests[0].name}/ but no train/: put the training pictures into train/, or set "
-            f"data.path to {shown(tests[0])} to split that"
+            f"{shown(path)} has {held_out[0].name}/ but no train/: put the training pictures into train/, or set "
+            f"data.path to {shown(held_out[0])} to split that"
         )
-    if len(train) != 1 or len(tests) > 1 or overlap or (unnamed and not tests):
+    if len(train) != 1 or max(len(validation), len(tests)) > 1 or overlap or (unnamed and not held_out):
         raise _unclear(path, folders)
-    unused = [folder.name for folder in folders if folder not in (*train, *tests)]
+    unused = [folder.name for folder in folders if folder not in (*train, *held_out)]
     notes = [f"left out: {_listed(unused)}"] if unused else []
-    return _unwrapped(train[0]), _unwrapped(tests[0]) if tests else None, notes
+    named = [("validation", folder) for folder in validation] + [("test", folder) for folder in tests]
+    return _unwrapped(train[0]), {split: _unwrapped(folder) for split, folder in named}, notes
 
 
 def _unclear(path: Path, folders: list[Path]) -> ConvoyError:

@@ -110,7 +110,22 @@ def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) ->
     """The maker of the batches of one of the splits."""
     geometry = Geometry(data.image_size, data.resize, config.augment, data.evaluation_size, config.progressive)
     skip_bad, decoder = config.bad_images == "skip", config.decoder or "pillow"
-    return BatchMaker(source, geometry, data.channels, seed=seed, skip_bad=skip_bad, decoder=decoder)
+    options: dict[str, Any] = {"seed": seed, "skip_bad": skip_bad, "decoder": decoder, "ignored": config.ignore_index}
+    return BatchMaker(source, geometry, data.channels, **options)
+
+
+def check_augmentation(data: DataSet, config: DataConfig, seed: int) -> None:
+    """Refuse an augmentation of the user's that cannot change the first training picture, or does so otherwise each
+    time."""
+    if config.augment.function is None:
+        return
+    first = np.zeros(1, np.int64)
+    one, other = (batch_maker(data, config, data.train, seed).at(0).make(first, 0).images for _ in range(2))
+    if not torch.equal(one, other):
+        raise ConvoyError(
+            f"the augmentation {config.augment.function} changes a picture otherwise each time: let it draw random "
+            "numbers from the generator that it is given, and from nothing else"
+        )
 
 
 def _run(
@@ -319,7 +334,7 @@ class Workers:
         batch = self._maker.batch(torch.from_numpy(images), Filled(samples, bad), request.epoch)
         if not self._pin_memory:
             return batch
-        return replace(batch, labels=batch.labels.pin_memory()) if self._buffers.pinned else batch.pin_memory()
+        return replace(batch, targets=batch.targets.pin_memory()) if self._buffers.pinned else batch.pin_memory()
 
 
 def _filler(maker: BatchMaker, buffers: Buffers) -> Callable[..., tuple[int, list[tuple[int, str]]]]:

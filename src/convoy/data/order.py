@@ -26,6 +26,11 @@ class Purpose(IntEnum):
     PCA = 6
     RAND_AUGMENT = 7
     MIX = 8
+    TRIVIAL_AUGMENT = 9
+    ERASE = 10
+    NOISE = 11
+    DRAW = 12
+    OWN = 13
 
 
 def keys(seed: int, purpose: Purpose, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -51,9 +56,20 @@ def normals(uniform: NDArray[np.float64]) -> list[float]:
 
 class Order:
     """The order of samples over a whole run. Every epoch is a new permutation of all samples, cut into global batches;
-    the last incomplete batch is left out, and as the permutation changes, not always the same samples are."""
+    the last incomplete batch is left out, and as the permutation changes, not always the same samples are.
 
-    def __init__(self, num_samples: int, batch: int, seed: int, repeats: int = 1) -> None:
+    With `weights` an epoch has as many samples, drawn with replacement, each in proportion to the weight of its class.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch: int,
+        seed: int,
+        repeats: int = 1,
+        weights: NDArray[np.float64] | None = None,
+        labels: NDArray[np.int64] | None = None,
+    ) -> None:
         """Raises ConvoyError when a batch needs more samples than there are."""
         if batch < 1:
             raise ConvoyError(f"batch {batch} is not a number of samples: set --batch to at least 1")
@@ -64,15 +80,33 @@ class Order:
         self.num_samples = num_samples
         self.batch = batch
         self.seed, self.repeats = seed, repeats
+        self._weights, self._labels = weights, labels
         self.updates_per_epoch = num_samples // batch
         self._latest: tuple[int, NDArray[np.int64]] | None = None
 
     def samples(self, epoch: int) -> NDArray[np.int64]:
-        """The permutation of all samples [num_samples] in an epoch (0-based)."""
+        """The samples [num_samples] of an epoch (0-based): a permutation of all, or those drawn, in their order."""
         if self._latest is None or self._latest[0] != epoch:
             order = np.argsort(keys(self.seed, Purpose.ORDER, epoch, np.arange(self.num_samples)), kind="stable")
+            if self._weights is not None:
+                order = self._drawn(epoch, self._weights)[order]
             self._latest = (epoch, order.astype(np.int64))
         return self._latest[1]
+
+    def _drawn(self, epoch: int, weights: NDArray[np.float64]) -> NDArray[np.int64]:
+        """As many samples as there are, by systematic sampling (Madow and Madow, 1944): equal steps along the samples,
+        which lie class by class, shuffled within a class, so that each class has its share to within one sample.
+        What is drawn again is a further view, which is augmented otherwise."""
+        numbers = np.arange(self.num_samples)
+        assert self._labels is not None
+        line = np.lexsort((keys(self.seed, Purpose.DRAW, epoch, numbers), self._labels))
+        ends = np.cumsum(weights[self._labels][line])
+        start = uniforms(self.seed, Purpose.DRAW, epoch, numbers[:1], 1)[0, 0]
+        steps = (numbers + start) * (ends[-1] / self.num_samples)
+        places = np.searchsorted(ends, steps, side="right").clip(max=self.num_samples - 1)
+        views = (numbers - np.searchsorted(places, places)) * self.repeats
+        drawn: NDArray[np.int64] = line[places] + views * self.num_samples
+        return drawn
 
     def update(self, k: int) -> tuple[int, NDArray[np.int64]]:
         """Epoch and samples [batch] of update `k`, counted from 0 over the whole run. View number v of sample s is the

@@ -24,6 +24,7 @@ from PIL import Image
 from convoy.data.decode import BadImage, finish_picture, open_picture, suffix_of, upright_size
 from convoy.data.packed import (
     INDEX,
+    MASKS,
     PER_SHARD,
     SPLITS,
     UNFINISHED,
@@ -57,14 +58,19 @@ def pack(
     """Write a data set as a pack, or finish one that was interrupted; returns the statistics of each split. Raises
     ConvoyError for a picture that cannot be read, or a folder that holds something else; MachineError where a process
     died."""
-    sources = [contents.train, contents.test] if contents.test is not None else [contents.train]
-    splits = dict(zip(SPLITS[0] if len(sources) == 2 else SPLITS[1], sources, strict=True))
+    held_out = contents.validation or contents.test
+    sources = [contents.train] if held_out is None else [contents.train, held_out]
+    splits: dict[str, Source] = dict(zip(SPLITS[0] if len(sources) == 2 else SPLITS[1], sources, strict=True))
+    splits |= {f"{split}{MASKS}": source.masks for split, source in splits.items() if source.masks is not None}
+    if contents.task == "segmentation" and options.short_side is not None:
+        raise ConvoyError("--short-side would leave masks larger than their pictures: leave it out")
     what = {
         "version": VERSION,
         "name": contents.name,
         "format": kind,
         "options": asdict(options),
         "classes": contents.classes,
+        **({"task": contents.task} if contents.task != "classification" else {}),
         # Marks by which the original is recognised: not sizes, as a picture may have been mended.
         "splits": {
             name: {key: value for key, value in source.fingerprint().items() if key != "sizes"}
@@ -173,7 +179,7 @@ class _Shard:
             return None
         return notes if checksum == b"%d" % zlib.crc32(text) and notes.shape == (len(self.samples), 11) else None
 
-    def write(self, source: Source, labels: NDArray[np.int64], options: PackOptions) -> None:
+    def write(self, source: Source, labels: NDArray[Any], options: PackOptions) -> None:
         """Write the tar, and then the notes on it. Raises BadImage."""
         notes: list[tuple[int, ...]] = []
 
@@ -183,7 +189,8 @@ class _Shard:
                     data, suffix, counts = packed_picture(source, sample, options)
                     notes.append((tar.offset + _TAR_BLOCK, len(data), zlib.crc32(data), *counts))
                     _add(tar, f"{sample:09d}{suffix}", data)
-                    _add(tar, f"{sample:09d}.cls", str(labels[sample]).encode())
+                    target = labels[sample]
+                    _add(tar, f"{sample:09d}.{'json' if target.ndim else 'cls'}", str(target.tolist()).encode())
 
         write_atomically(self.folder / self.name, fill)
         text = json.dumps(notes)
@@ -212,7 +219,10 @@ def _write_shards(
         tell(f"going on after {num_done:,} of {total:,} pictures")
     if progress:
         progress("packing", num_done, total)
-    labels = {split: SharedArray.of(source.labels) for split, source in splits.items()}
+    labels = {
+        split: SharedArray.of(source.labels if source.values is None else source.values)
+        for split, source in splits.items()
+    }
     mend = f"run the same again to go on in {shown(folder)}"
     pool = Pool("packs", mend, processes, _writer, shards, splits, labels, options)
     try:
@@ -244,7 +254,8 @@ def _writer(
 
     def write(number: int, *_: int) -> None:
         shard = shards[number]
-        shard.write(splits[shard.split], labels[shard.split].array, options)
+        form = PackOptions() if shard.split.endswith(MASKS) else options
+        shard.write(splits[shard.split], labels[shard.split].array, form)
 
     return write
 
@@ -289,7 +300,8 @@ def index_arrays(
     """The arrays of a split: where its pictures lie, their labels, checksums and names."""
     names = [source.name(sample).encode("utf-8", "surrogatepass") for sample in range(len(source))]
     offsets, sizes, checksums = notes[:, :3].T
-    return {
+    values = {} if source.values is None else {f"{split}.value": source.values.ravel()}
+    return values | {
         f"{split}.shard": shards.astype(np.int32),
         f"{split}.offset": offsets.copy(),
         f"{split}.size": sizes.astype(np.int32),

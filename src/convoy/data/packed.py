@@ -40,6 +40,7 @@ INDEX, UNFINISHED = "index.safetensors", ".packing"
 VERSION = 1
 # Names in shards and index. `data` is of an original without a split, so that readers see no split in the name.
 SPLITS = (["train", "test"], ["data"])
+MASKS = "_masks"  # behind the name of a split: its masks, which are packed as pictures are
 PER_SHARD = 2048
 
 _EVERY = 2000  # pictures from one report of progress to the next
@@ -111,6 +112,7 @@ class Pack(BaseModel, frozen=True):
     name: _Name  # of the original data set
     format: _Name  # of the original
     classes: list[_Name]  # by label
+    task: str = "classification"
     options: PackOptions
     statistics: dict[str, Statistics]  # by split: train and test, or data
     shards: dict[str, int]  # sizes in bytes, by name
@@ -131,7 +133,7 @@ class Pack(BaseModel, frozen=True):
             if document["version"] > VERSION:
                 raise ConvoyError(f"{shown(path)} was packed by a later version of Convoy: use that, or pack again")
             pack = cls.model_validate(document | {"path": path})
-            if list(pack.statistics) not in SPLITS or any(name != Path(name).name for name in pack.shards):
+            if pack.splits not in SPLITS or any(name != Path(name).name for name in pack.shards):
                 raise ValueError
         except ConvoyError:
             raise
@@ -140,6 +142,10 @@ class Pack(BaseModel, frozen=True):
         if not to_verify and (faults := pack.wrong_shards()):
             raise ConvoyError(next(iter(faults.values())))
         return pack
+
+    @property
+    def splits(self) -> list[str]:
+        return [split for split in self.statistics if not split.endswith(MASKS)]
 
     def __str__(self) -> str:
         return f"a pack of {self.name} ({self.format}; {self.options})"
@@ -168,7 +174,7 @@ class Pack(BaseModel, frozen=True):
         except SafetensorError:
             raise _damaged(index) from None
         for name, array in arrays.items():
-            if array.ndim != 1 or array.dtype.kind not in "iu" or zlib.crc32(array) != self.index.get(name):
+            if array.ndim != 1 or array.dtype.kind not in "iuf" or zlib.crc32(array) != self.index.get(name):
                 raise _damaged(index)
         return list(arrays.values())
 
@@ -187,12 +193,21 @@ class Pack(BaseModel, frozen=True):
         files = [self.path / shard_name(split, number) for number in range(len(self.shards))]
         source = PackedSource(files, SharedBytes([names.tobytes()], ends), places, label.astype(np.int64))
         source.contents = self.index.get(f"{split}.crc32", 0)
+        if f"{split}.value" in self.index:
+            (values,) = self.arrays(split, "value")
+            if values.size != len(label) * len(self.classes):
+                raise _damaged(self.path / INDEX)
+            source.values = values.astype(np.float32).reshape(len(label), -1)
+        if split + MASKS in self.statistics:
+            source.masks = self.source(split + MASKS)
+            if len(source.masks) != len(label):
+                raise _damaged(self.path / INDEX)
         return source
 
     def contents(self) -> Opened:
         note = f"{shown(self.path)} is {self}; its samples come in the order of the original"
-        sources, side = [self.source(split) for split in self.statistics], self.options.short_side
-        return Opened(self.name, self.classes, *sources, notes=(note,), short_side=side)
+        sources, side = [self.source(split) for split in self.splits], self.options.short_side
+        return Opened(self.name, self.classes, *sources, notes=(note,), short_side=side, task=self.task)
 
 
 @contextmanager
@@ -255,6 +270,8 @@ def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
     """Write the pictures of a pack as a folder for each class, below one for each split, under their original names as
     far as possible; returns their number. Until all are written they lie in a new hidden folder, so that nobody takes a
     part for the whole."""
+    if pack.task != "classification":
+        raise ConvoyError(f"{shown(pack.path)} is of {pack.task}: only a pack of classes becomes folders again")
     was_there = folder.exists()
     if was_there and (not folder.is_dir() or any(folder.iterdir())):
         raise ConvoyError(f"{shown(folder)} is not an empty folder: name a new one")

@@ -132,22 +132,22 @@ def _row_group(path: str, group: int, column: str) -> Any:
 def open_parquet(path: Path, config: DataConfig) -> Opened:
     """One file, or a folder of files whose names say train, val or test. Raises ConvoyError where a file is damaged or
     differs from the rest, its columns are not clear, or a label occurs in the test alone."""
-    splits = [files for files in shards(path, ".parquet", config) if files]
-    with _arrow(splits[0][0]):
-        layout = _Layout.of(splits[0][0], config)
-    sources = [layout.open(files) for files in splits]
+    splits = shards(path, ".parquet", config)
+    with _arrow(splits["train"][0]):
+        layout = _Layout.of(splits["train"][0], config)
+    sources = {split: layout.open(files) for split, files in splits.items()}
     classes = layout.classes or []
     if layout.text:
-        names = np.unique(sources[0].labels)
-        if len(unknown := np.setdiff1d(sources[-1].labels, names)):
-            raise ConvoyError(
-                f"{shown(splits[-1][0])} has label {str(unknown[0])!r}, which no training sample has: mend that, or go "
-                "without its split by naming the files to train on (--set data.train=…)"
-            )
-        for source in sources:
+        names = np.unique(sources["train"].labels)
+        for split, source in sources.items():
+            if len(unknown := np.setdiff1d(source.labels, names)):
+                raise ConvoyError(
+                    f"{shown(splits[split][0])} has label {str(unknown[0])!r}, which no training sample has: mend "
+                    "that, or go without its split by naming the files to train on (--set data.train=…)"
+                )
             source.labels = np.searchsorted(names, source.labels).astype(np.int64)
         classes = names.tolist()
-    return Opened(path.stem if path.is_file() else path.resolve().name, classes, *sources, notes=layout.notes)
+    return Opened.of(path.stem if path.is_file() else path.resolve().name, classes, sources, layout.notes)
 
 
 @dataclass(frozen=True)

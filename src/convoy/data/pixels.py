@@ -76,10 +76,11 @@ class PixelSource(Source):
         strip = self.pixels.reshape(num * height, width, depth)
         image = in_channels(Image.fromarray(strip[:, :, 0] if depth == 1 else strip), channels)
         pixels = np.asarray(image).reshape(num, height, width, channels)
-        return PixelSource(pixels, self.labels, self._name, self._numbers)
+        return PixelSource(pixels, self.labels, self._name, self._numbers).taking_targets(self)
 
     def subset(self, samples: NDArray[np.int64]) -> "PixelSource":
-        return PixelSource(self.pixels[samples], self.labels[samples], self._name, self._numbers[samples])
+        part = PixelSource(self.pixels[samples], self.labels[samples], self._name, self._numbers[samples])
+        return part.taking_targets(self, samples)
 
 
 MNIST_CLASSES = [str(digit) for digit in range(10)]

@@ -5,11 +5,11 @@ import gzip
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,10 @@ Progress = Callable[[str, int, int], None]  # called with the name of long work,
 class Source(ABC):
     """Labelled pictures, numbered from 0."""
 
-    labels: NDArray[np.int64]  # int64 [N]
+    labels: NDArray[np.int64]  # int64 [N]: classes, by which a split is stratified
+    # What is learnt in their place: float32 [N, outputs], or masks that have the numbers of their pictures.
+    values: NDArray[np.float32] | None = None
+    masks: "EncodedSource | None" = None
     mend = "mend or remove it"  # what to do about one that is bad
     is_packed = False
 
@@ -36,7 +39,7 @@ class Source(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """For a worker process, which needs no copy of the labels."""
-        return self.__dict__ | {"labels": range(len(self))}
+        return self.__dict__ | {"labels": range(len(self)), "values": None}
 
     @abstractmethod
     def name(self, sample: int) -> str:
@@ -45,7 +48,12 @@ class Source(ABC):
     def fingerprint(self) -> dict[str, Any]:
         """The marks by which the samples are recognised, as JSON: the number of `samples`, CRC-32 of their `labels` and
         `names` in their order, and either that of the `contents` of all, or the `sizes` of a few files."""
-        return {"samples": len(self), "labels": zlib.crc32(self.labels.astype(np.int64).data), **self._marks()}
+        targets = zlib.crc32(self.labels.astype(np.int64).data)
+        if self.values is not None:
+            targets = zlib.crc32(np.ascontiguousarray(self.values).data, targets)
+        if self.masks is not None:
+            targets = zlib.crc32(repr(self.masks.fingerprint()).encode(), targets)
+        return {"samples": len(self), "labels": targets, **self._marks()}
 
     def _marks(self) -> dict[str, Any]:
         return {}
@@ -61,6 +69,13 @@ class Source(ABC):
     @abstractmethod
     def subset(self, samples: NDArray[np.int64]) -> "Source":
         """Some of the samples, in this order."""
+
+    def taking_targets(self, source: "Source", samples: NDArray[np.int64] | slice = slice(None)) -> Self:
+        """This source, with the targets of another one's samples."""
+        self.values = None if source.values is None else source.values[samples]
+        if source.masks is not None:
+            self.masks = source.masks if isinstance(samples, slice) else source.masks.subset(samples)
+        return self
 
     def load(self, sample: int) -> Image.Image:
         """The picture, 8 bit, mode L or RGB, upright. Raises BadImage."""
@@ -82,7 +97,7 @@ class EncodedSource(Source):
         return self
 
     def subset(self, samples: NDArray[np.int64]) -> "EncodedSource":
-        return _Subset(self, samples)
+        return _Subset(self, samples).taking_targets(self, samples)
 
 
 class _Subset(EncodedSource):
@@ -121,8 +136,16 @@ class Opened:
     classes: list[str]  # by label; empty where the format only numbers them
     train: Source
     test: Source | None = None
+    validation: Source | None = field(default=None, kw_only=True)
     notes: tuple[str, ...] = field(default=(), kw_only=True)
     short_side: int | None = field(default=None, kw_only=True)
+    task: str = field(default="classification", kw_only=True)
+
+    @classmethod
+    def of(cls, name: str, classes: list[str], sources: Mapping[str, Source], notes: tuple[str, ...]) -> "Opened":
+        """From sources by split."""
+        test, validation = sources.get("test"), sources.get("validation")
+        return cls(name, classes, sources["train"], test, validation=validation, notes=notes)
 
 
 @contextmanager
@@ -158,6 +181,7 @@ _SPLITS = {
     for of in ("", "data", "dataset", "set", "split", "image", "img", "picture", "photo", "sample", "folder", "dir")
     for plural in ("", "s")
 }
+_SPLIT_NAMES = {"train": "train", "validation": "val", "test": "test"}
 _WORD_ENDS = re.compile(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+")
 
 
@@ -169,11 +193,11 @@ def split_of(name: str) -> str | None:
     return splits.pop() if len(splits) == 1 else None
 
 
-def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], list[Path]]:
-    """The files with this suffix to train on and to test on, sorted by name, as the recipe or their names say; raises
-    ConvoyError if unclear. Files of `val` are preferred to those of `test`, whose labels are often withheld."""
+def shards(path: Path, suffix: str, config: DataConfig) -> dict[str, list[Path]]:
+    """The files with this suffix of each split, those to train on first, sorted by name, as the recipe or their names
+    say; raises ConvoyError if unclear."""
     if path.is_file():
-        return [path], []
+        return {"train": [path]}
     paths = sorted(file for file in path.rglob(f"*{suffix}") if file.is_file() and not file.name.startswith("."))
     if not paths:
         raise ConvoyError(f"{shown(path)} holds no {suffix} file: set data.path to the folder of the shards")
@@ -183,13 +207,13 @@ def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], lis
         for key, pattern, files in zip(("train", "test"), patterns, groups, strict=True):
             if pattern and not files:
                 raise ConvoyError(f"data.{key}={pattern} is no {suffix} file below {shown(path)}")
-        return groups[0], groups[1]
+        return {"train": groups[0], **({"test": groups[1]} if groups[1] else {})}
     splits: dict[str, list[Path]] = {}
     for file in paths:
         parts = map(split_of, reversed(file.relative_to(path).parts))
         splits.setdefault(next(filter(None, parts), "none"), []).append(file)
     if len(splits) == 1 and "none" in splits:
-        return paths, []
+        return {"train": paths}
     if "none" in splits:
         raise ConvoyError(
             f"{shown(splits['none'][0])} belongs to no split while other files of {shown(path)} do: "
@@ -200,7 +224,7 @@ def shards(path: Path, suffix: str, config: DataConfig) -> tuple[list[Path], lis
             f"{shown(path)} has no {suffix} file for training: put train into the names of its training files, or name "
             "them (--set data.train=…)"
         )
-    return splits["train"], splits.get("val") or splits.get("test", [])
+    return {name: splits[key] for name, key in _SPLIT_NAMES.items() if key in splits}
 
 
 def _matches(file: Path, pattern: str) -> bool:
@@ -226,7 +250,10 @@ def check_labels(path: Path, contents: Opened) -> None:
         if largest_label >= _MAX_CLASSES:
             raise ConvoyError(f"{shown(path)} has label {largest_label}, out of range: classes are numbered from 0")
         contents.classes = [str(number) for number in range(largest_label + 1)]
-    for source in filter(None, (contents.train, contents.test)):
+    if contents.validation is not None and contents.test is not None and (contents.test.labels == -1).all():
+        contents.test = None
+        contents.notes += ("left out: the test split, whose labels are withheld",)
+    for source in filter(None, (contents.train, contents.validation, contents.test)):
         bad_samples = np.flatnonzero((source.labels < 0) | (source.labels >= len(contents.classes)))
         if len(bad_samples):
             sample = int(bad_samples[0])

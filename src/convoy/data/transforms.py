@@ -1,7 +1,7 @@
 """Transforms of pictures: crop and resizing, random changes of color, normalization, mixup and CutMix."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import Image, ImageEnhance
+from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
 from convoy.data.config import AugmentConfig, MixConfig, ProgressiveConfig
@@ -24,6 +24,7 @@ DEFAULT_PAD = 4
 DEFAULT_SCALE = (0.08, 1.0)
 DEFAULT_RATIO = (3 / 4, 4 / 3)
 _ATTEMPTS = 10
+BOX_DRAWS = 2 * _ATTEMPTS + 2  # random numbers for a box
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,13 @@ class Geometry:
         """The part of a picture of this size that becomes the result, but for crop=pad; the center without draws."""
         if draws is None or self.augment.crop == "none":
             return self.center_box(width, height)
-        return self._random_box(width, height, draws)
+        return random_box(
+            width, height, draws, self.augment.scale or DEFAULT_SCALE, self.augment.ratio or DEFAULT_RATIO
+        )
 
     def draws(self, seed: int, epoch: int, samples: NDArray[np.int64]) -> NDArray[np.float64]:
         """The random numbers in [0, 1) that `crop` needs: [n, 0, 2 or 22]."""
-        num = {"none": 0, "pad": 2, "random-resized": 2 * _ATTEMPTS + 2}[self.augment.crop]
+        num = {"none": 0, "pad": 2, "random-resized": BOX_DRAWS}[self.augment.crop]
         return uniforms(seed, Purpose.CROP, epoch, samples, num)
 
     def crop(self, image: Image.Image, name: str, draws: NDArray[np.float64] | None) -> Image.Image:
@@ -111,22 +114,23 @@ class Geometry:
             left, top = left + self.pad, top + self.pad
         return image.crop((left, top, left + self.image_size, top + self.image_size))
 
-    def _random_box(self, width: int, height: int, draws: NDArray[np.float64]) -> CropBox:
-        """A random part of the area with a random shape, as in torchvision: ten tries, then the middle."""
-        low, high = self.augment.scale or DEFAULT_SCALE
-        narrow, wide = self.augment.ratio or DEFAULT_RATIO
-        u = draws.tolist()
-        for attempt in range(_ATTEMPTS):
-            area = width * height * (low + (high - low) * u[2 * attempt])
-            shape = math.exp(math.log(narrow) + (math.log(wide) - math.log(narrow)) * u[2 * attempt + 1])
-            w, h = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
-            if 0 < w <= width and 0 < h <= height:
-                left, top = math.floor(u[-2] * (width - w + 1)), math.floor(u[-1] * (height - h + 1))
-                return left, top, left + w, top + h
-        shape = min(max(width / height, narrow), wide)
-        w, h = min(width, max(1, round(height * shape))), min(height, max(1, round(width / shape)))
-        left, top = (width - w) // 2, (height - h) // 2
-        return left, top, left + w, top + h
+
+def random_box(
+    width: int, height: int, draws: NDArray[np.float64], scale: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[int, int, int, int]:
+    """A random part of the area with a random shape, as in torchvision: ten tries, then the middle."""
+    (low, high), (narrow, wide), u = scale, ratio, draws.tolist()
+    for attempt in range(_ATTEMPTS):
+        area = width * height * (low + (high - low) * u[2 * attempt])
+        shape = math.exp(math.log(narrow) + (math.log(wide) - math.log(narrow)) * u[2 * attempt + 1])
+        w, h = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = math.floor(u[-2] * (width - w + 1)), math.floor(u[-1] * (height - h + 1))
+            return left, top, left + w, top + h
+    shape = min(max(width / height, narrow), wide)
+    w, h = min(width, max(1, round(height * shape))), min(height, max(1, round(width / shape)))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
 
 
 # Eigenvalues and eigenvectors (in columns) of the covariance of ImageNet's RGB values, scaled from 0 to 1.
@@ -147,13 +151,16 @@ class ColorAugment:
 
     @property
     def on(self) -> bool:
-        return bool(self._config.rand_augment or self._config.color_jitter or self._config.pca_noise)
+        config = self._config
+        return bool(config.rand_augment or config.trivial_augment or config.color_jitter or config.pca_noise)
 
     def __call__(self, image: Image.Image, epoch: int, sample: int) -> Image.Image:
         numbers = np.array([sample], np.int64)
         if self._config.rand_augment_numbers:
             key = int(keys(self._seed, Purpose.RAND_AUGMENT, epoch, numbers)[0])
             image = rand_augment(image, self._config.rand_augment_numbers, key)
+        if self._config.trivial_augment:
+            image = trivial_augment(image, uniforms(self._seed, Purpose.TRIVIAL_AUGMENT, epoch, numbers, 3)[0])
         if self._config.color_jitter:
             draws = uniforms(self._seed, Purpose.JITTER, epoch, numbers, 6)[0]
             image = jitter(image, self._config.color_jitter, draws)
@@ -201,6 +208,53 @@ def _kornia(num: int, strength: int) -> Any:
     from kornia.augmentation.auto import RandAugment
 
     return RandAugment(n=num, m=strength)
+
+
+def trivial_augment(image: Image.Image, draws: NDArray[np.float64]) -> Image.Image:
+    """TrivialAugment (Müller and Hutter, 2021, table 1, wide): `draws` choose one of 14 operations, one of 31
+    strengths from none to full, and its sign where it has one."""
+    strength = math.floor(draws[1] * 31) / 30
+    signed = strength if draws[2] < 0.5 else -strength
+
+    def enhanced(kind: Any) -> Any:
+        return kind(image).enhance(1 + 0.99 * signed)
+
+    def moved(*matrix: float) -> Any:
+        return image.transform(image.size, Image.Transform.AFFINE, matrix)
+
+    operations: list[Callable[[], Any]] = [
+        lambda: image,
+        lambda: ImageOps.autocontrast(image),
+        lambda: ImageOps.equalize(image),
+        lambda: ImageOps.posterize(image, 8 - round(6 * strength)),
+        lambda: ImageOps.solarize(image, round(256 * (1 - strength))),
+        lambda: image.rotate(135 * signed),
+        lambda: moved(1, 0.99 * signed, 0, 0, 1, 0),
+        lambda: moved(1, 0, 0, 0.99 * signed, 1, 0),
+        lambda: moved(1, 0, round(32 * signed), 0, 1, 0),
+        lambda: moved(1, 0, 0, 0, 1, round(32 * signed)),
+        lambda: enhanced(ImageEnhance.Color),
+        lambda: enhanced(ImageEnhance.Contrast),
+        lambda: enhanced(ImageEnhance.Brightness),
+        lambda: enhanced(ImageEnhance.Sharpness),
+    ]
+    result: Image.Image = operations[math.floor(draws[0] * len(operations))]()
+    return result
+
+
+ERASED_AREA, ERASED_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
+
+
+def erase(images: NDArray[np.uint8], samples: NDArray[np.int64], probability: float, seed: int, epoch: int) -> None:
+    """Random erasing (Zhong et al., 2020, algorithm 1, with random pixels) of pictures [n, channels, height, width],
+    the last change of all; the largest area is that of timm and torchvision."""
+    draws = uniforms(seed, Purpose.ERASE, epoch, samples, BOX_DRAWS + 1)
+    for place in np.flatnonzero(draws[:, -1] < probability):
+        height, width = images.shape[2:]
+        left, top, right, bottom = random_box(width, height, draws[place, :-1], ERASED_AREA, ERASED_RATIO)
+        piece = images[place, :, top:bottom, left:right]
+        noise = uniforms(seed, Purpose.NOISE, epoch, samples[[place]], piece.size)[0]
+        piece[:] = (256 * noise).astype(np.uint8).reshape(piece.shape)
 
 
 def mix(

@@ -93,14 +93,15 @@ def open_tars(path: Path, config: DataConfig, progress: Progress | None = None) 
     """One tar, or a folder of tars whose names say train, val or test; class names come from a `classes.txt` beside
     them."""
     leftovers, text = Counter[str](), ""
-    sources = [_open_split(files, progress, leftovers) for files in shards(path, ".tar", config) if files]
+    splits = shards(path, ".tar", config).items()
+    sources = {split: _open_split(files, progress, leftovers) for split, files in splits}
     names = (path.parent if path.is_file() else path) / CLASS_NAMES
     if names.is_file():
         with reading(names):
             text = names.read_text(encoding="utf-8", errors="replace")
     classes = [printable(line.strip()) for line in text.splitlines() if line.strip()]
     name = path.stem if path.is_file() else path.resolve().name
-    return Opened(name, classes, *sources, notes=tuple(left_out(leftovers)))
+    return Opened.of(name, classes, sources, tuple(left_out(leftovers)))
 
 
 def _open_split(files: list[Path], progress: Progress | None, leftovers: Counter[str]) -> TarSource:

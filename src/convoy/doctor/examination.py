@@ -38,7 +38,7 @@ from convoy.doctor.trials import Budget, try_changes
 from convoy.doctor.updates import Watch
 from convoy.errors import ConvoyError
 from convoy.training.checkpoints import Saver, Timetable
-from convoy.training.classification import StoppedError
+from convoy.training.evaluation import StoppedError
 from convoy.training.recorder import Numbers, Recorder, compare
 from convoy.training.session import Session
 from convoy.training.step import random_batch, wait_for

@@ -258,6 +258,10 @@ class Network:
         if self.reducer is not None:
             self.reducer = self.reducer.anew()
 
+    def train_others(self) -> None:
+        """Take note that other parameters than before are trained: programs, and what is sent, depend on that."""
+        self._programs = {}
+
     def begin_pass(self, samples: tuple[int, ...], device: torch.device) -> None:
         """Announce a training pass over one microbatch, where the caller does not announce passes."""
         if self.samples is None and self.trains:

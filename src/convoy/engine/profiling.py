@@ -68,14 +68,14 @@ def source(
     if whole is not None:
         part = cut(whole.detach(), layout, placement.mesh, place).to(device)
         part = part.clone() if part.data_ptr() == whole.data_ptr() else part
-        return part.requires_grad_(value.origin == "parameter")
+        return part.requires_grad_(value.origin == "parameter" and value.trains)
     if not value.dtype.is_floating_point:
         return torch.zeros(shape, dtype=value.dtype, device=device)
     if value.origin == "buffer":
         return torch.ones(shape, dtype=value.dtype, device=device)
     spread = 1.0 if value.origin == "input" or len(shape) < 2 else 1.0 / math.sqrt(max(1, math.prod(shape[1:])))
     tensor = contiguous(torch.randn(shape, dtype=value.dtype, device=device) * spread, channels_last)
-    return tensor.requires_grad_(value.origin == "parameter")
+    return tensor.requires_grad_(value.origin == "parameter" and value.trains)
 
 
 def contiguous(tensor: Tensor, channels_last: bool) -> Tensor:

@@ -109,6 +109,10 @@ class Stage(Network):
             )
         return super().open_pass(inputs, call)
 
+    def train_others(self) -> None:
+        super().train_others()
+        self._used = None
+
     def owns(self, name: str) -> bool:
         return self._owners_of.get(name, self.stage) == self.stage
 

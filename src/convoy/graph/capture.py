@@ -302,7 +302,8 @@ def _once(
     buffers = {name for name, _ in model.named_buffers()}
     for name, tensor in fake.items():
         texts.alias(tensor, tensors[name])  # a layer may take it for its own
-        recorder.give(name, tensor, "buffer" if name in buffers else "parameter")
+        is_buffer = name in buffers
+        recorder.give(name, tensor, "buffer" if is_buffer else "parameter", is_buffer or tensors[name].requires_grad)
     if shapes is None:
         recorder.know(tensors.items())
     names = _input_names(forward, arguments, set(tensors))

@@ -78,6 +78,7 @@ class Value:
     shape: tuple[int, ...]  # of the whole tensor, over the global batch
     dtype: torch.dtype
     origin: Origin = "call"
+    trains: bool = True  # of a parameter: it is not frozen
 
 
 @dataclass(frozen=True)

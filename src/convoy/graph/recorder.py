@@ -178,9 +178,9 @@ class Recorder(TorchFunctionMode):
         self._inside = False
         self._recomputing = 0
 
-    def give(self, name: str, tensor: Tensor, origin: Origin) -> None:
+    def give(self, name: str, tensor: Tensor, origin: Origin, trains: bool = True) -> None:
         """Announce an input, parameter or buffer."""
-        value = Value(name, tuple(tensor.shape), tensor.dtype, origin)
+        value = Value(name, tuple(tensor.shape), tensor.dtype, origin, trains)
         self._given[name] = value
         self._names[id(tensor)] = name
         self._aliases.add(tensor)

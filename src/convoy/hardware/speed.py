@@ -49,6 +49,7 @@ class Item:
     groups: float = 1.0
     strided: bool = False  # windows are more than one pixel apart
     first: bool = False  # its input has no gradient
+    back: bool = True  # it has a backward pass: not all that it is computed from is frozen
 
 
 # Columns that grow with the images: those of `Work` are of one image
@@ -192,7 +193,7 @@ def times(
     for way in (0, 1):
         of_memory = moved[way] * rows.count / bandwidth
         overlapped = (seconds[way] ** 2 + of_memory**2) ** 0.5
-        ways.append(scale * (overlapped + (1 + way) * launch))
+        ways.append(scale * (overlapped + (2 * rows.back if way else 1) * launch))
     # weights, gradients and momentum are read, two of them written
     update = scale * (20 * work.parameters / bandwidth + work.tensors * start)
     kind = "compiled" if software.compiled else "eager"
@@ -202,11 +203,11 @@ def times(
         backward=ways[1],
         arithmetic=float(scale * seconds.sum()),
         memory=float(scale * (moved * rows.count).sum() / bandwidth),
-        launch=float(3 * scale * launch.sum()),
+        launch=float(scale * (launch * (1 + 2 * rows.back)).sum()),
         update=float(update),
         fixed=0.0 if year else float(2e-3 * factor("fixed")),
         host=host,
-        issuing=float(host * (3 * rows.count.sum() + work.tensors)),
+        issuing=float(host * ((rows.count * (1 + 2 * rows.back)).sum() + work.tensors)),
     )
 
 
@@ -230,7 +231,7 @@ def _arithmetic(work: Work, images: float, device: Device, units: Arithmetic, fa
     ):
         filling = filling * np.where(where, factor(f"{name} {kind}"), 1)
     forward = 2 * rows.macs * images * rows.count / units.peak / np.maximum(filling, 1e-4)
-    backward = forward * (1 - 0.5 * rows.first) * 2 * factor(f"backward {kind}")
+    backward = forward * rows.back * (1 - 0.5 * rows.first) * 2 * factor(f"backward {kind}")
     return np.stack([forward, backward])
 
 
@@ -250,6 +251,7 @@ def _bytes(work: Work, images: float, units: Arithmetic, software: Software, fac
         passes = passes * np.where(between & old, factor("halves"), 1.0)
     passes = passes * np.where(rows.kind == _NORM, factor("norm"), 1.0)
     moved: Array = passes * elements * units.itemsize + np.array([[1.0], [2.0]]) * 4 * rows.weights
+    moved[1] *= rows.back
     return moved
 
 

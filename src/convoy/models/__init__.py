@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from convoy.models.factory import accepts as accepts
     from convoy.models.factory import create as create
     from convoy.models.factory import describe as describe
+    from convoy.models.factory import published as published
     from convoy.models.googlenet import GoogLeNetOutputs as GoogLeNetOutputs
     from convoy.models.registry import ModelInfo as ModelInfo
     from convoy.models.registry import list_models as list_models
@@ -21,7 +22,7 @@ __getattr__ = lazily(
     __name__,
     {
         "counting": "Counts count",
-        "factory": "accepts create describe",
+        "factory": "accepts create describe published",
         "googlenet": "GoogLeNetOutputs",
         "registry": "ModelInfo list_models",
         "weights": "classifier_names image_channels load_weights",

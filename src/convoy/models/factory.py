@@ -1,33 +1,28 @@
 """From a name to a network: the registry's; `timm:NAME` and `torchvision:NAME`, of two libraries that are extras; or
-`package.module:factory`, a function or class of the user's that returns an `nn.Module`.
+`package.module:factory` or `mine.py:factory`, a function or class of the user's that returns an `nn.Module`.
 
-No library is imported before a name asks for it, and nothing is downloaded: published weights are read from a file, by
-`load_weights`. A failure of a constructor becomes one sentence.
+No library is imported before a name asks for it, and nothing is downloaded but by `published`, where a user names
+weights of a library. A failure of a constructor becomes one sentence.
 """
 
 import importlib
-import importlib.util
 import inspect
-import sys
 import typing
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from convoy import own
 from convoy.errors import ConvoyError, reason
-from convoy.failure import INSTALLED
 from convoy.graph.capture import unwrapped
 from convoy.models.registry import REGISTRY, ModelInfo, Registered, UnknownOptionError, check_name
-from convoy.models.weights import RUN as CONFIG
 from convoy.models.weights import classifier_names, first_convolution
+from convoy.own import function_of
 from convoy.terminal import did_you_mean, pip_install
 
 _UNKNOWN = "leave it out, or see what its constructor accepts"
@@ -88,6 +83,11 @@ class Timm:
         model: nn.Module = called(self.name, create, self._model(), pretrained=False, **requested_sizes, **options)
         return model
 
+    def weights(self) -> dict[str, Tensor]:
+        """Those that timm publishes."""
+        model: nn.Module = _extra("timm").create_model(self._model(), pretrained=True)
+        return model.state_dict()
+
     def _model(self) -> str:
         timm = _extra("timm")
         model = self.name.partition(":")[2]
@@ -132,6 +132,12 @@ class Torchvision:
         model: nn.Module = called(self.name, builder, weights=None, **(arguments | dict(options)))
         return model
 
+    def weights(self) -> dict[str, Tensor]:
+        """Those that torchvision's `weights="DEFAULT"` stands for."""
+        published = _extra("torchvision.models").get_model_weights(self._model())
+        state: dict[str, Tensor] = published.DEFAULT.get_state_dict(progress=False, check_hash=True)
+        return state
+
     def _options(self) -> list[str]:
         builder = _extra("torchvision.models").get_model_builder(self._model())
         network = typing.get_type_hints(builder)["return"]
@@ -162,10 +168,29 @@ def _extra(module: str) -> ModuleType:
         ) from error
 
 
+def published(name: str) -> dict[str, Tensor] | None:
+    """The weights of `torchvision:NAME` or `timm:NAME`, which the library fetches unless it has them already; None for
+    other names, as of a file."""
+    kinds: dict[str, type[Timm | Torchvision]] = {"timm": Timm, "torchvision": Torchvision}
+    kind = kinds.get(name.partition(":")[0])
+    if kind is None or ":" not in name:
+        return None
+    try:
+        return kind(name).weights()
+    except ConvoyError:
+        raise
+    except Exception as error:
+        raise ConvoyError(
+            f"the weights {name} cannot be fetched ({reason(error)}): fetch them where there is a network, and give "
+            "their file with --weights FILE"
+        ) from error
+
+
 def _refuse_downloads(name: str, options: Mapping[str, Any]) -> None:
     for option in DOWNLOADS & options.keys():
         raise ConvoyError(
-            f"option {option!r} of {name} would download or unpickle weights: give a file with --weights FILE"
+            f"option {option!r} of {name} would download or unpickle weights: give a file with --weights FILE, or "
+            f"--weights {name}"
         )
 
 
@@ -209,84 +234,14 @@ class Factory:
                 del sizes[error.option]
 
     def function(self) -> Callable[..., Any]:
-        module, _, path = self.name.partition(":")
-        member: Any = _user_module(self.name, module)
-        for part in path.split("."):
-            if not hasattr(member, part):
-                near = did_you_mean(part, [name for name in dir(member) if not name.startswith("_")])
-                raise ConvoyError(f"{self.name}: {module} has no {part!r}{near}")
-            member = getattr(member, part)
-        if not callable(member):
-            raise ConvoyError(
-                f"{self.name} is of type {type(member).__name__}: name a function or class that returns an nn.Module"
-            )
-        function: Callable[..., Any] = member
-        return function
+        return function_of(self.name, "a function or class that returns an nn.Module")
 
 
 def check_own(name: str, file: Path) -> None:
     """Refuse a network that the file of a run or recipe names where building it would run code that is not the user's
-    own: below the current folder, but in no installed package, as some have functions that run what they are given."""
-    network = find(name)
-    if not isinstance(network, Factory):
-        return
-    _add_current_folder()
-    for module in accumulate(name.partition(":")[0].split("."), "{}.{}".format):  # importing runs these, in this order
-        spec = None
-        with suppress(ModuleNotFoundError, ValueError):
-            spec = importlib.util.find_spec(module)
-        runs_nothing = spec is None or (spec.origin is None and spec.submodule_search_locations is not None)
-        if spec is not None and not runs_nothing and not (spec.has_location and _is_own(spec.origin, file)):
-            break
-        _user_module(name, module)
-    else:
-        factory = network.function()
-        while isinstance(factory, partial):
-            factory = factory.func
-        maker = factory if inspect.isroutine(factory) or inspect.isclass(factory) else type(factory)
-        if _is_own(getattr(sys.modules.get(maker.__module__), "__file__", None), file):
-            return
-    raise ConvoyError(
-        f"{file} names {name} as its network, which is code from outside of the current folder: see what that does "
-        "with the options there, then give --trust-code (in Python trust_code=True)"
-    )
-
-
-def _is_own(code: str | None, file: Path) -> bool:
-    """Whether a module's file lies below the current folder, neither installed nor brought by the run or recipe, as is
-    what lies in the same folder below the current one."""
-    if code is None:
-        return False
-    cwd, path, folder = (location.resolve() for location in (Path.cwd(), Path(code), file.parent))
-    installed = str(path).startswith(INSTALLED) or code.startswith(INSTALLED)
-    if installed or not path.is_relative_to(cwd) or (file.name == CONFIG and cwd.is_relative_to(folder)):
-        return False
-    for parent in path.parents[: len(path.parts) - len(cwd.parts)]:
-        if parent.name in ("site-packages", "dist-packages") or any(parent.glob("*.dist-info")):
-            return False
-    top = folder.relative_to(cwd).parts[:1] if folder.is_relative_to(cwd) else ()
-    return not top or not path.is_relative_to(cwd / top[0])
-
-
-def _add_current_folder() -> None:
-    cwd = str(Path.cwd())
-    if cwd not in sys.path:
-        sys.path.insert(0, cwd)
-    importlib.invalidate_caches()
-
-
-def _user_module(name: str, module: str) -> ModuleType:
-    _add_current_folder()
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name and f"{module}.".startswith(f"{error.name}."):
-            raise ConvoyError(
-                f"{name}: there is no module {error.name!r} in {Path.cwd()} or among the installed packages"
-            ) from error
-        raise ConvoyError(f"{name}: {module} needs the module {error.name!r}, which is not installed") from error
-    except Exception as error:
-        raise ConvoyError(f"{name}: importing {module} failed with {reason(error)}") from error
+    own."""
+    if isinstance(find(name), Factory):
+        own.check_own(name, file, "network")
 
 
 def _check_sizes(name: str, model: nn.Module, request: Mapping[str, int | None]) -> None:

@@ -5,15 +5,12 @@ A new network is a file beside this one and a line in the table. The names are t
 """
 
 import importlib
-import importlib.machinery
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from convoy import own
 from convoy.errors import ConvoyError
 from convoy.terminal import brief, did_you_mean, pip_install
 
@@ -131,6 +128,8 @@ def _table() -> Iterator[Registered]:
     for depth in (121, 161, 169, 201):
         title = f"DenseNet-{depth} (Huang et al., 2016)"
         yield from _both_sizes(f"densenet{depth}", title, "densenet.DenseNet", depth=depth)
+    title = "U-Net, padded and with batch norm (Ronneberger et al., 2015)"
+    yield Registered(ModelInfo("unet", title, (3, 256, 256), 2), "unet.UNet", {})
 
 
 REGISTRY: dict[str, Registered] = {entry.info.name: entry for entry in _table()}
@@ -154,17 +153,7 @@ def check_name(name: str, here: bool = True) -> None:
     if not origin or not rest:
         raise ConvoyError(f"model {quoted} is incomplete: write timm:NAME, torchvision:NAME or package.module:factory")
     if origin in ("timm", "torchvision"):
-        if here and not _is_installed(origin):
+        if here and not own.is_installed(origin):
             raise ConvoyError(f"models of {origin} need its extra: {pip_install(origin)}")
-    elif origin.endswith(".py") or not all(part.isidentifier() for part in origin.split(".")):
-        raise ConvoyError(f"model {quoted} names no module: write package.module:factory, with dots and without .py")
-    elif here and not _is_installed(top := origin.partition(".")[0]):
-        raise ConvoyError(
-            f"{brief(name)}: there is no module {brief(top)!r} in {Path.cwd()} or among the installed packages"
-        )
-
-
-def _is_installed(module: str) -> bool:
-    if module in sys.modules or importlib.util.find_spec(module) is not None:
-        return True
-    return importlib.machinery.PathFinder.find_spec(module, [str(Path.cwd())]) is not None
+    elif here:
+        own.check_name(name, "model")

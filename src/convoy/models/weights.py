@@ -26,11 +26,12 @@ ENTRIES = ("state_dict", "model")
 RUN, OF_RUN = "config.yaml", "weights.safetensors"
 
 
-def load_weights(model: nn.Module, path: str | Path) -> list[str]:
-    """Read weights into `model`: a `.safetensors` file, a `.pth` or `.pt` file with a state dict, or a run directory. A
-    file with another number of classes leaves the classifier's fresh weights in place; auxiliary heads that the file or
-    the network lacks are left out. Returns a sentence for each such thing. Raises ConvoyError, with `model` unchanged,
-    for a file that belongs to another network."""
+def load_weights(model: nn.Module, path: str | Path, published: Mapping[str, Tensor] | None = None) -> list[str]:
+    """Read weights into `model`: a `.safetensors` file, a `.pth` or `.pt` file with a state dict, or a run directory;
+    or take those that a library has `published` under that name. A file with another number of classes leaves the
+    classifier's fresh weights in place; auxiliary heads that the file or the network lacks are left out. Returns a
+    sentence for each such thing. Raises ConvoyError, with `model` unchanged, for a file that belongs to another
+    network."""
     path = expanded(path)
     if (path / RUN).is_file():
         if not (path / OF_RUN).is_file():
@@ -39,7 +40,7 @@ def load_weights(model: nn.Module, path: str | Path) -> list[str]:
             )
         path = path / OF_RUN
     state = model.state_dict()
-    tensors = _without_prefixes(_read(path), state)
+    tensors = _without_prefixes(_read(path) if published is None else dict(published), state)
     notes = []
 
     fresh = _other_classes(model, state, tensors)
@@ -80,7 +81,10 @@ def load_weights(model: nn.Module, path: str | Path) -> list[str]:
 
     loaded = {key: tensors[key] for key in state if key in tensors and key not in fresh and not state[key].is_meta}
     model.load_state_dict(loaded, strict=False)  # what is on the meta device another rank has
-    if path.stem == "googlenet-1378be20" and getattr(model, "transform_input", True) is False:
+    if (
+        path.stem in ("googlenet-1378be20", "torchvision:googlenet")
+        and getattr(model, "transform_input", True) is False
+    ):
         notes.append(
             f"{path.name} was published for images in the range -1..1: set the model's option transform_input=true"
         )

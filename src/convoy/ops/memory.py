@@ -155,11 +155,13 @@ def _most(placement: Placement, staged: StagedGraph | None, in_flight: Sequence[
 def _of_rank(placement: Placement, moments: list[_Moment], rank: int, in_flight: int) -> Memory:
     mesh, graph = placement.mesh, placement.graph
     place = mesh.coordinates(rank)
-    of_origin = {"parameter": 0, "buffer": 0}
+    of_origin, gradients = {"parameter": 0, "buffer": 0}, 0
     for value in graph.values.values():
         if value.origin in of_origin and value.name in placement.layouts:
             layout = placement.layouts[value.name]
-            of_origin[value.origin] += math.prod(layout.local_shape(value.shape, mesh, place)) * value.dtype.itemsize
+            num_bytes = math.prod(layout.local_shape(value.shape, mesh, place)) * value.dtype.itemsize
+            of_origin[value.origin] += num_bytes
+            gradients += num_bytes if graph.training and value.origin == "parameter" and value.trains else 0
     calls = {placed.call.name: placed for placed in placement.calls}
 
     @functools.cache
@@ -184,6 +186,5 @@ def _of_rank(placement: Placement, moments: list[_Moment], rank: int, in_flight:
         held |= dict(map(sized, moment.held))
         inside = dict(map(sized, moment.inside))
         most = max(most, sum(held.values()) + sum(size for key, size in inside.items() if key not in held))
-    gradients = of_origin["parameter"] if graph.training else 0
     of_other_passes = (in_flight - 1) * sum(held.values())
     return Memory(of_origin["parameter"], gradients, of_origin["buffer"], most + of_other_passes)

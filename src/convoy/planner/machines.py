@@ -390,7 +390,7 @@ def work_of(graph: Graph) -> Work:
     plan, images = Plan(Mesh((), ())), graph.shape(graph.inputs[0])[0]
     placement = place(graph, plan, Batch(plan.mesh, (), (range(images),)), ())
     items = [_item(local_op(placed, placement, 0)) for placed in placement.calls if placed.call.op not in VIEWS]
-    elements = [math.prod(value.shape) for value in graph.parameters()]
+    elements = [math.prod(value.shape) for value in graph.parameters() if value.trains]
     kept, image = sum(item.written for item in items) / images, math.prod(graph.shape(graph.inputs[0])) / images
     return Work.of(items, float(sum(elements)), len(elements), kept, image, images)
 
@@ -402,15 +402,16 @@ def _item(op: LocalOp) -> Item:
     )
     written = float(sum(operand.numel for operand in op.outputs))
     kind = KIND_OF.get(op.op, "pool" if "pool" in op.op else "pointwise")
+    back = any(operand.gradient for operand in op.inputs)
     if kind not in ("conv", "linear"):
-        return Item(kind, 0.0, read, written, weights)
+        return Item(kind, 0.0, read, written, weights, back=back)
     shape, groups, stride = op.inputs[1].shape, op.option("groups") or 1, op.option("stride")
     assert isinstance(groups, int)
     # filters of a transposed convolution lie the other way round
     outer, inner = (shape[1], shape[0] // groups) if op.option("transposed") else (shape[0] // groups, shape[1])
     strided = isinstance(stride, tuple) and any(isinstance(step, int) and step > 1 for step in stride)
     sizes = math.prod(shape[2:]), inner, outer, groups, strided, not op.inputs[0].gradient
-    return Item(kind, op.flops.forward / 2, read, written, weights, *sizes)
+    return Item(kind, op.flops.forward / 2, read, written, weights, *sizes, back)
 
 
 def links_of(site: Site, share: float) -> Links:

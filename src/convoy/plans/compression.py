@@ -71,11 +71,9 @@ class Compression:
     def __str__(self) -> str:
         if self.kind == "bf16":
             return "in bf16"
-        return (
-            f"in rank {self.amount:g} (PowerSGD)"
-            if self.kind == "powersgd"
-            else f"as the largest {100 * self.amount:.3g} %"
-        )
+        if self.kind == "powersgd":
+            return f"in rank {self.amount:g} (PowerSGD)"
+        return f"as the largest {100 * self.amount:.3g} %"
 
 
 def rounds_of(ratio: float, staleness: int) -> int:

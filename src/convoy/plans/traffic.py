@@ -152,7 +152,8 @@ def gradient_traffic(placement: Placement) -> dict[str, tuple[int, ...]]:
     """For every parameter whose gradient is added over some axes, the bytes that each rank sends for it."""
     graph, mesh, traffic = placement.graph, placement.mesh, dict[str, tuple[int, ...]]()
     for value in graph.parameters() if graph.training else ():
-        if axes := placement.layouts.get(value.name, WHOLE).copied:
+        axes = placement.layouts.get(value.name, WHOLE).copied
+        if axes and value.trains:
             count, width = mesh.size(tuple(axes)), value.dtype.itemsize
             sizes = (placement.local_bytes(value.name, rank) for rank in range(mesh.num_devices))
             traffic[value.name] = tuple(width * all_reduce_elements(size // width, count) for size in sizes)
@@ -160,10 +161,10 @@ def gradient_traffic(placement: Placement) -> dict[str, tuple[int, ...]]:
 
 
 def needs_gradient(graph: Graph) -> frozenset[str]:
-    """Names of the parameters and of all values that depend on one, in training."""
+    """Names of the parameters that are trained, and of all values that depend on one, in training."""
     if not graph.training:
         return frozenset()
-    names = {value.name for value in graph.parameters() if value.dtype.is_floating_point}
+    names = {value.name for value in graph.parameters() if value.trains and value.dtype.is_floating_point}
     for call in graph.calls:
         if names.intersection(call.inputs) and getattr(call.function, "__name__", "") != "detach":
             names |= {name for name in call.outputs if graph.values[name].dtype.is_floating_point}

@@ -80,9 +80,9 @@ def in_pieces(x: np.ndarray, y: np.ndarray, pieces: int = 300) -> tuple[np.ndarr
 
 def draw_panels(run: Run) -> list[Panel]:
     """The plots of a run in the order of the report, with title and description."""
-    train, test = run.metrics.train, run.metrics.test
-    tested = "test, averaged weights" if run.setting("ema.decay") else "test"
-    tested = "test, slow weights" if run.setting("lookahead.every") else tested
+    train, test, calibration = run.metrics.train, run.metrics.test, run.evaluation.calibration
+    averaged = ", averaged weights" if run.setting("ema.decay") else ""
+    tested = run.metrics.split + (", slow weights" if run.setting("lookahead.every") else averaged)
 
     def compared(name: str, title: str, values: Sequence[np.ndarray], unit: str = "") -> list[Panel]:
         """A quantity of both splits over updates and over time."""
@@ -93,11 +93,21 @@ def draw_panels(run: Run) -> list[Panel]:
             drawn(f"{name}-{x}", f"{title} over {x}", partial(_compare, run, curves, x, unit), NOTHING) for x in against
         ]
 
+    metric = run.summary.best_metric or ""
+    if run.task == "classification":
+        results = compared(
+            "error", "Top-1 error", [100 * (1 - column(lines, "top1")) for lines in (train, test)], ", %"
+        )
+    else:
+        results = compared("metric", metric, [column(lines, metric) for lines in (train, test)])
+    points = [drawn("points", "Predicted over true", partial(_points, run), NOTHING)] if run.evaluation.points else []
     return [
         *compared("loss", "Loss", [column(lines, "loss") for lines in (train, test)]),
-        *compared("error", "Top-1 error", [100 * (1 - column(lines, "top1")) for lines in (train, test)], ", %"),
+        *results,
+        *points,
         drawn("learning-rate", "Learning rate over updates", partial(_learning_rate, run), NOTHING),
         drawn("speed", "Speed and data wait over time", partial(_speed, run), NOTHING),
+        *([drawn("calibration", "Calibration", partial(_calibration, run), NOTHING)] if calibration else []),
     ]
 
 
@@ -146,6 +156,34 @@ def _compare(run: Run, curves: Sequence[PlotLine], against: Against, unit: str, 
         scale.draw(axes, curve)
     ax.wide_axis(axes, np.concatenate([curve.y for curve in curves]))
     return " ".join(map(str, curves)), ax.with_legend(axes)
+
+
+def _calibration(run: Run, title: str) -> Drawing:
+    """A reliability diagram: how often answers of a probability are right."""
+    bins = run.evaluation.calibration
+    if not bins:
+        return None
+    figure = ax.new_figure()
+    axes = ax.add_axes(figure, "Right answers, %", "mean probability of the answer, %", above=ax.TITLE)
+    axes.plot([0, 100], [0, 100], color=ax.MUTED, linewidth=0.8, linestyle="--")
+    x, y = ([100 * getattr(part, key) for part in bins] for key in ("confidence", "accuracy"))
+    axes.plot(x, y, color=ax.TEST, marker="o", linewidth=1.4)
+    axes.set_xlim(0, 100)
+    axes.set_ylim(0, 104)
+    error = units.percent(run.evaluation.calibration_error)
+    rows = "; ".join(f"{a:.0f} % probable: {b:.0f} % right" for a, b in zip(x, y, strict=True))
+    return f"Expected calibration error {error}. {rows}.", figure
+
+
+def _points(run: Run, title: str) -> Drawing:
+    """What a regression says of the test split, over what is true."""
+    points = np.array(run.evaluation.points, dtype=np.float64)
+    figure = ax.new_figure()
+    axes = ax.add_axes(figure, title, f"true {run.evaluation.classes[0]}", above=ax.TITLE)
+    ends = [np.nanmin(points), np.nanmax(points)]
+    axes.plot(ends, ends, color=ax.MUTED, linewidth=0.8)
+    axes.plot(points[:, 0], points[:, 1], "o", color=ax.TEST, markersize=3, alpha=0.5)
+    return f"{len(points)} test images; on the line the answer is right.", figure
 
 
 def _learning_rate(run: Run, title: str) -> Drawing:

@@ -11,7 +11,8 @@ from convoy import units
 from convoy.planner.comparison import Comparison, difference, shown
 from convoy.report.pages import Tile
 from convoy.report.run_directory import Run, column
-from convoy.training.records import MetricsLine, RunSummary
+from convoy.training.metric import in_words
+from convoy.training.records import MetricsLine
 
 # Speed-ups that are none, and errors of the plan's own prediction from which on nothing follows from a comparison.
 _ALIKE, _DOUBTFUL = 0.03, 0.25
@@ -23,7 +24,7 @@ def remarks(run: Run) -> list[str]:
     sentences = [
         _status(run),
         *_not_finite("training", run.metrics.train),
-        *_not_finite("test", run.metrics.test),
+        *_not_finite(run.metrics.split, run.metrics.test),
         *_gaps(run),
         _data_wait(run),
         _soft_targets(run),
@@ -37,15 +38,20 @@ def about(run: Run) -> list[str]:
     """The outcome of a run: its result, its devices and plan, and whether several were faster than one."""
     summary, devices = run.summary, num_devices(run)
     top1, images = last_result(run, "top1"), num_test_images(run)
-    model, epochs = summary.model or "The network", summary.epochs
+    model, epochs, split = summary.model or "The network", summary.epochs, summary.split or run.metrics.split
     length = f" after {_epochs(epochs)}" if epochs else ""
     time = "" if summary.time_s is None else f" in {units.duration(summary.time_s)}"
     plan = f", plan {units.shorten(_plan(run), 90)}" if devices > 1 and _plan(run) else ""
     where = f" on {units.plural(devices, 'device')}{plan}"
+    if run.results:
+        best, value = next(iter(run.results.items()))
+        of = f" on {units.plural(images, f'{split} image')}" if images else ""
+        sentences = [f"{model} has {in_words(best, value)}{of}{length}{time}{where}."]
+        return [*sentences, *([run.diagnosis.brief] if run.diagnosis is not None else [])]
     if top1 is None:
         return [f"{model} has not been tested yet{length}{time}{where}."]
     right = units.percent(top1, units.percent_places(images))
-    of = f" of {units.plural(images, 'test image')}" if images else " of the test images"
+    of = f" of {units.plural(images, f'{split} image')}" if images else f" of the {split} images"
     sentences = [f"{model} recognizes {right}{of}{length}{time}{where}."]
     if run.diagnosis is not None:
         sentences.append(run.diagnosis.brief)
@@ -171,8 +177,8 @@ def _not_finite(split: str, lines: list[MetricsLine]) -> list[str]:
 def _gaps(run: Run) -> Iterator[str]:
     if not run.metrics.train and not run.metrics.test:
         yield "No metrics have been recorded yet: the run ended, or was looked at, before its first line."
-    elif not run.metrics.test and run.evaluation.top1 is None:
-        yield "The net has not been tested yet, so there is no test curve and no test accuracy."
+    elif not run.metrics.test and run.evaluation.top1 is None and not run.results:
+        yield "The net has not been evaluated yet, so there is no curve of that and no accuracy."
     if number := len(run.summary.bad_images):
         yield f"{units.plural(number, 'image')} could not be read and {'was' if number == 1 else 'were'} skipped."
 
@@ -192,14 +198,14 @@ def _data_wait(run: Run) -> str:
 def _soft_targets(run: Run) -> str:
     if run.setting("loss.name") == "bce":
         return (
-            "The training loss is the binary cross-entropy of every class and the test loss the cross-entropy, so they "
+            "The training loss is the binary cross-entropy of every class, that of evaluations the cross-entropy: they "
             "cannot be compared."
         )
     mixing = [name for name in ("mixup", "cutmix") if _positive(run.setting(f"data.mix.{name}"))]
     if mixing:
         return (
             f"Training images are blended ({' and '.join(mixing)}), so training loss and error "
-            "cannot be compared with those of the test split."
+            f"cannot be compared with those of the {run.metrics.split} split."
         )
     if _positive(smoothing := run.setting("loss.label_smoothing")):
         return f"Label smoothing of {units.value(smoothing)} keeps the training loss above zero even for a perfect net."
@@ -210,9 +216,12 @@ def _positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
+_FOR = {"test": "testing", "validation": "validation"}
+
+
 def result_tiles(run: Run) -> list[Tile]:
     """The tiles of a run; numbers that the run has not got are left out, except the accuracy."""
-    return [*_results(run), *_course(run), *_inputs(run.summary)]
+    return [*_results(run), *_course(run), *_inputs(run)]
 
 
 def num_test_images(run: Run) -> int | None:
@@ -232,21 +241,29 @@ def last_result(run: Run, name: str) -> float | None:
 def _results(run: Run) -> Iterator[Tile]:
     summary, images = run.summary, num_test_images(run)
     top1, top5, loss = (last_result(run, name) for name in ("top1", "top5", "loss"))
+    split, of_evaluations = (summary.split or run.metrics.split).capitalize(), run.metrics.split
+    if run.results:
+        for name, value in run.results.items():
+            words, _, figure = in_words(name, value).rpartition(" ")
+            yield Tile(f"{split} {words}", figure, f"{split.lower()} split", main=name == next(iter(run.results)))
+        return
     places = units.percent_places(images)
     note = "not tested yet" if top1 is None else ""
     if top1 is not None and images:
         low, high = units.wilson(top1, images)
         note = f"95 % interval {units.decimal(100 * low, places)} to {units.percent(high, places)}"
-    yield Tile("Test accuracy", units.percent(top1, places), note, main=True)
+    yield Tile(f"{split} accuracy", units.percent(top1, places), note, main=True)
     number = sum(line.top1 is not None for line in run.metrics.test)
     if summary.best_top1 is not None and number > 1:
         at = f"update {units.count(summary.best_step)}, " if summary.best_step is not None else ""
         best = units.percent(summary.best_top1, places)
-        yield Tile("Best test accuracy", best, f"{at}the highest of {number} evaluations")
+        yield Tile(f"Best {of_evaluations} accuracy", best, f"{at}the highest of {number} evaluations")
     if top5 is not None and len(run.evaluation.classes) not in range(1, 20):
-        yield Tile("Top-5 accuracy", units.percent(top5, places), "test split")
+        yield Tile("Top-5 accuracy", units.percent(top5, places), f"{split.lower()} split")
+    if (error := run.evaluation.calibration_error) is not None:
+        yield Tile("Calibration error", units.percent(error), "expected, over 15 ranges of probability")
     if loss is not None:
-        yield Tile("Test loss", units.significant(loss), "mean cross-entropy, nats")
+        yield Tile(f"{split} loss", units.significant(loss), "mean cross-entropy, nats")
 
 
 def _course(run: Run) -> Iterator[Tile]:
@@ -267,12 +284,13 @@ def _course(run: Run) -> Iterator[Tile]:
         yield Tile("Images per second", units.count(round(speed)), note)
 
 
-def _inputs(summary: RunSummary) -> Iterator[Tile]:
+def _inputs(run: Run) -> Iterator[Tile]:
     """Network and data."""
+    summary = run.summary
     if summary.parameters is not None:
         note = "" if summary.flops is None else f"{units.prefixed(summary.flops, 'FLOP')} per image, forward"
         yield Tile("Parameters", units.count(summary.parameters), note)
     if summary.num_train is not None:
-        tests = "" if summary.num_test is None else f"and {units.count(summary.num_test)} for testing"
+        tests = "" if summary.num_test is None else f"and {units.count(summary.num_test)} for {_FOR[run.metrics.split]}"
         bad = f"{units.count(len(summary.bad_images))} unreadable, skipped" if summary.bad_images else ""
         yield Tile("Training images", units.count(summary.num_train), "; ".join(filter(None, (tests, bad))))

@@ -28,12 +28,13 @@ class Metrics:
     test: list[MetricsLine] = field(default_factory=list)
     raw: bytes = b""
     cut: bool = False
+    split: str = "test"  # that the evaluations are of
 
 
 def column(lines: Iterable[MetricsLine], name: str) -> np.ndarray:
     """The values `name` of the lines as float64, NaN where there is none."""
-    values = [getattr(line, name) for line in lines]
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    values = [getattr(line, name, None) for line in lines]
+    return np.array([x if isinstance(x, int | float) else np.nan for x in values], dtype=np.float64)
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -54,8 +55,14 @@ def read_metrics(path: Path) -> Metrics:
             lines.append(_checked(last, MetricsLine, str(path), mend))
         except ConvoyError:
             cut = True
-    train, test = ([line for line in lines if line.split == split] for split in ("train", "test"))
-    return Metrics(train, test, raw, cut)
+    train: list[MetricsLine] = []
+    test: list[MetricsLine] = []
+    for line in lines:
+        (train if line.split == "train" else test).append(line)
+    split = "validation" if any(line.split == "validation" for line in test) else "test"
+    if split == "validation" and test[-1].split == "test":  # the last look, with the weights that are delivered
+        test.pop()
+    return Metrics(train, test, raw, cut, split)
 
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
@@ -93,6 +100,21 @@ class Run:
     prediction: Comparison | None = None
     diagnosis: Diagnosis | None = None
     training: bool | None = None
+
+    @property
+    def task(self) -> str:
+        """What the network is trained for."""
+        network_input = self.environment.get("input")
+        task = network_input.get("task") if isinstance(network_input, dict) else None
+        return task if isinstance(task, str) else "classification"
+
+    @property
+    def results(self) -> dict[str, float]:
+        """The latest metrics of another task than classification, by name: the one that says which is best first."""
+        metrics = {**self.summary.metrics, **self.evaluation.metrics}
+        names = sorted(metrics, key=lambda name: (name != self.summary.best_metric, name == "loss"))
+        numbers = {name: number for name in names if (number := metrics[name]) is not None}
+        return {} if self.task == "classification" else numbers
 
     def setting(self, key: str) -> Any:
         """The value of a dotted key of the configuration, or None."""

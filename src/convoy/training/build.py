@@ -34,12 +34,13 @@ from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE
 from convoy.resources import host_memory
 from convoy.script.data import evaluating
-from convoy.training.classification import heads
 from convoy.training.derived import num_microbatches
+from convoy.training.fine_tuning import freeze_always
 from convoy.training.optim import check_groups
 from convoy.training.precision import lowered
 from convoy.training.recipe import DEFAULT_MICROBATCH, Recipe
 from convoy.training.run_directory import RunDirectory
+from convoy.training.task import Task
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,12 @@ class NetworkInput:
     mean: tuple[float, ...]  # of each channel, pixels from 0 to 1
     std: tuple[float, ...]  # likewise
     in_memory: bool = False  # all pictures were decoded beforehand, and had their channels before they were resized
+    task: str = "classification"
 
     @staticmethod
     def of(data: DataSet) -> "NetworkInput":
-        in_memory = isinstance(data.train, PixelSource)
-        return NetworkInput(data.classes, data.channels, data.image_size, data.resize, data.mean, data.std, in_memory)
+        form = data.classes, data.channels, data.image_size, data.resize, data.mean, data.std
+        return NetworkInput(*form, isinstance(data.train, PixelSource), data.task)
 
     @staticmethod
     def of_run(run: RunDirectory) -> "NetworkInput":
@@ -98,14 +100,19 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
             model(torch.zeros(1, given.channels, given.image_size, given.image_size))
     prepare_given(model, needs_numbers=not torch.empty(0).is_meta)  # of other ranks than the first
     if section.weights is not None and recipe.extends is None:  # all weights are those of the other run then
-        notes += models.load_weights(model, section.weights)
-    if section.whiten is not None:
+        notes += models.load_weights(model, section.weights, models.published(section.weights))
+    return model, [*notes, *choose_trained(model, recipe)]
+
+
+def choose_trained(model: nn.Module, recipe: Recipe) -> list[str]:
+    """Freeze what a recipe never trains of its network, with notes; a ConvoyError where the network lacks it."""
+    if recipe.model.whiten is not None:
         convolution = _to_whiten(model)
         convolution.weight.requires_grad_(False)
         if convolution.bias is not None:
             nn.init.zeros_(convolution.bias)
     check_groups(model, recipe.optimizer)
-    return model, notes
+    return freeze_always(model, recipe.optimizer.freeze) if recipe.optimizer.freeze else []
 
 
 def _to_whiten(model: nn.Module) -> nn.Conv2d:
@@ -246,23 +253,20 @@ class TriedNetwork:
         image_shape: tuple[int, int, int],
         device: torch.device,
         change: str,
-        num_classes: int | None = None,
+        task: Task | None = None,
     ) -> "TriedNetwork":
         """Read off the network's calls what it does with two microbatches of images, in training and in evaluation.
 
         A ConvoyError says that it cannot train on such images, with `change` as what a user could change, or gives
-        other than `num_classes` logits (None: any number).
+        other outputs than the task needs (None: any).
         """
         sizes = microbatch_sizes(recipe.batch, num_microbatches(recipe))
         samples = min(2, *sizes)
         try:
             result = probe(model, image_shape, device, samples, lowered(recipe))
-            number = num_classes and _num_logits(model, result.graph, torch.zeros(1, *image_shape, device=device))
-            if number != num_classes:
-                raise ConvoyError(
-                    f"{recipe.model.name} gives {number} logits for an image, but the data has {num_classes} classes: "
-                    "build the network for as many classes, or choose another model"
-                )
+            if task is not None:
+                image = torch.zeros(1, *image_shape, device=device)
+                task.check_outputs(_outputs(model, result.graph, image), image_shape, recipe.model.name)
         except (ConvoyError, torch.OutOfMemoryError):
             raise
         except (CaptureError, RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
@@ -363,14 +367,12 @@ class TriedNetwork:
         return why_not is None and self.recipe.cuda_graphs == "auto" and graph_on(self.device) is not None
 
 
-def _num_logits(model: nn.Module, graph: Graph | None, image: torch.Tensor) -> int:
-    """Of the main head."""
+def _outputs(model: nn.Module, graph: Graph | None, image: torch.Tensor) -> Any:
+    """Those of the network, or tensors of their shapes."""
     if graph is not None:
-        outputs = tree.replace(graph.output, Ref, lambda ref: torch.empty(graph.shape(ref.name), device="meta"))
-    else:
-        with evaluating(model), torch.no_grad():
-            outputs = model(image)
-    return heads(outputs)[0].shape[1]
+        return tree.replace(graph.output, Ref, lambda ref: torch.empty(graph.shape(ref.name), device="meta"))
+    with evaluating(model), torch.no_grad():
+        return model(image)
 
 
 def has_batch_norm(model: nn.Module) -> bool:

@@ -33,6 +33,10 @@ class Quantities:
     average_from: int = 0  # the first update after which local SGD may average weights
     group_ends: tuple[int, ...] = ()  # updates from which on those of optimizer.groups are not trained any more
 
+    def updates(self, duration: Duration) -> int:
+        """A length or point of the run in weight updates, at least one."""
+        return max(1, duration.updates(self.updates_per_epoch, self.total_updates))
+
     def logged(self, done: int) -> bool:
         """Whether a line of metrics comes after so many updates.
 

@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 from datetime import UTC, datetime
+from typing import Any
 
 import torch
 
@@ -61,7 +62,7 @@ def join_ranks(timeout_s: float = 600.0, device: str | None = None) -> tuple[Ran
     return Ranks.here(), ranks_and_device
 
 
-def describe(command: str, device: torch.device, num_devices: int = 1, plan: str = "serial") -> dict[str, str | int]:
+def describe(command: str, device: torch.device, num_devices: int = 1, plan: str = "serial") -> dict[str, Any]:
     """The facts for `environment.json`."""
     return {
         "command": command,

@@ -7,7 +7,7 @@ import math
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
@@ -31,6 +31,7 @@ from convoy.errors import ConvoyError
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.training.division import Division
+from convoy.training.fine_tuning import set_frozen
 from convoy.training.recipe import Recipe
 
 
@@ -91,11 +92,8 @@ class Exchange:
         if self._merged and self._group is not None:
             compression = None if self.local_mean else section.compression
             self._gradients = CompressedSum(self._merged, self._group, compression)
-        if network.reducer is not None and (recipe.reproducible or section.approximate is not None):
-            network.reducer.remove()
-            network.reducer = None  # where the tree adds gradients, once it is known who has which microbatches
-            if not recipe.reproducible:
-                network.reducer = GradientReducer(self._reduced, network.groups)
+        if recipe.reproducible or section.approximate is not None:
+            self._make_reducer()
         network.context.statistics.is_local = self.local_mean
 
     def _check_divided(self, axes: frozenset[int]) -> None:
@@ -112,14 +110,37 @@ class Exchange:
         """Whether ranks hold other gradients than each other, of parts or of their own samples."""
         return self.local_mean or any(axes for _, axes in self._split)
 
+    def _make_reducer(self) -> None:
+        """For the parameters that are trained by now; where the tree adds gradients, that is made once it is known who
+        has which microbatches."""
+        network = self.network
+        if network.reducer is not None:
+            network.reducer.remove()
+            network.reducer = None
+            if not self._recipe.reproducible:
+                network.reducer = GradientReducer(self._reduced, network.groups)
+
+    def train_others(self, frozen: Collection[str], thawed: Collection[str]) -> None:
+        """Let parameters be frozen, and others be trained, from the next update on. All ranks call it."""
+        set_frozen(self.network.model, frozen, True)
+        set_frozen(self.network.model, thawed, False)
+        self.network.train_others()
+        self._make_reducer()
+        if self._tree is not None:
+            self._tree.remove()
+            self._tree = self._new_tree(*self._divided)
+
+    def _new_tree(self, division: Division, num_passes: int) -> TreeReducer:
+        groups, axes, shares = self.network.groups, self.network.sample_axes, division.counts
+        return TreeReducer(self._reduced, groups, sample_axes=axes, shares=shares, passes=num_passes)
+
     def divide(self, division: Division, num_passes: int) -> None:
         """Divide the updates from the next on so, in so many passes each."""
-        groups, axes = self.network.groups, self.network.sample_axes
+        self._divided = division, num_passes
         if self._tree is not None:
             self._tree.set_shares(division.counts, num_passes)
         elif self._recipe.reproducible:
-            shares = division.counts
-            self._tree = TreeReducer(self._reduced, groups, sample_axes=axes, shares=shares, passes=num_passes)
+            self._tree = self._new_tree(division, num_passes)
         self.weigh(division)
 
     def weigh(self, division: Division) -> None:

@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
@@ -28,12 +28,12 @@ from convoy.errors import ConvoyError
 from convoy.files import to_json, write_json
 from convoy.progress import Reporter
 from convoy.terminal import losses
-from convoy.training.classification import Evaluation
 from convoy.training.noise import noise_scale
 from convoy.training.records import RunProgress, RunSummary, SkippedImage, Status
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 from convoy.training.step import Update
+from convoy.training.task import Evaluation, in_words
 from convoy.training.watchdog import SlowRanks
 
 _VERSION = "brain.Event:2"
@@ -148,7 +148,7 @@ class Sums:
 
     num_updates: int = 0
     num_images: int = 0
-    num_correct: float = 0.0
+    score: float = 0.0  # the task's, summed over the images
     loss: float = 0.0
     data_wait_s: float = 0.0  # of the rank that waited longest
     before_s: float = 0.0  # of work on this rank before now: updates, and what it takes to collect them
@@ -157,6 +157,10 @@ class Sums:
     @property
     def mean_loss(self) -> float:
         return self.loss / self.num_updates if self.num_updates else math.nan
+
+    @property
+    def mean_score(self) -> float:
+        return self.score / self.num_images if self.num_images else math.nan
 
 
 class Log:
@@ -205,19 +209,20 @@ class Log:
         sums.num_updates += len(finite_updates)
         sums.left_out += len(updates) - len(finite_updates)
         sums.num_images += sum(update.images for update in finite_updates)
-        values = iter(_read([loss for update in finite_updates for loss in update.losses]))
-        losses_of_updates = [[next(values) for _ in update.losses] for update in finite_updates]
-        correct = sum(_read([number for update in finite_updates for number in update.correct]))
+        losses_of_updates = _read([update.losses for update in finite_updates])
+        scores_of_updates = _read([update.scores for update in finite_updates])
         wait_s, own_s = sum(update.wait_s for update in updates), sum(update.own_s for update in updates)
         pictures = [picture for update in updates for picture in update.unreadable]
-        everyone = ranks.gather((losses_of_updates, correct, wait_s, pictures, own_s + wait_s, self._slow.load()))
+        everyone = ranks.gather(
+            (losses_of_updates, scores_of_updates, wait_s, pictures, own_s + wait_s, self._slow.load())
+        )
         parts = ranks.of_parts(everyone)
-        for of_update in zip(*(part[0] for part in parts), strict=True):
-            for value in itertools.chain.from_iterable(of_update):
-                sums.loss += value
+        for loss in _in_order([part[0] for part in parts]):
+            sums.loss += loss
+        for score in _in_order([part[1] for part in parts]):
+            sums.score += score
         self._ranks_s = [seconds + rank[4] for seconds, rank in zip(self._ranks_s, everyone, strict=True)]
         self._slow.hear(rank[5] for rank in everyone)
-        sums.num_correct += sum(part[1] for part in parts)
         sums.data_wait_s += max(part[2] for part in parts)
         sums.before_s += sum(update.seconds for update in updates) + time.perf_counter() - began
         train = self._session.data.train
@@ -236,9 +241,10 @@ class Log:
         else:
             progress.data_wait_s += sums.data_wait_s
         progress.num_images += sums.num_images
-        loss, top1 = sums.mean_loss, sums.num_correct / sums.num_images if sums.num_images else math.nan
+        loss, score_name = sums.mean_loss, session.task.score_name
+        score = {} if score_name is None else {score_name: sums.mean_score}
         speed, rate = sums.num_images / max(seconds, 1e-9), session.quantities.schedule.lr(done - 1)
-        numbers = {"loss": loss, "top1": top1, "images_per_s": speed, "data_wait_s": sums.data_wait_s}
+        numbers = {"loss": loss, **score, "images_per_s": speed, "data_wait_s": sums.data_wait_s}
         noise = {"noise_scale": noise_scale(progress.noise), **progress.noise} if progress.noise else {}
         self._write("train", done, **numbers, **left_out, lr=rate, **noise)
         if session.device.type == "cpu":
@@ -246,18 +252,20 @@ class Log:
             if slow is not None:
                 self._tell(slow)
         wait = sums.data_wait_s / max(seconds, 1e-9)
-        line = f"loss {loss:.3f}  top-1 {top1:.1%}  {speed:,.0f} images/s  data wait {wait:.0%}"
+        scores = "".join(f"{in_words(name, value, 1)}  " for name, value in score.items())
+        line = f"loss {loss:.3f}  {scores}{speed:,.0f} images/s  data wait {wait:.0%}"
         # The first update takes longer than all that follow: its speed says nothing.
         self.show(done, None if done == 1 else f"{self._place(done, '.2f')}  {line}")
 
-    def test(self, done: int, result: Evaluation) -> None:
+    def evaluation(self, done: int, result: Evaluation, split: str) -> None:
+        """A line on an evaluation of a split."""
         speed = result.num_images / max(result.seconds, 1e-9)
-        scores = {"loss": result.loss, "top1": result.top1, "top5": result.top5}
-        self._write("test", done, **scores, images=result.num_images, images_per_s=speed)
+        metrics, best = result.metrics(), self._session.metric.name
+        self._write(split, done, **metrics, images=result.num_images, images_per_s=speed)
         total = self._session.quantities.total_updates
         end = f"{total:,}" if self._counts_updates else _number(self._epoch(total))
         self._reporter.say(
-            f"{self._place(done)} of {end}: test top-1 {result.top1:.2%}, "
+            f"{self._place(done)} of {end}: {split} {in_words(best, metrics.get(best, math.nan))}, "
             f"loss {result.loss:.4f} over {result.num_images:,} images"
         )
 
@@ -281,8 +289,17 @@ class Log:
         return done / self._session.quantities.updates_per_epoch
 
 
-def _read(scalars: list[Tensor]) -> list[float]:
-    return torch.stack(scalars).tolist() if scalars else []
+def _read(of_updates: list[list[Tensor]]) -> list[list[float]]:
+    """Scalars of some updates, at once."""
+    scalars = list(itertools.chain.from_iterable(of_updates))
+    values = iter(torch.stack(scalars).tolist() if scalars else [])
+    return [[next(values) for _ in of_update] for of_update in of_updates]
+
+
+def _in_order(parts: list[list[list[float]]]) -> Iterator[float]:
+    """What each part of the batch has of each update: update for update."""
+    for of_update in zip(*parts, strict=True):
+        yield from itertools.chain.from_iterable(of_update)
 
 
 def _number(epochs: float) -> str:
@@ -301,8 +318,10 @@ def write_summary(
     """Write `summary.json` after `steps` updates; `evaluation` is the latest one, if any, `error` why it failed."""
     run.check_there(steps)
     recipe, data, counts, quantities = session.recipe, session.data, session.counts, session.quantities
-    of_evaluation: dict[str, Any] = {name: getattr(evaluation, name, None) for name in ("top1", "top5", "loss")}
-    of_progress = ("best_top1", "best_step", "time_s", "train_s", "checkpoints", "left_out")
+    metrics: dict[str, float | None] = {} if evaluation is None else {**evaluation.metrics()}
+    best, is_at_end = session.metric.name, status == "finished"
+    of_evaluation: dict[str, Any] = {name: metrics.get(name) for name in ("top1", "top5", "loss")}
+    of_progress = ("best", "best_step", "time_s", "train_s", "checkpoints", "left_out")
     waiting_s = progress.train_s - progress.start_s  # in which batches may have been waited for
     summary = RunSummary.model_construct(  # nothing in it may end a run
         status=status,
@@ -323,6 +342,10 @@ def write_summary(
         reached=None if recipe.target is None else progress.reached,
         epochs=steps / quantities.updates_per_epoch,
         **of_evaluation,
+        metrics=metrics,
+        split=data.at_end().split if is_at_end else data.split,
+        best_metric=best,
+        best_top1=progress.best if best == "top1" else None,
         **{name: getattr(progress, name) for name in of_progress},
         images_per_s=progress.num_images / progress.train_s if progress.train_s else None,
         data_wait_share=progress.data_wait_s / waiting_s if waiting_s > 0 else 0.0,

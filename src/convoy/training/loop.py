@@ -26,7 +26,7 @@ from convoy.launch.rank import HANDED_ON, outlives
 from convoy.planner.comparison import Comparison
 from convoy.progress import Reporter
 from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver, Timetable
-from convoy.training.classification import Evaluation, StoppedError
+from convoy.training.evaluation import StoppedError
 from convoy.training.gradients import ADVICE, NotFiniteError
 from convoy.training.log import SHOW_EVERY_S, Log, MetricsWriter, Sums
 from convoy.training.noise import GradientNoise
@@ -38,11 +38,13 @@ from convoy.training.resume import (
     extended,
     identity,
     load_latest,
+    load_step,
     moved_data,
     state_at_end,
 )
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
+from convoy.training.task import Evaluation, in_words
 
 _SIGNALS = ("", "SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
 SIGNALS: Mapping[int, str] = {signal.Signals[name]: name for name in _SIGNALS if name}
@@ -146,6 +148,7 @@ class Asking:
 GIVE_UP = 20  # updates left out in a row after which the run ends
 TOLD = 5  # updates left out of which something is said
 _DECIDED_ANEW = ("checkpoint every ", "shares ", "target of ")
+_RENAMED = {"best_top1": "best", "num_correct": "score"}  # what checkpoints of before call otherwise
 
 
 class Loop:
@@ -190,8 +193,16 @@ class Loop:
         self.recorder = Recorder(session)
         self._subscriber = subscribe(self) if subscribe is not None else None
         self._evaluated = -1  # updates before the latest evaluation
+        patience = recipe.stop_after
+        per_epoch = session.quantities.updates_per_epoch
+        self._patience = math.inf if patience is None else patience.updates(per_epoch, self.total)
         self._left_out_in_a_row = 0
         self._extends = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no update is left to be done."""
+        return self.done == self.total or self.progress.is_over
 
     def resume(self) -> None:
         """Go back to the newest checkpoint that is whole; without any, begin at the beginning, or with another run. A
@@ -206,13 +217,12 @@ class Loop:
                 self._take(checkpoint)
                 self.saver.newest = checkpoint.step
                 self.saver.tally = CheckpointTally(**self.progress.checkpoints)
-            self.total = self.done if self.progress.reached else self.total
         elif self.session.recipe.extends is not None:
             self.extend()
             self.take_metrics()
         self.finished = self.session.ranks.first(self._is_finished)
         if self.session.ranks.rank == 0 and not self.finished:
-            again = self.progress.to_evaluate or self.done == self.total
+            again = self.progress.to_evaluate or self.is_over
             self.run.forget_metrics_after(self.done, and_evaluation=again)
 
     def extend(self) -> None:
@@ -223,7 +233,8 @@ class Loop:
         checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.ranks)
         with values_explained(f"the last checkpoint of {self.session.recipe.extends}"):
             self._take(checkpoint)
-        self.progress.checkpoints, self.progress.to_evaluate, self.progress.reached = {}, False, False
+        self.progress.checkpoints, self.progress.to_evaluate = {}, False
+        self.progress.is_over = self.progress.reached = False
         if self.session.recipe.extends_at is not None:
             self.progress, self._sums = RunProgress(), Sums()
         self._extends = True
@@ -241,7 +252,10 @@ class Loop:
         if changed:
             self.tell(f"from update {checkpoint.step + 1:,} on with other code: {changed}")
         values = self.session.state.unpack(checkpoint, self.tell)
-        self.progress, self._sums = RunProgress(**values["progress"]), Sums(**values["window"])
+        progress, window = (
+            {_RENAMED.get(key, key): value for key, value in values[part].items()} for part in ("progress", "window")
+        )
+        self.progress, self._sums = RunProgress(**progress), Sums(**window)
         self.done = checkpoint.step
 
     def take_metrics(self) -> None:
@@ -257,7 +271,7 @@ class Loop:
         """Whether nothing is left to do, and all that the run was for is there."""
         run = self.run
         whole = run.weights.is_file() and run.evaluation.is_file()
-        ended = self.done == self.total and run.summary().get("status") == "finished"
+        ended = self.is_over and run.summary().get("status") == "finished"
         return whole and ended and moved_data(self.session.recipe, run) is None
 
     def run_to_end(self) -> str | None:
@@ -280,9 +294,9 @@ class Loop:
             try:
                 if self._extends:  # from now on the other run is not needed
                     self._save()
-                if self.progress.to_evaluate and self.done < self.total:
+                if self.progress.to_evaluate and not self.is_over:
                     self._evaluate()
-                if self.done < self.total and interrupt.agreed is None:
+                if not self.is_over and interrupt.agreed is None:
                     self._do_updates()
             finally:
                 self.reporter.end()
@@ -293,6 +307,8 @@ class Loop:
                 self._tell_of_target()
             self._save()
             self.saver.finish(or_raise=interrupt.agreed is not None)
+            if interrupt.agreed is None:
+                self._deliver_best()
             self.progress.checkpoints = asdict(self.saver.tally)
             self.reporter.say(str(self.saver.tally))
             if self._subscriber is not None:
@@ -303,6 +319,7 @@ class Loop:
         """Do the updates that are left, with all that is due in between, or as many as there is time for."""
         session, recorder, asking = self.session, self.recorder, self._asking
         session.model.train()
+        session.train_in(self.done)
         for sentence in filter(None, (session.divide_by_speed(), session.choose_interval())):
             self.tell(sentence)
         step, asking.lag = session.step(), session.state.exchange.lag
@@ -312,13 +329,14 @@ class Loop:
         with closing(session.batches(self.done, self.total - self.done)) as batches:
             recorder.ask(self.done, step.noise.due(self.done))
             for batch in batches:
+                session.train_in(self.done, step.recorded)
                 step.records = recorder.has_watched
                 update = recorder.update(step, batch, self.done)
                 self._left_out_in_a_row = 0 if update.bad is None else self._left_out(update.bad)
                 self.done += 1
                 self._log.updates.append(update)
                 self._after_update()
-                stops = asking() or self.done == self.total
+                stops = asking() or self.is_over
                 if self._subscriber and (recorder.num % REMEMBERED == 0 or stops):
                     self._subscriber.look()
                 if stops:
@@ -344,7 +362,8 @@ class Loop:
         if self.comparison is not None:
             return
         session = self.session
-        self.comparison = compare(self.recorder, session.scored, session.profiles, self.run.trace)
+        scored = None if session.thaws else session.scored  # which is of an update that trains all layers
+        self.comparison = compare(self.recorder, scored, session.profiles, self.run.trace)
         if session.ranks.rank == 0 and (self.comparison.timed or not self.run.prediction.exists()):
             try:
                 write_json(self.run.prediction, self.comparison.to_document())
@@ -397,17 +416,58 @@ class Loop:
             self.progress.to_evaluate = True
             return
         self.progress.to_evaluate, self._evaluated = False, self.done
-        if result.top1 >= (self.session.recipe.target or math.inf):  # on all ranks, as the counts of all are added up
-            self.progress.reached, self.total = True, self.done
+        metrics = result.metrics()  # the same on all ranks, as the counts of all are added up
+        if metrics.get("top1", 0.0) >= (self.session.recipe.target or math.inf):
+            self.progress.reached = self.progress.is_over = True
             self._log.collect()
             if self._log.sums.num_updates:
                 self._log.train(self.done)
         for sample, reason in result.bad:
-            self.progress.add_bad(self.session.data.test.name(sample), reason, "test")
-        self._log.test(self.done, result)
-        if self.progress.best_top1 is None or result.top1 > self.progress.best_top1:
-            self.progress.best_top1, self.progress.best_step = result.top1, self.done
+            self.progress.add_bad(self.session.data.test.name(sample), reason, self.session.data.split)
+        self._log.evaluation(self.done, result, self.session.data.split)
+        metric = self.session.metric
+        value = metrics.get(metric.name, math.nan)
+        if metric.improves(value, self.progress.best):
+            self.progress.best, self.progress.best_step = value, self.done
             self._save()
+        elif not self.is_over and self.done - (self.progress.best_step or 0) >= self._patience:
+            self.progress.is_over = True
+            than = f"{self._best_in_words()} of update {self.progress.best_step}"
+            self.tell(
+                f"ends after {self.done:,} updates: nothing better than {than} in {self.session.recipe.stop_after}"
+            )
+
+    def _best_in_words(self) -> str:
+        value = math.nan if self.progress.best is None else self.progress.best
+        return f"{in_words(self.session.metric.name, value)} on the {self.session.data.split} split"
+
+    def _deliver_best(self) -> None:
+        """Go back to the best weights, where the recipe asks for them, and look at the test split, where there is one
+        beside that for validation. All ranks call it."""
+        session, best = self.session, self.progress.best_step
+        which, checkpoint = "last", None
+        if session.recipe.selects and best is not None:
+            which = f"best ({self._best_in_words()})"
+            checkpoint = load_step(self.store, best, session.ranks) if best != self.done else None
+            if checkpoint is not None:
+                session.state.unpack(checkpoint, self.tell)
+            elif best != self.done:
+                self.tell(f"the best weights, of update {best:,}, were not saved: the last are delivered")
+                which = "last"
+        if checkpoint is None and session.data.final is None:
+            return
+        try:
+            result = session.evaluate(Asking(session.ranks, self._interrupt), at_end=True)
+        except StoppedError:  # all is saved, and it is done again
+            return
+        self.evaluation = result
+        if session.data.final is not None:
+            for sample, reason in result.bad:
+                self.progress.add_bad(session.data.final.name(sample), reason, "test")
+            self._log.evaluation(self.done, result, "test")
+        of = f"the weights of update {self.done if which == 'last' else best:,}, the {which}"
+        once = "the test split was looked at once, at the end, with " if session.data.final is not None else "delivers "
+        self.tell(f"{once}{of}")
 
     def _tell_of_target(self) -> None:
         """Say after how much training the target was reached, or what was reached instead."""
@@ -417,7 +477,7 @@ class Loop:
         epochs = self.done / self.session.quantities.updates_per_epoch
         how = f"reached after {self.done:,} updates, {epochs:.3g} epochs and {progress.train_s:.3g} s of training"
         if not progress.reached:
-            how = f"not reached: the best test top-1 was {progress.best_top1:.2%} after {progress.best_step:,} updates"
+            how = f"not reached: the best was {self._best_in_words()}, after {progress.best_step:,} updates"
         self.tell(f"target of {target:.2%} {how}")
 
     def _save(self) -> None:

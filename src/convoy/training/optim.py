@@ -6,12 +6,12 @@ A schedule is a pure function of the update's number, so a run that resumes goes
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from convoy.errors import ConvoyError
 from convoy.terminal import did_you_mean
@@ -36,7 +36,20 @@ class GroupConfig(Section):
     parameters: str = Field(min_length=1, description="names that `*` and `?` may stand in, e.g. '*.norm?.bias'")
     lr_factor: float = Field(1.0, ge=0, description="times the learning rate of the others; 0 = never trained")
     weight_decay: float | None = Field(None, ge=0, description="(that of others of their kind if not said)")
-    until: PositiveDuration | None = Field(None, description="trained until then; from then on their rate is 0")
+    until: PositiveDuration | None = Field(
+        None, description="trained until then; from then on only a step of lookahead moves them"
+    )
+
+
+def _frozen_part(text: str) -> str:
+    if "," in text or not (pattern_and_end := text.partition(":"))[0]:
+        raise ValueError(f"{text!r} names no layer: write layer1 or, until then, layer1:3ep; several as a list")
+    if pattern_and_end[1]:
+        Duration.parse(pattern_and_end[2])
+    return text
+
+
+FrozenPart = Annotated[str, AfterValidator(_frozen_part)]
 
 
 class _Common(Section):
@@ -50,6 +63,14 @@ class _Common(Section):
     weight_decay: float = Field(0.0, ge=0)
     groups: tuple[GroupConfig, ...] = Field(
         (), description="parameters that are trained otherwise than the rest; the first whose pattern fits counts"
+    )
+    freeze: tuple[FrozenPart, ...] = Field(
+        (),
+        description="layers that are not trained, as conv1,layer? or trunk (all but the head); until then: trunk:3ep; "
+        "their batch norm keeps its running statistics",
+    )
+    layer_decay: float | None = Field(
+        None, gt=0, le=1, description="what the rate of a layer is multiplied by for each one between it and the head"
     )
 
     @model_validator(mode="after")
@@ -214,36 +235,52 @@ def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float, end
 def _groups(model: "nn.Module", config: OptimizerConfig, ends: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Torch's groups of parameters, some of them empty."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    scales: Mapping[str, float] = {}
+    if config.layer_decay is not None:
+        from convoy.training.fine_tuning import layer_scales
+
+        scales = layer_scales(model, config.layer_decay)
     for number, (group, members) in enumerate(_members(named, config)):
-        options: dict[str, Any] = {LR_FACTOR: group.lr_factor, END: ends[number] if ends else sys.maxsize}
+        options: dict[str, Any] = {END: ends[number] if ends else sys.maxsize}
         if group.weight_decay is not None:
             options["weight_decay"] = group.weight_decay
-        for parameters, decay in _by_decay(members, config):
-            yield {"params": parameters, "weight_decay": decay} | options
-    for parameters, decay in _by_decay(list(named.values()), config):
-        yield {"params": parameters, "weight_decay": decay}
+        for alike in _alike(members, scales, config):
+            yield alike | options | {LR_FACTOR: alike[LR_FACTOR] * group.lr_factor}
+    yield from _alike(named, scales, config)
 
 
 def _members(
     named: "dict[str, nn.Parameter]", config: OptimizerConfig
-) -> "Iterator[tuple[GroupConfig, list[nn.Parameter]]]":
+) -> "Iterator[tuple[GroupConfig, dict[str, nn.Parameter]]]":
     """The parameters of each group, taken out of those that have no group yet: the first pattern that fits counts."""
     for group in config.groups:
-        yield group, [named.pop(name) for name in list(named) if fnmatchcase(name, group.parameters)]
+        yield group, {name: named.pop(name) for name in list(named) if fnmatchcase(name, group.parameters)}
 
 
-def _by_decay(parameters: "list[nn.Parameter]", config: OptimizerConfig) -> "list[tuple[list[nn.Parameter], float]]":
-    if config.decay_norm_and_bias:
-        return [(parameters, config.weight_decay)]
-    # A bias or the scale or shift of a normalization layer is a parameter with at most one dimension.
-    matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wide] for wide in (True, False))
-    return [(matrices, config.weight_decay), (vectors, 0.0)]
+def _alike(
+    named: "dict[str, nn.Parameter]", scales: Mapping[str, float], config: OptimizerConfig
+) -> Iterator[dict[str, Any]]:
+    """Torch's groups of some parameters, by what the rate of their layers is multiplied by, and by what decays."""
+    for scale in dict.fromkeys(scales.get(name, 1.0) for name in named) or (1.0,):
+        parameters = [parameter for name, parameter in named.items() if scales.get(name, 1.0) == scale]
+        # A bias or the scale or shift of a normalization layer is a parameter with at most one dimension.
+        matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wide] for wide in (True, False))
+        by_decay = [(matrices, config.weight_decay), (vectors, 0.0)]
+        if config.decay_norm_and_bias:
+            by_decay = [(parameters, config.weight_decay)]
+        for members, decay in by_decay:
+            yield {"params": members, "weight_decay": decay, LR_FACTOR: scale}
 
 
 def set_rates(optimizer: "Optimizer", rate: float, update: int) -> None:
-    """Let all parameters have the schedule's rate in a weight update, but for those of groups of their own."""
+    """Let all parameters have the schedule's rate in a weight update, but for those of groups of their own. The
+    gradients of groups that have ended count nowhere."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get(LR_FACTOR, 1.0) if update < group.get(END, sys.maxsize) else 0.0
+        group["lr"] = rate * group.get(LR_FACTOR, 1.0)
+        if update >= group.get(END, sys.maxsize):
+            group["lr"] = 0.0
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
 def check_groups(model: "nn.Module", config: OptimizerConfig) -> None:
@@ -257,9 +294,9 @@ def check_groups(model: "nn.Module", config: OptimizerConfig) -> None:
                 f"optimizer.groups: {group.parameters!r} is the name of no parameter that is left of the network{near}"
             )
         if group.lr_factor == 0:
-            for parameter in members:
+            for parameter in members.values():
                 parameter.requires_grad_(False)
-        elif not any(parameter.requires_grad for parameter in members):
+        elif not any(parameter.requires_grad for parameter in members.values()):
             raise ConvoyError(
                 f"optimizer.groups: the network does not train {group.parameters!r}: leave that group out, or set its "
                 "lr_factor to 0"

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from convoy import own
 from convoy.data.config import DataConfig
 from convoy.documents import DEEPEST, dump, parse, read_mapping, show
 from convoy.errors import ConvoyError
@@ -26,6 +27,7 @@ from convoy.training.schema import (
     seconds_of,
     sentence,
 )
+from convoy.training.trackers import check_trackers
 
 DEFAULT_MICROBATCH = 32
 _BUILT_IN = resources.files("convoy.training") / "recipes"
@@ -40,7 +42,9 @@ class ModelConfig(Section):
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of that network")
     weights: str | None = Field(
-        None, min_length=1, description="begin with these weights: .safetensors, .pth, or a run"
+        None,
+        min_length=1,
+        description="begin with these weights: .safetensors, .pth, a run, torchvision:NAME or timm:NAME",
     )
     whiten: int | None = Field(
         None,
@@ -62,19 +66,36 @@ class ModelConfig(Section):
 
 
 class LossConfig(Section):
-    """Cross-entropy, or binary cross-entropy of each class; an evaluation's loss is always the former."""
+    """The loss; that of an evaluation is the task's usual one: cross-entropy, bce or mse."""
 
-    name: Literal["cross-entropy", "bce"] = "cross-entropy"
+    name: Literal["cross-entropy", "bce", "mse", "mae", "dice", "cross-entropy+dice"] = Field(
+        "cross-entropy", description="cross-entropy, or in its place bce of multi-label data, mse of regression"
+    )
+    threshold: float = Field(
+        0.5, gt=0, lt=1, description="probability from which a label of multi-label data counts as there"
+    )
     target_threshold: float | None = Field(
         None, ge=0, lt=1, description="with bce: targets above become 1, others 0, after mixup and CutMix"
     )
+    function: str | None = Field(
+        None, min_length=1, description="your own: mine.py:focal, of outputs and targets, a number for each sample"
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Szegedy et al., 2016, section 7")
+    class_weights: Literal["balanced", "effective"] | dict[str, Annotated[float, Field(ge=0)]] | None = Field(
+        None,
+        description="weights of classes: balanced (1/samples), effective (Cui et al., 2019), or numbers, others 1; "
+        "their mean over the training samples becomes 1",
+    )
     aux_weight: float = Field(0.3, ge=0, description="weight of auxiliary heads (Szegedy et al., 2015, section 5)")
 
     @model_validator(mode="after")
     def _refuse_ignored(self) -> Self:
         if self.target_threshold is not None and self.name != "bce":
             raise ValueError("loss.target_threshold would be ignored with cross-entropy: set loss.name=bce")
+        others = {"name": "cross-entropy", "label_smoothing": 0, "class_weights": None}
+        for key, default in others.items() if self.function is not None else ():
+            if getattr(self, key) != default:
+                raise ValueError(f"loss.{key} would be ignored with loss.function={self.function}: leave one out")
         return self
 
 
@@ -143,9 +164,15 @@ class Recipe(Section):
         description=f"samples of a microbatch, at most ({DEFAULT_MICROBATCH} if neither is said)",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="seed of everything random")
+    task: Literal["auto", "classification", "multi-label", "regression", "segmentation"] = Field(
+        "auto", description="classification, multi-label, regression or segmentation; not said: by the labels"
+    )
     optimizer: OptimizerConfig = SgdConfig(name="sgd", base_lr=0.1, nesterov=True, weight_decay=1e-4)
     schedule: ScheduleConfig = CosineConfig(name="cosine", warmup=Duration(5, "%"))
     loss: LossConfig = LossConfig()
+    metrics: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (), description="further metrics, your own: mine.py:kappa, of all outputs and targets of an evaluation"
+    )
     ema: EmaConfig | None = Field(None, description="evaluate and deliver an average of the weights")
     lookahead: LookaheadConfig | None = Field(None, description="train on from slow weights, and deliver them")
     clip_norm: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
@@ -186,10 +213,21 @@ class Recipe(Section):
         description="views of a picture whose logits are averaged: 2 with its mirror image, 6 with both moved by a "
         "pixel to the upper left and to the lower right, which count half",
     )
+    best: str | None = Field(
+        None,
+        min_length=1,
+        description="deliver the weights that are best in this metric of the evaluations; not said: the last",
+    )
+    stop_after: PositiveDuration | None = Field(
+        None, description="end, with the best weights, after so long without a better evaluation, e.g. 10ep"
+    )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log_every: PositiveDuration | Literal["auto"] = Field(
         "auto",
         description="a line of metrics; auto: every 20 updates, or more often, so that short runs have 50",
+    )
+    log: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
+        ("tensorboard",), description="trackers that are told of the metrics, beside TensorBoard's files in the run"
     )
 
     @model_validator(mode="after")
@@ -229,6 +267,8 @@ class Recipe(Section):
         if self.reproducible and parallel.approximate is not None:
             promise = "reproducible gives the same weights on any number of devices"
             yield f"{promise}, but {parallel.approximate}: leave one of them out"
+        if self.data.sampling is not None and isinstance(self.loss.class_weights, str):
+            yield f"data.sampling and loss.class_weights={self.loss.class_weights} correct the same twice: give one"
         if self.model.whiten is not None and self.model.weights is not None:
             yield "model.whiten would replace the first layer of model.weights: give one, or model.whiten=null"
         if self.ema is not None and self.lookahead is not None:
@@ -236,6 +276,8 @@ class Recipe(Section):
         for key in ("ema", "lookahead"):
             if getattr(self, key) is not None and parallel.local_sgd is not None:
                 yield f"{key} needs the weights of all updates, but local_sgd lets each device have others: give one"
+        if parallel.approximate is not None and any(":" in part for part in self.optimizer.freeze):
+            yield f"layers cannot thaw (optimizer.freeze) while {parallel.approximate}: leave one of them out"
         if self.precision == "fp16" and parallel.gradient_compression is not None and parallel.local_sgd is None:
             yield (
                 "precision=fp16 scales gradients now more and now less, which what gradient_compression keeps for "
@@ -257,6 +299,23 @@ class Recipe(Section):
                 f"schedule.warmup={schedule.warmup} is longer than the training, epochs={self.epochs}: train longer or "
                 "shorten the warm-up, e.g. --set schedule.warmup=5%"
             )
+
+    def own_code(self) -> dict[str, str]:
+        """The names of the user's functions beside the network, by what they are."""
+        loss, augment = self.loss.function, self.data.augment.function
+        functions = {"loss.function": loss, "data.augment.function": augment}
+        functions |= {"metrics" + f".{n}" * (n > 0): name for n, name in enumerate(self.metrics)}
+        return {key: name for key, name in functions.items() if name is not None}
+
+    @property
+    def trackers(self) -> list[str]:
+        """Those beside TensorBoard."""
+        return [name for name in dict.fromkeys(self.log) if name != "tensorboard"]
+
+    @property
+    def selects(self) -> bool:
+        """Whether something is chosen by evaluations."""
+        return self.best is not None or self.stop_after is not None
 
     def notes(self) -> Iterator[str]:
         """A sentence for each option that has no effect here and does no harm."""
@@ -405,9 +464,16 @@ def _put(document: Any, keys: Sequence[str], value: Any) -> None:
 def check_names(recipe: Recipe) -> None:
     """Refuse a network, file of weights, or data set that is not there, as far as that is seen without torch."""
     check_name(recipe.model.name)
-    if recipe.model.weights is not None and not expanded(recipe.model.weights).exists():
+    weights = recipe.model.weights
+    if weights is not None and weights.startswith(("torchvision:", "timm:")):
+        check_name(weights)
+    elif weights is not None and not expanded(weights).exists():
         raise ConvoyError(f"weights file {recipe.model.weights} does not exist: check the path")
+    for key, name in recipe.own_code().items():
+        own.check_name(name, {"loss": "loss", "data": "augment"}.get(key.partition(".")[0], "metric"))
     existing(recipe.data.path)
+    if recipe.trackers:
+        check_trackers(recipe.trackers)
 
 
 def _read(name_or_path: str) -> dict[str, Any]:

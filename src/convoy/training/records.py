@@ -27,10 +27,11 @@ class RunProgress:
     data_wait_s: float = 0.0  # of that, spent waiting for data, after the first update
     start_s: float = 0.0  # of the first update, with the start of the processes that load data
     num_images: int = 0  # training images seen
-    best_top1: float | None = None
+    best: float | None = None  # value of the metric that says which weights are best
     best_step: int | None = None
     reached: bool = False  # an evaluation has reached the recipe's target, which ends the run
     to_evaluate: bool = False  # an evaluation was stopped, and is to be done again
+    is_over: bool = False  # the run has ended before its length, as nothing became better
     left_out: int = 0  # updates not made, because loss or gradient were not finite
     bad_images: list[dict[str, str]] = field(default_factory=list)  # that could not be read: name, reason, split
     noise: dict[str, float] = field(default_factory=dict)  # the averages of `GradientNoise`
@@ -50,9 +51,11 @@ class Record(BaseModel):
 
 
 class MetricsLine(Record):
-    """One line of `metrics.jsonl`: the state after `step` updates, as the training or the test split sees it."""
+    """One line of `metrics.jsonl`: the state after `step` updates, as one of the splits sees it; further metrics are
+    those of a task."""
 
-    split: Literal["train", "test"]
+    model_config = ConfigDict(extra="allow", frozen=True)
+    split: Literal["train", "validation", "test"]
     step: int = Field(ge=0)
     epoch: Number = None
     loss: Number = None
@@ -117,6 +120,10 @@ class RunSummary(Record):
     top1: Share = None
     top5: Share = None
     loss: Number = None
+    metrics: dict[str, Number] = {}  # all that the evaluation has
+    split: str | None = None  # that it is of
+    best_metric: str | None = None  # that says which weights are best
+    best: Number = None  # its value
     best_top1: Share = None
     best_step: int | None = None
     target: Share = None
@@ -145,9 +152,31 @@ class Mistake(Record):
     picture: str | None = None
 
 
-class EvaluationFile(Record):
-    """`evaluation.json`: the latest evaluation of the test split."""
+class CalibrationBin(Record):
+    """The images whose answers have probabilities in one of fifteen equal ranges."""
 
+    images: int = Field(ge=1)
+    accuracy: float = Field(ge=0, le=1)
+    confidence: float = Field(ge=0, le=1)  # mean probability of the answers
+
+
+class ShownPicture(Record):
+    """A picture of the test split that a page shows, and how good the answer is."""
+
+    name: str = ""
+    score: Share = None
+    picture: str | None = None
+
+
+class EvaluationFile(Record):
+    """`evaluation.json`: the latest evaluation of the test split; `confusion` and `mistakes` of classification, and
+    what other tasks show in their place."""
+
+    task: str = "classification"
+    metrics: dict[str, Number] = {}
+    per_class: list[dict[str, str | int | float | None]] = []
+    points: list[Annotated[list[Number], Field(min_length=2, max_length=2)]] = []  # of a plot: true and predicted
+    pictures: list[ShownPicture] = []
     classes: list[str] = []
     confusion: list[list[Annotated[int, Field(ge=0, le=2**53)]]] = []
     images: int | None = None
@@ -155,6 +184,14 @@ class EvaluationFile(Record):
     top5: Share = None
     loss: Number = None
     mistakes: list[Mistake] = []
+    calibration: list[CalibrationBin] = []
+
+    @property
+    def calibration_error(self) -> float | None:
+        """The expected one (Guo et al., 2017, equation 5); None where nothing is known of calibration."""
+        images = sum(part.images for part in self.calibration)
+        apart = sum(part.images * abs(part.accuracy - part.confidence) for part in self.calibration)
+        return apart / images if images else None
 
     @model_validator(mode="after")
     def _check_table(self) -> Self:

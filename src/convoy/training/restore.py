@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from convoy import own
 from convoy.checkpoint.files import checked_record, values_explained
 from convoy.checkpoint.store import CheckpointStore, read_checkpoint
 from convoy.comm.ranks import Ranks
@@ -29,12 +30,15 @@ from convoy.errors import ConvoyError
 from convoy.models.factory import check_own
 from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
-from convoy.training.classification import Evaluation, InputPipeline, evaluate
+from convoy.training.evaluation import InputPipeline, evaluate
+from convoy.training.own_task import add_own_metrics
 from convoy.training.precision import set_numerics, settle
 from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.resume import code_difference, code_of
 from convoy.training.run_directory import RunDirectory
 from convoy.training.state import delivered_weights
+from convoy.training.task import Evaluation, Task
+from convoy.training.tasks import create_task
 
 EVALUATION_BATCH = 256
 
@@ -117,6 +121,12 @@ class TrainedRun:
     classes: list[str]  # names, by the network's outputs
     network_input: NetworkInput
     changed: str = ""  # the first layer that the code makes otherwise than when the weights were written
+    trust_code: bool = False  # metrics that the recipe names may be from anywhere
+
+    @property
+    def task(self) -> Task:
+        """What the network was trained for."""
+        return create_task(self.recipe, self.classes, self.network_input.task)
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -165,7 +175,7 @@ def load_run(
     Args:
         path: the run directory.
         checkpoint: `best`, `last` or an update, instead of the final weights: of any run, also one that was stopped.
-            The best one has the highest accuracy of the evaluations on the test split.
+            The best one has the best metric, as accuracy, of the evaluations on the test split.
         trust_code: build a network that the run names as `package.module:factory` also where that lies outside of the
             current folder: whoever wrote the run then has your rights.
 
@@ -217,7 +227,7 @@ def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None, 
     changed = _changed_code(run, checkpoint, network, (network_input.channels, size, size))
     network.eval()
     transform, classes = Transform(network_input, recipe.data), list(network_input.classes)
-    return TrainedRun(run.path, recipe, network, transform, classes, network_input, changed)
+    return TrainedRun(run.path, recipe, network, transform, classes, network_input, changed, trust_code)
 
 
 def _changed_code(
@@ -244,17 +254,18 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
     there is for training, unless they are the run's own: what it was trained on says nothing.
     """
     if path is None:
-        data = open_data(run.recipe.data)
+        data = open_data(run.recipe.data, task=run.recipe.task)
         if data.classes != run.classes:
             raise ConvoyError(
                 f"the data at {run.recipe.data.path} are no longer those that {run.path} was trained on (other "
                 "classes): name the data by --data"
             )
-        return data, []
+        return data.at_end(), []
     advice = f"convoy predict {run.path} {printable(path)} says what is on pictures without a class to compare with"
     if Path(path).suffix.lower() in suffixes() and Path(path).is_file():
         raise ConvoyError(f"{printable(path)} is one picture, without a class to compare with: {advice}")
-    data = open_data(_settings(run, path, {}), to_evaluate=True)
+    task = "auto" if run.task.name == "classification" else run.task.name
+    data = open_data(_settings(run, path, {}), to_evaluate=True, task=task)
     unknown = [name for name in data.classes if name not in run.classes]
     if unknown:
         classes = f"the class{'es' if len(unknown) > 1 else ''} {_listed([repr(printable(name)) for name in unknown])}"
@@ -269,11 +280,13 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
         # The run's own data, moved: what it was trained on counts nowhere.
         if (len(data.test), data.classes) == (number, run.classes):
             split = {key: getattr(run.recipe.data, key) for key in ("validation_fraction", "split_seed")}
-            data = open_data(_settings(run, path, split))
+            data = open_data(_settings(run, path, split), task=task)
             notes = list(data.notes)
         else:
             notes.append(f"{data.name} has no split of its own: all of its {len(data.test):,} pictures are evaluated")
-    relabel((data.train, data.test), data.classes, run.classes)
+    data = data.at_end()
+    if data.task == "classification":
+        relabel((data.train, data.test), data.classes, run.classes)
     return data, notes
 
 
@@ -286,6 +299,7 @@ def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfi
     """The run's section for other data."""
     settings = {"path": path, "format": "auto", **dict.fromkeys(("validation_fraction", "split_seed", "train", "test"))}
     settings |= {key: getattr(run.network_input, key) for key in ("image_size", "resize", "channels", "mean", "std")}
+    settings["classes"] = tuple(run.classes) if run.task.name != "classification" else None
     return run.recipe.data.model_copy(update={**settings, **split})
 
 
@@ -297,4 +311,8 @@ def evaluate_run(run: TrainedRun, data: DataSet, device: torch.device, ranks: Ra
     set_numerics(run.recipe)
     run.to(device)
     pipeline = InputPipeline(data, device, run.memory_format)
-    return evaluate(run.network, pipeline, run.recipe, len(run.classes), EVALUATION_BATCH, ranks)
+    task = run.task
+    for name in () if run.trust_code else run.recipe.metrics:
+        own.check_own(name, RunDirectory(run.path).config)
+    add_own_metrics(task, run.recipe)
+    return evaluate(run.network, pipeline, run.recipe, task, EVALUATION_BATCH, ranks)

@@ -28,6 +28,7 @@ from convoy.data.dataset import difference, num_changed
 from convoy.documents import show
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Ref
+from convoy.own import checksum
 from convoy.training.build import NetworkInput
 from convoy.training.derived import resolve
 from convoy.training.parallel_config import PLACEMENT
@@ -57,6 +58,21 @@ def load_latest(
     return replace(checkpoint, tensors=ranks.broadcast_tensors(latest.tensors if latest is not None else None)), refused
 
 
+def load_step(store: CheckpointStore, step: int, ranks: Ranks) -> Checkpoint | None:
+    """The checkpoint of an update, on every rank; None where it is not there. All ranks call it."""
+    loaded: Checkpoint | None = None
+
+    def read() -> Checkpoint | None:
+        nonlocal loaded
+        loaded = store.load(step) if step in store.steps() else None
+        return replace(loaded, tensors={}) if loaded is not None else None
+
+    checkpoint = ranks.first(read)
+    if checkpoint is None:
+        return None
+    return replace(checkpoint, tensors=ranks.broadcast_tensors(loaded.tensors if loaded is not None else None))
+
+
 def check_run(run: RunDirectory, recipe: Recipe, resume: bool) -> bool:
     """Whether there is a run to go on with; a ConvoyError where this recipe may not, or the folder is taken or cannot
     be written.
@@ -75,6 +91,7 @@ FREE = (
     "checkpoint",
     "log_every",
     "noise_scale",
+    "log",
     "on_nan",
     "evaluate_every",
     "optimizer.fused",
@@ -162,6 +179,10 @@ def since_begun(
         )
         if changed := num_changed(now, before):
             yield f"{changed} of {len(now)} files that were looked at have another size than when the run was begun", {}
+    for name in recipe.own_code().values():
+        with suppress(KeyError, TypeError):
+            if begun["own"][name] != (now_code := checksum(name)):
+                yield f"the file of {name} is another than when the run was begun", {name: now_code}
     was = {key: value for key, value in begun.items() if key in ("machine", "kernels")}
     if recipe.reproducible and any(machine.get(key) != value for key, value in was.items()):
         first, second = (" with ".join(map(str, facts.values())) for facts in (was, machine))
@@ -175,7 +196,7 @@ def since_begun(
 def differences(recipe: Recipe, begun: Recipe, free: Sequence[str] = ()) -> Iterator[tuple[str, Any, Any]]:
     """Keys that define the result and differ, with both values, but for those that are `free`; what a recipe leaves
     open is as it was begun."""
-    now, before = (dict(_leaves(version)) for version in (as_begun(recipe, begun), begun))
+    now, before = (dict(leaves(version)) for version in (as_begun(recipe, begun), begun))
     for key in dict.fromkeys([*now, *before]):
         if now.get(key) != before.get(key) and not _is_below(key, (*FREE, *free)):
             yield key, now.get(key), before.get(key)
@@ -184,22 +205,33 @@ def differences(recipe: Recipe, begun: Recipe, free: Sequence[str] = ()) -> Iter
 # Keys that came later, with what runs of before had in effect: their checksum is without them.
 ADDED: dict[str, Any] = {
     **dict.fromkeys(("extends", "extends_at", "target", "lookahead", "model.whiten", "loss.target_threshold")),
+    **dict.fromkeys(("loss.class_weights", "data.sampling", "best", "stop_after")),
     **{f"data.{key}": None for key in ("decoder", "augment.padding", "evaluation_size", "progressive")},
     "evaluation_views": 1,
     "optimizer.groups": [],
+    "optimizer.freeze": [],
+    "optimizer.layer_decay": None,
     "data.repeats": 1,
+    "task": "auto",
+    "loss.threshold": 0.5,
+    "data.classes": None,
+    "data.ignore_index": 255,
     "loss.name": "cross-entropy",
     "parallel.averaging.start": "0ba",
     **dict.fromkeys(("parallel.averaging.outer_momentum", "parallel.averaging.staleness"), 0),
     "parallel.averaging.outer_lr": 1.0,
     "parallel.averaging.outer_nesterov": False,
+    "loss.function": None,
+    "data.augment.function": None,
+    "metrics": [],
+    "data.augment.trivial_augment": False,
+    "data.augment.random_erasing": 0.0,
 }
 
 
 def identity(recipe: Recipe, num_train: int, num_test: int) -> str:
     """A checksum of all that defines the result of a run: the recipe's keys, and how many samples the data has."""
-    leaves = dict(_leaves(recipe))
-    fixed = {key: v for key, v in leaves.items() if not _is_below(key, FREE) and (key, v) not in ADDED.items()}
+    fixed = {key: v for key, v in leaves(recipe) if not _is_below(key, FREE) and (key, v) not in ADDED.items()}
     text = json.dumps([fixed, num_train, num_test], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -208,10 +240,11 @@ def _is_below(key: str, names: Sequence[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
-def _leaves(document: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(document: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key of a recipe, dotted, with its value."""
     for key, value in (document.model_dump(mode="json") if isinstance(document, Recipe) else document).items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -18,6 +18,7 @@ from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError
 from convoy.failure import failure_of
 from convoy.files import write_atomically, write_json, write_text
+from convoy.own import checksum
 from convoy.planner.comparison import Comparison
 from convoy.progress import Reporter
 from convoy.training import environment
@@ -35,12 +36,14 @@ from convoy.training.resume import (
     check_extension,
     check_run,
     extended,
+    leaves,
     load_latest,
     since_begun,
 )
 from convoy.training.run_directory import RunDirectory, briefly, disk_explained
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
+from convoy.training.trackers import Trackers
 from convoy.training.watchdog import Watchdog, say_and_end
 
 LOCK_PATIENCE_S = 30.0  # in which a process that is about to end lets go of the run
@@ -56,9 +59,16 @@ class Outcome:
     run: Path
     steps: int
     total_steps: int
-    top1: float | None  # share of right answers on the test split, if it was evaluated
+    metrics: dict[str, float]  # of the last evaluation, if there was any
+    best_metric: str  # the name of the one that says which weights are best
+    split: str  # that it was of
     signal: str | None  # that stopped the run; None where it finished
     comparison: Comparison | None = None  # None where the run ended too early
+
+    @property
+    def top1(self) -> float | None:
+        """Share of right answers in that evaluation."""
+        return self.metrics.get("top1")
 
 
 @dataclass
@@ -100,9 +110,15 @@ class Trainer:
                 watchdog = Watchdog(self.ranks, meeting_store(), say_and_end, patient=True)
                 self._stack.enter_context(watchdog)
             loop = self._begin(watchdog)
+            if self.ranks.rank == 0 and self.recipe.trackers:
+                told = Trackers(self._folder, self.recipe.trackers, dict(leaves(self.recipe)), loop.tell)
+                self._stack.enter_context(told)
             if loop.finished:
                 self.ranks.barrier()
-                return Outcome(self.out, loop.done, loop.done, self._folder.summary().get("top1"), None)
+                summary = self._folder.summary()
+                metrics = summary.get("metrics") or {"top1": summary.get("top1")}  # of runs of before
+                best, split = loop.session.metric.name, loop.session.data.at_end().split
+                return Outcome(self.out, loop.done, loop.done, metrics, best, split, None)
             # Cuts into stages are the devices', so they stand there and not in the recipe.
             self.ranks.first(lambda: write_text(self._folder.plan, loop.session.plan_with_cuts.to_yaml()))
             self._summarize(loop, "running")
@@ -115,8 +131,9 @@ class Trainer:
                 self._end_by(error, trace, watchdog)
             self._summarize(loop, "stopped" if signal else "finished")
             self.ranks.barrier()  # nobody goes on, or away, before all is written
-        top1 = loop.evaluation.top1 if loop.evaluation else None
-        return Outcome(self.out, loop.done, loop.session.quantities.total_updates, top1, signal, loop.comparison)
+        metrics = loop.evaluation.metrics() if loop.evaluation else {}
+        best, split, total = loop.session.metric.name, loop.session.data.at_end().split, loop.total
+        return Outcome(self.out, loop.done, total, metrics, best, split, signal, loop.comparison)
 
     def _begin(self, watchdog: Watchdog) -> Loop:
         """The loop at its beginning, or at the newest checkpoint, in a folder that is this run's alone."""
@@ -181,6 +198,8 @@ class Trainer:
         folder.check_free(mine=True)
         folder.sweep()
         facts = environment.describe(self.command, session.device, session.ranks.num, str(session.plan))
+        own_code = {name: checksum(name) for name in session.recipe.own_code().values()}
+        facts |= {"own": own_code} if own_code else {}
         run = {"run": str(self.out), "jobs": list(self.jobs), "input": NetworkInput.of(data).as_dict()}
         folder.create(to_yaml(session.recipe), {**facts, **run, "data": data.fingerprint})
 
@@ -245,7 +264,7 @@ class Trainer:
                 pass
             return
         assert loop.evaluation is not None
-        folder, data = self._folder, loop.session.data
+        folder, data = self._folder, loop.session.data.at_end()
         write_json(folder.evaluation, loop.evaluation.save(folder.path, data.classes, data.test.name))
         write_atomically(folder.weights, lambda temporary: write_tensors(temporary, kinds, wholes))
 

@@ -139,7 +139,7 @@ class RunDirectory:
         for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):
                 entry = json.loads(line)
-                again = and_evaluation and entry["split"] == "test"
+                again = and_evaluation and entry["split"] != "train"
                 if entry["step"] < step or (entry["step"] == step and not again):
                     kept.append(line)
         write_text(self.metrics, "".join(f"{line}\n" for line in kept))

@@ -2,6 +2,7 @@
 together: batches, updates, evaluations.
 """
 
+import copy
 import operator
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from convoy import models
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch, DataSet, Order, num_workers, training_batches
+from convoy.data.imbalance import class_weights
 from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.network import Network
 from convoy.engine.recorded import Recorded, graph_on
@@ -36,9 +38,10 @@ from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, bubble
 from convoy.plans.traffic import rows_of_stages
 from convoy.training.build import TriedNetwork, has_batch_norm
-from convoy.training.classification import Evaluation, InputPipeline, evaluate
 from convoy.training.derived import Quantities, derive
 from convoy.training.division import Division, Pass, divide, soonest, text
+from convoy.training.evaluation import InputPipeline, evaluate
+from convoy.training.fine_tuning import thaws
 from convoy.training.gradients import Exchange, FiniteGuard, divided_network
 from convoy.training.noise import interval
 from convoy.training.optim import create_optimizer, learning_rate
@@ -49,6 +52,7 @@ from convoy.training.resume import Code
 from convoy.training.schema import in_words
 from convoy.training.state import AveragedWeights, MovingAverage, RunState, SlowWeights
 from convoy.training.step import TrainingStep
+from convoy.training.task import Evaluation, Metric, Task
 from convoy.units import plural, rough_percent, size
 
 
@@ -71,6 +75,7 @@ class Prepared(TriedNetwork):
     """What a session is made of, whatever the plan."""
 
     data: DataSet
+    task: Task
     quantities: Quantities
     ranks: Ranks
     keeps_times: bool  # what is measured is kept for later plans, and what is kept is used
@@ -88,12 +93,20 @@ class Prepared(TriedNetwork):
         memory_format = torch.channels_last if self.recipe.channels_last else torch.contiguous_format
         return InputPipeline(self.data, self.device, memory_format)
 
+    def order(self) -> Order:
+        """The order of the training samples."""
+        labels, section = self.data.train.labels, self.recipe.data
+        weights = None
+        if section.sampling is not None:
+            weights = class_weights(section.sampling, labels, self.data.classes, "data.sampling")
+        return Order(len(labels), self.recipe.batch, self.recipe.seed, section.repeats, weights, labels)
+
     def batches_of(self, positions: range, first_update: int, num_updates: int) -> Generator[Batch, None, None]:
         """The samples at some positions of the batches of some updates."""
         return training_batches(
             self.data,
             self.recipe.data,
-            Order(len(self.data.train), self.recipe.batch, self.recipe.seed, self.recipe.data.repeats),
+            self.order(),
             first_update=first_update,
             num_updates=num_updates,
             seed=self.recipe.seed,
@@ -115,6 +128,8 @@ class Session(Prepared):
     merge: int  # microbatches that run in one pass; 1 where the network needs them one by one
     stages: list[StageRecord]  # of the network; none where it is in one piece
     workers: int  # processes of this rank that make pictures ready, by now
+    thaws: dict[str, int]  # tensors that are frozen at first, each with the update from which on it is trained
+    frozen: set[str] | None = None  # those that are frozen by now; None before the first update
 
     @property
     def plan(self) -> Plan:
@@ -193,17 +208,21 @@ class Session(Prepared):
         """Every how many updates the gradient noise scale is sampled; 0 where it is not."""
         return 0 if self.why_no_noise else interval(self.division, self.plan.num_stages, self.is_recorded)
 
-    def evaluate(self, is_asked_to_stop: Callable[[], bool] = lambda: False) -> Evaluation:
-        """Evaluate what the run would deliver now, with averaged weights if there are any, on all of the test split.
-        `is_asked_to_stop` is called before each batch, the same on all ranks, and ends in a StoppedError; nothing has
-        changed then.
+    @property
+    def metric(self) -> Metric:
+        """The one that says which weights are best."""
+        return self.task.metrics[0] if self.recipe.best is None else self.task.metric(self.recipe.best)
+
+    def evaluate(self, is_asked_to_stop: Callable[[], bool] = lambda: False, at_end: bool = False) -> Evaluation:
+        """Evaluate what the run would deliver now, with averaged weights if there are any, on all of the split that is
+        evaluated while it trains, or at its end. `is_asked_to_stop` is called before each batch, the same on all ranks,
+        and ends in a StoppedError; nothing has changed then.
         """
         announce = partial(setattr, self.network, "samples")
-        size, num_classes = self.evaluation_batch(), len(self.data.classes)
+        size, pipeline = self.evaluation_batch(), copy.copy(self.pipeline)
+        pipeline.data = self.data.at_end() if at_end else self.data
         with self.state.delivered() as model:
-            return evaluate(
-                model, self.pipeline, self.recipe, num_classes, size, self.ranks, announce, is_asked_to_stop
-            )
+            return evaluate(model, pipeline, self.recipe, self.task, size, self.ranks, announce, is_asked_to_stop)
 
     def evaluation_batch(self) -> int:
         """Samples of a pass: as many as in training, but no more than a rank's even share."""
@@ -252,12 +271,22 @@ class Session(Prepared):
         """What looks at every update before it is made."""
         return FiniteGuard(self.network, self.ranks, gradients=not self.state.scaler.is_enabled())
 
+    def train_in(self, update: int, recorded: Recorded | None = None) -> None:
+        """Freeze the layers that an update is not to train, and no others; what is `recorded` of earlier ones is then
+        recorded anew. All ranks call it before every update."""
+        if self.thaws and (self.frozen is None or update in self.thaws.values()):
+            was, self.frozen = self.frozen or set(), {name for name, end in self.thaws.items() if update < end}
+            self.state.exchange.train_others(self.frozen - was, was - self.frozen)
+            if recorded is not None:
+                recorded.record_anew()
+
     def step(self) -> TrainingStep:
         """The function that does one weight update. All ranks call it."""
         recipe, passes = self.recipe, self.passes
         self.state.exchange.divide(self.division, len(passes))
         step = TrainingStep(
             recipe,
+            self.task,
             self.state,
             self.pipeline,
             self.quantities.schedule,
@@ -325,6 +354,7 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
         merge=merge,
         stages=[],
         workers=workers,
+        thaws=thaws(model, recipe.optimizer.freeze, ready.quantities.updates) if recipe.optimizer.freeze else {},
     )
     session.notes = [*recipe.notes(), *data.notes, *ready.notes, *chosen.notes, *_notes(session)]
     session.derived += _rows(session)
@@ -357,6 +387,9 @@ def _notes(session: Session) -> Iterator[str]:
     if recipe.data.progressive is not None:
         side = session.data.image_size
         yield f"training pictures grow to {side}×{side} pixels: what is predicted is an update of the largest"
+    if session.thaws:
+        parts = ", ".join(part for part in recipe.optimizer.freeze if ":" in part)
+        yield f"frozen at first: {parts}; what is predicted is an update after that"
     if recipe.parallel.shares is not None and session.ranks.num_sample_ranks == 1:
         yield "--shares has no effect: the plan does not divide the batch"
     limit = recipe.parallel.memory_bytes

@@ -8,6 +8,7 @@ import torch
 from convoy.comm.joining import identify
 from convoy.comm.ranks import Ranks
 from convoy.data import DataSet, open_data
+from convoy.data.loader import check_augmentation
 from convoy.data.sources import Progress
 from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.recorded import graph_on, leave_default_stream
@@ -18,11 +19,13 @@ from convoy.plans.schedule import PARTS_PER_STAGE
 from convoy.training.build import TriedNetwork, build_for, divisible_sizes, has_batch_norm, on_meta
 from convoy.training.derived import check_batch, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import divide
+from convoy.training.own_task import add_own, check_own_task
 from convoy.training.parallel_config import check_shares, plan_of
 from convoy.training.precision import check_precision, set_numerics, settle
 from convoy.training.recipe import LossConfig, Recipe
 from convoy.training.resume import check_ranks, code_of
 from convoy.training.session import ChosenPlan, Prepared, Session, assemble
+from convoy.training.tasks import create_task
 from convoy.training.workloads import choose_plan
 
 
@@ -55,7 +58,11 @@ def set_up(
     if data is None:
         say("opening the data", 0, 1)
         batch = recipe.batch
-        data = open_data(recipe.data, say, check=lambda most: check_batch(batch, most, "samples of the data"))
+
+        def check(most: int) -> None:
+            check_batch(batch, most, "samples of the data")
+
+        data = open_data(recipe.data, say, selects=recipe.selects, check=check, task=recipe.task)
         check_ranks(data, ranks)
     gpu = identify(device).gpu
     gpus = ranks.gather(gpu)
@@ -75,7 +82,14 @@ def set_up(
     model.to(device=None if as_graph else device, memory_format=memory_format)  # type: ignore[call-overload]
     shape = data.channels, data.image_size, data.image_size
     change = "data.image_size, data.channels, the microbatch or the model"
-    tried = TriedNetwork.of(recipe, model, shape, device, change, len(data.classes))
+    task = create_task(recipe, data.classes, data.task, data.train.labels)
+    if recipe.own_code():
+        add_own(task, recipe)
+        check_augmentation(data, recipe.data, recipe.seed)
+        check_own_task(task, recipe, data)
+    if recipe.best is not None:
+        task.metric(recipe.best)
+    tried = TriedNetwork.of(recipe, model, shape, device, change, task)
     tried.probe = replace(tried.probe, on_device=sharing)
     notes += [*settled.notes, *_without_heads(tried, explicit_keys)]
     sizes, smaller = tried.divisible_sizes(*parts_of(recipe, plan, ranks.num))
@@ -83,6 +97,7 @@ def set_up(
     ready = Prepared(
         **vars(tried),
         data=data,
+        task=task,
         quantities=replace(quantities, sizes=sizes),
         ranks=ranks,
         keeps_times=keep,
@@ -90,6 +105,7 @@ def set_up(
         notes=notes,
         code=ranks.first(lambda: code_of(model, tried.probe.graph)),
     )
+    ready.order()  # refuses classes that are not there before long work
     session = assemble(ready, choose_plan(ready, rivals, say) if plan is None else ChosenPlan(plan))
     session.notes += _of_recording(session, explicit_keys)
     return session

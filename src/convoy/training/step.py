@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from convoy.comm.collectives import all_reduce
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch, mix
@@ -24,14 +25,15 @@ from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
 from convoy.plans.schedule import Action
 from convoy.plans.schedule import Schedule as StageOrder
-from convoy.training.classification import ClassificationLoss, InputPipeline, heads, num_correct
 from convoy.training.division import Pass
+from convoy.training.evaluation import InputPipeline
 from convoy.training.gradients import FiniteGuard
 from convoy.training.noise import GradientNoise
 from convoy.training.optim import Schedule, set_rates
 from convoy.training.precision import autocast_of
 from convoy.training.recipe import Recipe
 from convoy.training.state import RunState
+from convoy.training.task import Task
 
 
 def wait_for(device: torch.device) -> None:
@@ -41,7 +43,8 @@ def wait_for(device: torch.device) -> None:
 
 
 StepPart = Literal["input", "forward", "backward", "gradient", "update", "rest"]
-_Inputs = Callable[[Pass], tuple[Tensor, Tensor]]  # images and targets of a pass
+# Images and targets of a pass, and, where a loss is no mean over samples, the pass's share in that of the global batch.
+_Inputs = Callable[[Pass], tuple[Tensor, ...]]
 _WARM_UP, _MEASURED = 3, 5  # passes over the batch before microbatches are timed, and those in which they are
 
 
@@ -59,13 +62,13 @@ class _RunningPass:
 class Update:
     """The record of one update on this rank, which whoever looks at a training reads; the last four are the recorder's.
 
-    Losses and right answers are scalars on the device, which add up, over all ranks, to the mean loss and the number of
-    right answers. They are not added here: on small networks every operation counts.
+    Losses and scores are scalars on the device, which add up, over all ranks, to the mean loss and the task's score of
+    all samples, as the number of right answers. They are not added here: on small networks every operation counts.
     """
 
     images: int  # of the global batch
     losses: list[Tensor] = field(default_factory=list)
-    correct: list[Tensor] = field(default_factory=list)
+    scores: list[Tensor] = field(default_factory=list)
     bad: str | None = None  # why the weights were left as they are; None where they were changed
     seconds: float = 0.0  # from asking for its batch to its end
     wait_s: float = 0.0  # for its batch
@@ -79,6 +82,7 @@ class TrainingStep:
     """Computes the gradient of the mean loss over the global batch and updates the weights."""
 
     recipe: Recipe
+    task: Task
     state: RunState
     pipeline: InputPipeline
     schedule: Schedule
@@ -100,7 +104,6 @@ class TrainingStep:
         self.num_samples = self.recipe.batch
         self._mixing = self.recipe.data.mix if self.recipe.data.mix.on else None
         self._autocast = autocast_of(self.recipe, self.pipeline.device)
-        self._loss = ClassificationLoss(**dict(self.recipe.loss))
         self._recorded_size: torch.Size | None = None  # height and width of the pictures of the recording
 
     def __call__(self, batch: Batch, update: int) -> Update:
@@ -191,8 +194,8 @@ class TrainingStep:
     def _whole_gradient(self, batch: Batch, update: int, replays: bool = True) -> Update:
         """Leave the gradient of the global batch in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
-        labels = self.pipeline.labels(batch)
-        inputs = partial(self._input, batch, labels, update)
+        targets = self.pipeline.targets(batch)
+        inputs = partial(self._input, batch, targets, self._global_count(targets), update)
         if self.recorded is None or not (replays and self.records) or self.separate:
             return self._passes(update, inputs)
         if batch.images.shape[2:] != self._recorded_size:
@@ -200,17 +203,17 @@ class TrainingStep:
             self.recorded.record_anew()
         tensors = [tensor for piece in self.passes for tensor in inputs(piece)]
         self.mark("forward")
-        losses, correct = self.recorded(update, tensors)
+        losses, scores = self.recorded(update, tensors)
         self.mark("rest")
-        return Update(self.num_samples, list(losses.unbind()), list(correct.unbind()))
+        return Update(self.num_samples, list(losses.unbind()), list(scores.unbind()))
 
     def to_record(self, update: int, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The passes of an update as one function of the images and targets of each: their losses, and how many
-        answers were right."""
-        by_pass = dict(zip(self.passes, zip(inputs[::2], inputs[1::2], strict=True), strict=True))
+        """The passes of an update as one function of the inputs of each: their losses and scores."""
+        of_each = len(inputs) // len(self.passes)
+        by_pass = {piece: tuple(inputs[n * of_each : (n + 1) * of_each]) for n, piece in enumerate(self.passes)}
         result = self._passes(update, by_pass.__getitem__)
         nothing = inputs[0].new_zeros(0)
-        return [torch.stack(tensors) if tensors else nothing for tensors in (result.losses, result.correct)]
+        return [torch.stack(tensors) if tensors else nothing for tensors in (result.losses, result.scores)]
 
     def _passes(self, update: int, inputs: _Inputs) -> Update:
         result, stage = Update(self.num_samples), self._stage
@@ -255,7 +258,7 @@ class TrainingStep:
     def _forward(self, inputs: _Inputs, update: int, piece: Pass, samples: Sequence[tuple[int, ...]]) -> _RunningPass:
         """Run a pass; `samples` are those of every sample rank in it, and in the passes after it."""
         self.mark("input")
-        images, targets = inputs(piece)
+        images, targets, *share = inputs(piece)
         self.mark("rest")
         self.network.samples = samples[0]
         self._announce(update, piece)
@@ -270,7 +273,7 @@ class TrainingStep:
                 flight = self._stage.forward_pass((images,), samples[0], then=samples[1:])
                 outputs = self._stage.output_of(flight) if self._stage.is_last else None
             self.mark("rest")
-            loss = None if outputs is None else self._part_of_mean(outputs, targets)
+            loss = None if outputs is None else self._part_of_mean(outputs, targets, *share)
         return _RunningPass(loss, outputs, targets, flight)
 
     def _backward(self, running: _RunningPass, later: Collection[_RunningPass], is_last: bool, result: Update) -> None:
@@ -288,18 +291,33 @@ class TrainingStep:
         self.mark("rest")
         if loss is not None and len(running.targets):
             result.losses.append(loss.detach() * self._share if self.exchange.local_mean else loss.detach())
-            result.correct.append(num_correct(running.outputs, running.targets))
+            score = self.task.score(running.outputs, running.targets)
+            if score is not None:
+                result.scores.append(score)
 
     @property
     def _share(self) -> float:
         return sum(len(piece.parts[self.rank]) for piece in self.passes) / self.num_samples
 
-    def _input(self, batch: Batch, labels: Tensor, update: int, piece: Pass) -> tuple[Tensor, Tensor]:
-        """Images and targets of a pass, of this rank's batch."""
+    def _global_count(self, targets: Tensor) -> Tensor | None:
+        """How much the loss of the global batch is the mean over, of this rank's targets alone where it takes its own
+        mean; None where that is the number of samples. All ranks call it."""
+        count = self.task.counted(targets) if self._mixing is None else None
+        if count is None:
+            return None
+        axes = () if self.exchange.local_mean else self.network.sample_axes
+        return all_reduce(count.double(), self.network.groups.of(axes))
+
+    def _input(
+        self, batch: Batch, targets: Tensor, global_count: Tensor | None, update: int, piece: Pass
+    ) -> tuple[Tensor, ...]:
+        """The inputs of a pass, of this rank's batch."""
         part, sizes = piece.parts[self.rank], piece.microbatches[self.rank]
         start = part.start - self.passes[0].parts[self.rank].start
         end = start + len(part)
-        images, targets = self.pipeline(batch, start, end), labels[start:end]
+        images, targets = self.pipeline(batch, start, end), targets[start:end]
+        if global_count is not None and (count := self.task.counted(targets)) is not None:
+            return images, targets, torch.where(global_count > 0, count / global_count, 0)
         if self._mixing is None:
             return images, targets
         return mix(
@@ -311,11 +329,13 @@ class TrainingStep:
             keys=[fold(self.recipe.seed, update, part.start + sum(sizes[:i])) for i in range(len(sizes))],
         )
 
-    def _part_of_mean(self, outputs: Any, targets: Tensor) -> Tensor:
+    def _part_of_mean(self, outputs: Any, targets: Tensor, share: Tensor | None = None) -> Tensor:
         """What these samples add to the mean loss over the global batch."""
         if len(targets) == 0:  # nothing, but with an edge to the network, whose other ranks compute
-            return torch.stack([logits.sum() for logits in heads(outputs)]).sum() * 0
-        loss = self._loss(outputs, targets)
+            return torch.stack([logits.sum() for logits in self.task.heads(outputs)]).sum() * 0
+        loss = self.task.loss(outputs, targets)
+        if share is not None:
+            return loss * share.to(loss.dtype)
         whole = self.num_samples * self._share if self.exchange.local_mean else self.num_samples
         return loss * (len(targets) / whole) if len(targets) < whole else loss
 
@@ -378,7 +398,8 @@ def random_batch(step: TrainingStep) -> Batch:
     """A rank's samples of a global batch, of random images."""
     data, samples = step.pipeline.data, sum(len(piece.parts[step.rank]) for piece in step.passes)
     images = torch.randint(0, 256, (samples, data.channels, data.image_size, data.image_size), dtype=torch.uint8)
-    batch = Batch(images, torch.zeros(samples, dtype=torch.int64), torch.arange(samples))
+    targets = step.task.example(samples, data.image_size)
+    batch = Batch(images, targets, torch.arange(samples))
     return batch.pin_memory() if step.pipeline.device.type == "cuda" else batch  # as in training
 
 

@@ -28,7 +28,7 @@ from convoy.errors import ConvoyError, reason
 from convoy.files import write_atomically
 from convoy.resources import own_cores
 from convoy.terminal import pip_install
-from convoy.training.classification import mean_over_views
+from convoy.training.evaluation import mean_over_views
 from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.restore import TrainedRun
 
@@ -94,11 +94,15 @@ class Classifier:
         try:
             with torch.inference_mode(), autocast_of(self._run.recipe, self._device):
                 pictures = self._normalize(images.to(self._device))
-                logits = mean_over_views(network, pictures, self._run.recipe.evaluation_views).float().cpu()
+                views = self._run.recipe.evaluation_views
+                outputs = mean_over_views(self._run.task, network, pictures, views).float().cpu()
         finally:
             self._networks.put(network)
+        answers = self._run.task.answers(outputs)
+        if self._run.task.name == "regression":
+            return [tuple(enumerate(row)) for row in answers.tolist()]
         # As in an evaluation: of equally likely classes the first one.
-        ranked = logits.softmax(1).sort(dim=1, descending=True, stable=True)
+        ranked = answers.sort(dim=1, descending=True, stable=True)
         classes, probabilities = (part[:, : self._top].tolist() for part in (ranked.indices, ranked.values))
         return [tuple(zip(*row, strict=True)) for row in zip(classes, probabilities, strict=True)]
 

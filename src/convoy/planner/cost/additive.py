@@ -84,6 +84,8 @@ class Additive:
 
     def parameter(self, parameter: Value, layout: Layout, mesh: Mesh) -> OfParameter:
         held = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
+        if not parameter.trains:
+            return OfParameter(0.0, 0.0, held)
         update = self.costs.update
         seconds = self._gradient(held, layout, mesh) + (update.per_tensor + update.per_byte * held)
         adding = self._times(copied(held, 2)).forward if held else 0.0

@@ -203,7 +203,8 @@ def nothing_fits(
     origin = (0,) * len(mesh.sizes)
     for placed in placement.calls:
         weights = [name for name in placed.call.inputs if values[name].origin == "parameter"]
-        held = (2 + costs.update.state) * sum(placement.local_bytes(name, 0) for name in weights)
+        trained = sum(placement.local_bytes(name, 0) for name in weights if values[name].trains)
+        held = sum(placement.local_bytes(name, 0) for name in weights) + (1 + costs.update.state) * trained
         parameters += held
         layers[placed.call.layer] += held
         for tensor in kept_by(placed, placement):

@@ -314,8 +314,8 @@ def gradient_axes(placement: Placement, name: str) -> Axes:
 
 
 def weights_of(placement: Placement) -> list[str]:
-    """The parameters that ranks hold, in the order of the network: of a stage its own, else all, used or not."""
-    names = (value.name for value in placement.graph.parameters())
+    """The parameters that ranks train, in the order of the network: of a stage its own, else all, used or not."""
+    names = (value.name for value in placement.graph.parameters() if value.trains)
     return [name for name in names if name in placement.layouts or not placement.is_part]
 
 

@@ -209,7 +209,7 @@ class Prices:
     def parameter(self, value: Value, number: int) -> OfParameter:
         layout = self.layouts[number]
         ask = partial(self.costs.parameter, value, layout, self.mesh)
-        return self.once("parameter", value.shape, value.dtype, number, ask=ask)
+        return self.once("parameter", value.shape, value.dtype, value.trains, number, ask=ask)
 
 
 def is_choosing(call: Call) -> bool:

@@ -1,0 +1,101 @@
+"""labels.csv: which task it is of, targets that stay with their pictures, packs of it, and what is refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from convoy.data import DataConfig, open_data
+from convoy.errors import ConvoyError
+from data.made import packed, trained
+
+
+def write_table(folder: Path, text: str, num: int = 6) -> Path:
+    """Pictures 0.png, …, of 40×30 pixels in blocks, their masks 0-mask.png, …, whose classes their grey says."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(num):
+        classes = np.random.default_rng(number).integers(0, 3, (6, 8)).repeat(5, 0).repeat(5, 1).astype(np.uint8)
+        Image.fromarray(80 * classes).save(folder / f"{number}.png")
+        Image.fromarray(classes).save(folder / f"{number}-mask.png")
+    (folder / "labels.csv").write_text(text)
+    return folder / "labels.csv"
+
+
+def config(path: Path, **options: object) -> DataConfig:
+    return DataConfig.model_validate({"path": str(path), "workers": 0, **options})
+
+
+def rows(*labels: str) -> str:
+    return "\n".join(["path,label", *(f"{number}.png,{label}" for number, label in enumerate(labels))])
+
+
+MASKS = rows(*(f"{number}-mask.png" for number in range(6)))
+
+
+@pytest.mark.parametrize(
+    ("text", "task", "classes"),
+    [
+        (rows(*"aabbab"), "classification", ["a", "b"]),
+        (rows(*"123120").replace("path,label\n", ""), "classification", ["0", "1", "2", "3"]),
+        (rows("a;b", "b", "", "c;a", "a", "c"), "multi-label", ["a", "b", "c"]),
+        (rows("1", "2.5", "3", "4", "5", "-6"), "regression", ["label"]),
+        (rows(*["1,2"] * 6).replace("label", "x,y"), "regression", ["x", "y"]),
+        (MASKS, "segmentation", ["0", "1", "2"]),
+    ],
+)
+def test_labels_say_the_task_and_a_pack_has_them(text: str, task: str, classes: list[str], tmp_path: Path) -> None:
+    table = write_table(tmp_path / "data", text)
+    packed(table, tmp_path / "pack")
+    of_table, of_pack = (config(path, image_size=16, channels=1) for path in (table, tmp_path / "pack"))
+    for section in (of_table, of_pack):
+        data = open_data(section)
+        assert (data.task, data.classes, len(data.train) + len(data.test)) == (task, classes, 6)
+    for one, other in zip(trained(of_table, num=2, batch=3), trained(of_pack, num=2, batch=3), strict=True):
+        assert torch.equal(one.images, other.images) and torch.equal(one.targets, other.targets)
+
+
+@pytest.mark.parametrize("crop", ["none", "pad", "random-resized"])
+def test_masks_go_where_their_pictures_go(crop: str, tmp_path: Path) -> None:
+    table = write_table(tmp_path / "data", MASKS)
+    augment = {"crop": crop, "flip": True, "interpolation": "nearest"}
+    section = config(table, image_size=20, resize=24, channels=1, augment=augment)
+    for batch in (*trained(section, batch=4), *trained(section.model_copy(update={"workers": 1}), batch=4)):
+        there = batch.targets != 255
+        assert torch.equal(batch.images[:, 0][there], 80 * batch.targets[there])
+        assert (batch.images[:, 0][~there] == 0).all() and there.all() == (crop != "pad")
+
+
+SPLIT = "path,label,split\n0.png,a,train\n1.png,b,train\n2.png,a,val\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        (rows(*"aab", "a\n9.png,b"), {}, "line 6: '9.png' is missing"),
+        (rows("a", "3.5", "a"), {}, "mixes kinds of labels: 'a' in line 2 is a name, '3.5' in line 3 a number"),
+        (rows("1", "2", "x"), {"task": "regression"}, "line 4: 'x' is no number"),
+        (SPLIT, {}, "line 3: no held-out row has the class 'b'"),
+        (SPLIT + "3.png,b,val\n4.png,c,val\n", {}, "line 6: no training row has the class 'c'"),
+        (SPLIT.replace("val", "later"), {}, "line 4: 'later' is no split"),
+        (rows("a", "b", ""), {"task": "classification"}, "line 4 has no label"),
+        (rows("a", "b"), {"classes": ["a", "c"]}, "line 3: 'b' is none of data.classes"),
+        (MASKS, {"classes": ["a", "b"]}, "0-mask.png has the value 2, but the classes are 0 to 1"),
+        (rows("0-mask.png", "small.png"), {}, "small.png has 3×2 pixels, but its picture 1.png has 40×30"),
+        (rows("0-mask.png", "color.png"), {}, "color.png is a mask in RGB"),
+        (rows("a", "b"), {"task": "segmentation"}, "line 2: 'a' is missing"),
+        ("path,label\n", {}, "has no rows"),
+        ("0.png\n", {}, "line 1 has 1 columns"),
+    ],
+)
+def test_what_is_wrong_is_refused_in_a_sentence(
+    text: str, options: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    table = write_table(tmp_path / "data", text)
+    Image.new("L", (3, 2)).save(table.with_name("small.png"))
+    Image.new("RGB", (40, 30)).save(table.with_name("color.png"))
+    task = str(options.pop("task", "auto"))
+    with pytest.raises(ConvoyError) as refused:
+        open_data(DataConfig.model_validate({"path": str(table), **options}), task=task)
+    assert words in str(refused.value)
