@@ -126,7 +126,8 @@ def test_an_approximate_run_is_called_so_and_is_near(data: Path, tmp_path: Path)
 @slow
 def test_local_sgd_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(data: Path, tmp_path: Path) -> None:
     settings = {"parallel.local_sgd": "2", "optimizer.lr": "0.02", "epochs": "7ba"}
-    settings |= {"checkpoint.every": "3ba", "checkpoint.keep": "9"}
+    settings |= {"checkpoint.every": "3ba", "checkpoint.keep": "9", "parallel.averaging.staleness": "1"}
+    settings |= {"parallel.gradient_compression": "topk:0.3", "evaluate_every": "5ba"}
     whole, *_ = run_ranks(train_here, 2, data, tmp_path / "whole", settings)
     drop_checkpoints(shutil.copytree(tmp_path / "whole", tmp_path / "parts"), 3)
     parts, *_ = run_ranks(train_here, 2, data, tmp_path / "parts", settings, True)
