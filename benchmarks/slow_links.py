@@ -48,17 +48,19 @@ METHODS: dict[str, dict[str, str]] = {
     "bf16": {"parallel.gradient_compression": "bf16"},
     "PowerSGD 2": {"parallel.gradient_compression": "powersgd:2"},
     "top-k 1 %": {"parallel.gradient_compression": "topk:0.01"},
+    "local SGD 4": {LOCAL: "4"},
     "local SGD 16": ROUND,
     "post-local 16": ROUND | {f"{OUTER}start": "decay"},
     "SlowMo 16": ROUND | {f"{OUTER}outer_momentum": "0.5"},
     "DiLoCo 16": ROUND | {f"{OUTER}outer_momentum": "0.9", f"{OUTER}outer_nesterov": "true", f"{OUTER}outer_lr": "0.7"},
-    "late 8": {LOCAL: "8", f"{OUTER}staleness": "4"},
+    "late 4, 2 rounds": {LOCAL: "4", f"{OUTER}staleness": "2"},
+    "late 4, 8 rounds": {LOCAL: "4", f"{OUTER}staleness": "8"},
 }
 CURVE_OF = {"auto": "sample"}  # exact plans have one curve
 LINKS = ("100mbit", "1gbit")
 DEVICES = ("equal", "half", "stutter")
 STOPS_S, BETWEEN_S = (1.0, 3.0), 20.0  # how long the last device stops, and for how long it runs before, on average
-RATES = (0.02, 0.05, 0.1, 0.2)
+RATES = (0.005, 0.01, 0.02, 0.05, 0.1)
 RECIPE = {
     "model.name": "cifar-quick",
     "microbatch": "8",
@@ -286,7 +288,11 @@ def main() -> None:
     options.rates, options.tuning, options.every = RATES, "1ep", "0.25ep"
     options.updates, options.target = "600ba", TARGET
     if options.small:
-        options.methods, options.links, options.devices = ["sample", "local SGD 16", "late 8"], ["100mbit"], ["equal"]
+        options.methods, options.links, options.devices = (
+            ["sample", "local SGD 16", "late 4, 2 rounds"],
+            ["100mbit"],
+            ["equal"],
+        )
         options.rates, options.seeds, options.tuning, options.epochs = (0.05,), [0], "16ba", "64ba"
         options.every, options.updates, options.target = "32ba", "64ba", 0.85
     with harness.report(options.out) as report:
