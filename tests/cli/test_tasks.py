@@ -43,12 +43,20 @@ def test_every_command_trains_and_its_run_is_of_use(
 
 
 @pytest.mark.parametrize(
-    "setting", ["data.mix.mixup=0.2", "loss.label_smoothing=0.1", "evaluation_views=2", "loss.name=mse"]
+    "setting",
+    [
+        "data.mix.mixup=0.2",
+        "loss.label_smoothing=0.1",
+        "evaluation_views=2",
+        "loss.name=mse",
+        "data.augment.function=mine.py:same",  # which would leave the masks where they are
+    ],
 )
 def test_what_a_task_cannot_have_is_refused(
     setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_task(Path("scans"), "segmentation")
+    Path("mine.py").write_text("def same(picture, rng): return picture\n")
     refused = call(["train", "unet", "--data", "scans", "--batch", "12", "--set", setting, "--out", "run"], status=2)
     assert setting.partition("=")[0] in refused.err and not Path("run").exists()

@@ -23,11 +23,11 @@ from convoy.training import Outcome, Recipe, RunDirectory, Session, Trainer, cho
 from convoy.training.build import check_layers
 from convoy.training.environment import join_ranks
 from convoy.training.loop import SIGNALS, Interrupt
+from convoy.training.metric import metric_in_words
 from convoy.training.parallel_config import num_devices, plan_of
 from convoy.training.resume import check_run
 from convoy.training.schema import seconds_of
 from convoy.training.set_up import check_devices
-from convoy.training.task import in_words
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 from convoy.units import plural, shorten
 
@@ -167,7 +167,7 @@ def _answer(outcome: Outcome, ranks: Ranks, verbose: bool) -> int:
     if outcome.comparison is not None and outcome.comparison.update.predicted_s is not None:
         comparison = outcome.comparison
         say(comparison_text(comparison) if verbose else headline(comparison))
-    result = in_words(outcome.best_metric, outcome.metrics[outcome.best_metric]).replace("top-1", "accuracy")
+    result = metric_in_words(outcome.best_metric, outcome.metrics[outcome.best_metric]).replace("top-1", "accuracy")
     console.print(f"{outcome.split} {result}", style="bold")
     if ranks.rank == 0:
         folder = RunDirectory(out)

@@ -16,10 +16,9 @@ from torch import Tensor
 from convoy.data.decode import BadImage, Crop, Turbo, in_channels
 from convoy.data.masks import UNLABELLED, cut_mask, read_mask
 from convoy.data.order import Purpose, uniforms
-from convoy.data.own_augment import OwnAugment
 from convoy.data.pixels import PixelSource
 from convoy.data.sources import EncodedSource, Source, refusal
-from convoy.data.transforms import ColorAugment, Geometry, erase
+from convoy.data.transforms import ColorAugment, Geometry, OwnAugment, erase
 from convoy.errors import ConvoyError
 
 

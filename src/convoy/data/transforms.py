@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from convoy.data.config import AugmentConfig, MixConfig, ProgressiveConfig
 from convoy.data.decode import CropBox, finish_picture, least_size, upright_size
 from convoy.data.order import Purpose, keys, normals, uniforms
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, reason
+from convoy.own import absolute, function_of
 from convoy.terminal import pip_install
 
 DEFAULT_PAD = 4
@@ -243,6 +244,39 @@ def trivial_augment(image: Image.Image, draws: NDArray[np.float64]) -> Image.Ima
 
 
 ERASED_AREA, ERASED_RATIO = (0.02, 1 / 3), (0.3, 1 / 0.3)
+
+
+class OwnAugment:
+    """`function(picture, rng)` for pictures uint8 [height, width, channels], after crop, flip and colors; it gives one
+    of the same shape. `rng` is a `numpy.random.Generator`, a function of (seed, epoch, sample)."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self._name, self._seed = absolute(name), seed
+
+    @cached_property
+    def _function(self) -> Callable[..., Any]:
+        return function_of(self._name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_name": self._name, "_seed": self._seed}  # a worker imports it by itself
+
+    def __call__(self, planes: NDArray[np.uint8], epoch: int, sample: int) -> None:
+        """Change the picture of a sample, [channels, height, width], in place."""
+        key = keys(self._seed, Purpose.OWN, epoch, np.array([sample], np.int64))[0]
+        picture = np.ascontiguousarray(planes.transpose(1, 2, 0))
+        try:
+            result = np.asarray(self._function(picture.copy(), np.random.Generator(np.random.Philox(int(key)))))
+        except Exception as error:
+            raise ConvoyError(
+                f"the augmentation {self._name} failed with {reason(error)}: it is called with a picture, "
+                f"uint8 {list(picture.shape)}, and a numpy.random.Generator"
+            ) from error
+        if (result.shape, result.dtype) != (picture.shape, picture.dtype):
+            raise ConvoyError(
+                f"the augmentation {self._name} gave {result.dtype} {list(result.shape)} for a picture, uint8 "
+                f"{list(picture.shape)}: let it give the same shape and type"
+            )
+        planes[:] = result.transpose(2, 0, 1)
 
 
 def erase(images: NDArray[np.uint8], samples: NDArray[np.int64], probability: float, seed: int, epoch: int) -> None:

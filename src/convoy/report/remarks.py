@@ -11,7 +11,7 @@ from convoy import units
 from convoy.planner.comparison import Comparison, difference, shown
 from convoy.report.pages import Tile
 from convoy.report.run_directory import Run, column
-from convoy.training.metric import in_words
+from convoy.training.metric import metric_in_words
 from convoy.training.records import MetricsLine
 
 # Speed-ups that are none, and errors of the plan's own prediction from which on nothing follows from a comparison.
@@ -46,7 +46,7 @@ def about(run: Run) -> list[str]:
     if run.results:
         best, value = next(iter(run.results.items()))
         of = f" on {units.plural(images, f'{split} image')}" if images else ""
-        sentences = [f"{model} has {in_words(best, value)}{of}{length}{time}{where}."]
+        sentences = [f"{model} has {metric_in_words(best, value)}{of}{length}{time}{where}."]
         return [*sentences, *([run.diagnosis.brief] if run.diagnosis is not None else [])]
     if top1 is None:
         return [f"{model} has not been tested yet{length}{time}{where}."]
@@ -244,7 +244,7 @@ def _results(run: Run) -> Iterator[Tile]:
     split, of_evaluations = (summary.split or run.metrics.split).capitalize(), run.metrics.split
     if run.results:
         for name, value in run.results.items():
-            words, _, figure = in_words(name, value).rpartition(" ")
+            words, _, figure = metric_in_words(name, value).rpartition(" ")
             yield Tile(f"{split} {words}", figure, f"{split.lower()} split", main=name == next(iter(run.results)))
         return
     places = units.percent_places(images)

@@ -14,7 +14,8 @@ from torch import Tensor
 from convoy.data import Batch
 from convoy.files import write_atomically
 from convoy.training import records
-from convoy.training.task import LOSS, Evaluation, Metric, Task, precise, to_image
+from convoy.training.metric import LOSS, Metric
+from convoy.training.task import Evaluation, Task, precise, to_image
 
 
 @dataclass

@@ -28,12 +28,13 @@ from convoy.errors import ConvoyError
 from convoy.files import to_json, write_json
 from convoy.progress import Reporter
 from convoy.terminal import losses
+from convoy.training.metric import metric_in_words
 from convoy.training.noise import noise_scale
 from convoy.training.records import RunProgress, RunSummary, SkippedImage, Status
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 from convoy.training.step import Update
-from convoy.training.task import Evaluation, in_words
+from convoy.training.task import Evaluation
 from convoy.training.watchdog import SlowRanks
 
 _VERSION = "brain.Event:2"
@@ -252,7 +253,7 @@ class Log:
             if slow is not None:
                 self._tell(slow)
         wait = sums.data_wait_s / max(seconds, 1e-9)
-        scores = "".join(f"{in_words(name, value, 1)}  " for name, value in score.items())
+        scores = "".join(f"{metric_in_words(name, value, 1)}  " for name, value in score.items())
         line = f"loss {loss:.3f}  {scores}{speed:,.0f} images/s  data wait {wait:.0%}"
         # The first update takes longer than all that follow: its speed says nothing.
         self.show(done, None if done == 1 else f"{self._place(done, '.2f')}  {line}")
@@ -265,7 +266,7 @@ class Log:
         total = self._session.quantities.total_updates
         end = f"{total:,}" if self._counts_updates else _number(self._epoch(total))
         self._reporter.say(
-            f"{self._place(done)} of {end}: {split} {in_words(best, metrics.get(best, math.nan))}, "
+            f"{self._place(done)} of {end}: {split} {metric_in_words(best, metrics.get(best, math.nan))}, "
             f"loss {result.loss:.4f} over {result.num_images:,} images"
         )
 

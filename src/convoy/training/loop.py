@@ -29,6 +29,7 @@ from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver, Timet
 from convoy.training.evaluation import StoppedError
 from convoy.training.gradients import ADVICE, NotFiniteError
 from convoy.training.log import SHOW_EVERY_S, Log, MetricsWriter, Sums
+from convoy.training.metric import metric_in_words
 from convoy.training.noise import GradientNoise
 from convoy.training.recorder import REMEMBERED, Recorder, Subscriber, compare
 from convoy.training.records import RunProgress
@@ -44,7 +45,7 @@ from convoy.training.resume import (
 )
 from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
-from convoy.training.task import Evaluation, in_words
+from convoy.training.task import Evaluation
 
 _SIGNALS = ("", "SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
 SIGNALS: Mapping[int, str] = {signal.Signals[name]: name for name in _SIGNALS if name}
@@ -439,7 +440,7 @@ class Loop:
 
     def _best_in_words(self) -> str:
         value = math.nan if self.progress.best is None else self.progress.best
-        return f"{in_words(self.session.metric.name, value)} on the {self.session.data.split} split"
+        return f"{metric_in_words(self.session.metric.name, value)} on the {self.session.data.split} split"
 
     def _deliver_best(self) -> None:
         """Go back to the best weights, where the recipe asks for them, and look at the test split, where there is one

@@ -34,7 +34,7 @@ LOSS = Metric("loss", "lower")
 _AS_NUMBERS = {"loss", "mse", "mae", "r2"}  # others are shares, 0 to 1
 
 
-def in_words(name: str, value: float, places: int = 2) -> str:
+def metric_in_words(name: str, value: float, places: int = 2) -> str:
     """A metric's value for people: `top-1 93.25%`, `mae 0.1234`."""
     words = name.replace("top", "top-").replace("_", " ")
     return f"{words} {value:.4g}" if name in _AS_NUMBERS or not 0 <= value <= 1 else f"{words} {value:.{places}%}"

@@ -43,6 +43,7 @@ from convoy.training.division import Division, Pass, divide, soonest, text
 from convoy.training.evaluation import InputPipeline, evaluate
 from convoy.training.fine_tuning import thaws
 from convoy.training.gradients import Exchange, FiniteGuard, divided_network
+from convoy.training.metric import Metric
 from convoy.training.noise import interval
 from convoy.training.optim import create_optimizer, learning_rate
 from convoy.training.precision import Scaler, lowered
@@ -52,7 +53,7 @@ from convoy.training.resume import Code
 from convoy.training.schema import in_words
 from convoy.training.state import AveragedWeights, MovingAverage, RunState, SlowWeights
 from convoy.training.step import TrainingStep
-from convoy.training.task import Evaluation, Metric, Task
+from convoy.training.task import Evaluation, Task
 from convoy.units import plural, rough_percent, size
 
 

@@ -18,10 +18,7 @@ from convoy.data import Batch
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
 from convoy.training import records
-from convoy.training.metric import LOSS as LOSS
-from convoy.training.metric import Metric as Metric
-from convoy.training.metric import MetricOfAll as MetricOfAll
-from convoy.training.metric import in_words as in_words
+from convoy.training.metric import Metric, MetricOfAll
 
 
 @dataclass
