@@ -11,6 +11,7 @@ from convoy.bench.jobs import Job, Jobs
 from whole_runs import recipe_of
 
 
+@pytest.mark.slow
 def test_two_at_a_time_one_on_both_one_fails_and_what_is_finished_stays(data: Path, tmp_path: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")

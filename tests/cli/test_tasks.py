@@ -16,7 +16,9 @@ FOLDERS = {"species": "classification", "tags": "multi-label", "ages": "regressi
 BEST = {"classification": "top1", "multi-label": "map", "regression": "mae", "segmentation": "iou"}
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=[pytest.mark.slow] if "resnet18" in line else []) for line in COMMANDS]
+)
 def test_every_command_trains_and_its_run_is_of_use(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:

@@ -210,7 +210,7 @@ def _with_shares_that_count_alike(data: Path, out: Path, settings: Settings) -> 
         return train_here(data, out, settings)
 
 
-@pytest.mark.parametrize("plan", ["filter=2", "height=2", "sample=2", "stage=2"])
+@pytest.mark.parametrize("plan", ["filter=2", "height=2", "sample=2", pytest.param("stage=2", marks=slow)])
 def test_growing_repeated_pictures_and_binary_losses_train_as_on_one_device(
     data: Path, tmp_path: Path, plan: str
 ) -> None:
