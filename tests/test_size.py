@@ -23,12 +23,12 @@ LINES = {
     "src/convoy/ops": 4973,
     "src/convoy/planner": 7714,
     "src/convoy/plans": 2653,
-    "src/convoy/report": 2874,
+    "src/convoy/report": 2884,
     "src/convoy/script": 1480,
-    "src/convoy/training": 9782,
+    "src/convoy/training": 9789,
     "tests": 20186,
     "benchmarks": 6307,
-    "docs": 3329,
+    "docs": 3332,
 }
 """Lines by folder: of code with those below it, of `docs` the guides, of `src/convoy` what lies there itself."""
 

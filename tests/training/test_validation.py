@@ -29,7 +29,7 @@ def test_the_best_weights_are_delivered_and_the_test_split_is_looked_at_once(dat
     assert all(torch.equal(tensor, checkpoint[name]) for name, tensor in weights(out).items())
     last = delivered_weights(store_of(out).load(state["steps"]))  # the control: they are not the last
     assert not all(torch.equal(tensor, last[name]) for name, tensor in weights(out).items())
-    once = f"the test split was looked at once, at the end, with the weights of update {best[0]}, the best (macro f1"
+    once = f"the test split was looked at once, at the end, with the weights of update {best[0]}, the best (macro F1"
     assert any(once in note for note in state["notes"])
     assert any(note.startswith(f"ends after {state['steps']} updates: nothing better") for note in state["notes"])
 

@@ -12,6 +12,7 @@ from convoy import units
 from convoy.report import axes as ax
 from convoy.report.pages import Drawing, Panel, drawn
 from convoy.report.run_directory import Run, column
+from convoy.training.metric import metric_name
 from convoy.training.records import MetricsLine
 
 Against = Literal["updates", "time"]
@@ -99,14 +100,14 @@ def draw_panels(run: Run) -> list[Panel]:
             "error", "Top-1 error", [100 * (1 - column(lines, "top1")) for lines in (train, test)], ", %"
         )
     else:
-        results = compared("metric", metric, [column(lines, metric) for lines in (train, test)])
+        results = compared("metric", metric_name(metric), [column(lines, metric) for lines in (train, test)])
     points = [drawn("points", "Predicted over true", partial(_points, run), NOTHING)] if run.evaluation.points else []
     return [
         *compared("loss", "Loss", [column(lines, "loss") for lines in (train, test)]),
         *results,
-        *points,
         drawn("learning-rate", "Learning rate over updates", partial(_learning_rate, run), NOTHING),
         drawn("speed", "Speed and data wait over time", partial(_speed, run), NOTHING),
+        *points,
         *([drawn("calibration", "Calibration", partial(_calibration, run), NOTHING)] if calibration else []),
     ]
 

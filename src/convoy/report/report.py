@@ -22,6 +22,7 @@ from convoy.report.plots import draw_panels
 from convoy.report.remarks import about, bench_command, num_test_images, remarks, result_tiles, status
 from convoy.report.run_directory import Run, column, read_run
 from convoy.terminal import printable
+from convoy.training.metric import metric_name
 from convoy.training.records import EvaluationFile, StageRecord
 
 MOST_BAD_IMAGES = 200
@@ -88,6 +89,11 @@ def _content(run: Run) -> dict[str, Any]:
         "mistakes": _mistakes(run.path, evaluation),
         "task": run.task,
         "metric": run.summary.best_metric,
+        "metric_name": metric_name(run.summary.best_metric or ""),
+        "class_columns": [
+            name if (name := metric_name(key)) != key else key.capitalize()
+            for key in next(iter(run.evaluation.per_class), {})
+        ],
         "shown": [(shown, read_picture(run.path, shown.picture)) for shown in evaluation.pictures],
         "derived": summary.derived,
         "bad_images": summary.bad_images[:MOST_BAD_IMAGES],

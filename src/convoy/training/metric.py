@@ -32,9 +32,16 @@ class MetricOfAll(Metric, ABC):
 
 LOSS = Metric("loss", "lower")
 _AS_NUMBERS = {"loss", "mse", "mae", "r2"}  # others are shares, 0 to 1
+_NAMES = {"top1": "top-1", "top5": "top-5", "map": "mAP", "ap": "AP", "f1": "F1", "macro_f1": "macro F1", "iou": "IoU"}
+_NAMES |= {"dice": "Dice", "mse": "MSE", "mae": "MAE", "r2": "R²"}
+
+
+def metric_name(name: str) -> str:
+    """As people write it."""
+    return _NAMES.get(name, name.replace("_", " "))
 
 
 def metric_in_words(name: str, value: float, places: int = 2) -> str:
-    """A metric's value for people: `top-1 93.25%`, `mae 0.1234`."""
-    words = name.replace("top", "top-").replace("_", " ")
+    """A metric's value for people: `top-1 93.25%`, `MAE 0.1234`."""
+    words = metric_name(name)
     return f"{words} {value:.4g}" if name in _AS_NUMBERS or not 0 <= value <= 1 else f"{words} {value:.{places}%}"
