@@ -11,7 +11,7 @@ LINES = {
     "src/convoy": 1787,
     "src/convoy/bench": 4248,
     "src/convoy/checkpoint": 451,
-    "src/convoy/cli": 3263,
+    "src/convoy/cli": 3264,
     "src/convoy/comm": 2609,
     "src/convoy/data": 4829,
     "src/convoy/doctor": 1430,

@@ -43,7 +43,8 @@ def run_target(request: PlanRequest, recipe: Recipe) -> int:
     for name, key in (("soonest", "seconds"), ("cheapest", cost)):
         way = min(ways, key=lambda way: (way[key], way["seconds"]))
         where = f"{plural(way['devices'], 'device')} of {way['machine']}"
-        click.echo(f"{name}: a batch of {way['batch']} on {where}, {seconds(way['seconds'])}, {cost.replace('_', ' ')} {way[cost]:.3g}")
+        price = f"{cost.replace('_', ' ')} {way[cost]:.3g}"
+        click.echo(f"{name}: a batch of {way['batch']} on {where}, {seconds(way['seconds'])}, {price}")
     return 0
 
 
