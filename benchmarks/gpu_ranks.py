@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from convoy import models
 from convoy.engine.recorded import Recorded, graph_on, leave_default_stream
 from convoy.plans.plan import Plan
-from convoy.training import load_recipe
+from convoy.recipe.recipe import load_recipe
 from convoy.training.build import TriedNetwork
 from convoy.training.division import Division
 from convoy.training.gradients import Exchange, divided_network

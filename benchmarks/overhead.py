@@ -40,9 +40,10 @@ from convoy.data.pixels import PixelSource
 from convoy.engine.network import network_of
 from convoy.engine.parallelize import local_samples, parallelize
 from convoy.progress import ConsoleReporter
+from convoy.recipe.optim import create_optimizer, learning_rate
+from convoy.recipe.recipe import Recipe, load_recipe
 from convoy.terminal import Console
-from convoy.training import Recipe, Trainer, load_recipe
-from convoy.training.optim import create_optimizer, learning_rate
+from convoy.training import Trainer
 
 
 def bare_loop(recipe: Recipe, data: DataSet, updates: int) -> float:

@@ -36,7 +36,8 @@ from convoy.bench.records import Training
 from convoy.errors import ConvoyError
 from convoy.files import write_json
 from convoy.progress import Reporter
-from convoy.training import Trainer, load_recipe
+from convoy.recipe.recipe import load_recipe
+from convoy.training import Trainer
 from convoy.training.environment import join_ranks
 
 HOSTS, TARGET = 4, 0.3

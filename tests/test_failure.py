@@ -9,7 +9,7 @@ import pytest
 
 from convoy.errors import ConvoyError, MachineError, MeetingError
 from convoy.failure import AGENTS, Failure, cause, failure_of, leave_word, place_of, text_of, word_in
-from convoy.training.schema import Duration
+from convoy.recipe.schema import Duration
 
 
 def fail(rank: int, error: BaseException) -> Failure:

@@ -33,8 +33,8 @@ from convoy.documents import read_mapping
 from convoy.errors import ConvoyError
 from convoy.plans.fit import parse_fix
 from convoy.plans.plan import Plan
-from convoy.training.recipe import Recipe, check_names, load_recipe
-from convoy.training.schema import fields_of
+from convoy.recipe.recipe import Recipe, check_names, load_recipe
+from convoy.recipe.schema import fields_of
 from data.made import encoded, picture, tar_members, write_cifar, write_mnist, write_parquet, write_tar
 from training.scenarios import put
 

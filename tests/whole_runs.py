@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from convoy.progress import Reporter
-from convoy.training import Outcome, Recipe, Trainer, load_recipe
+from convoy.recipe.recipe import Recipe, load_recipe
+from convoy.training import Outcome, Trainer
 from convoy.training.environment import join_ranks
 from convoy.training.step import TrainingStep
 

@@ -38,7 +38,7 @@ from convoy.planner.store import ProfileStore
 from convoy.planner.workload import Workload, workload_of
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import SCHEDULES
-from convoy.training import load_recipe
+from convoy.recipe.recipe import load_recipe
 from measuring import cases
 from measuring.cases import Case
 

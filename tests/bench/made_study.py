@@ -23,7 +23,7 @@ from convoy.bench.records import (
     Training,
 )
 from convoy.bench.study import plain_recipe
-from convoy.training import Recipe, load_recipe
+from convoy.recipe.recipe import Recipe, load_recipe
 
 MACHINE = {"machine": "A processor", "convoy": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "cores": 4}
 AUTO = "mesh: {gpu: 4}\nlayers:\n  features.*: {gpu: sample}\n  '*': {gpu: filter}\n"

@@ -21,7 +21,7 @@ from convoy.bench.batches import (
 )
 from convoy.bench.jobs import Job, Outcome
 from convoy.errors import ConvoyError
-from convoy.training import load_recipe
+from convoy.recipe.recipe import load_recipe
 from convoy.training.gradients import ADVICE
 
 BATCHES, NOISE = [32, 64, 128, 256, 512, 1024, 2048, 4096], 512

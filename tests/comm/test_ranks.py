@@ -19,8 +19,8 @@ from convoy.errors import ConvoyError, RankFailedError, TooLargeError
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import Span, Task
-from convoy.training.classification import ClassificationEvaluation
-from convoy.training.recipe import load_recipe
+from convoy.recipe.recipe import load_recipe
+from convoy.tasks.classification import ClassificationEvaluation
 from ranks import run_ranks
 
 

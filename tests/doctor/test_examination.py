@@ -17,9 +17,9 @@ from convoy.doctor.examination import examine
 from convoy.doctor.facts import Facts
 from convoy.doctor.trials import Budget
 from convoy.engine import profiling
+from convoy.tasks.task import Evaluation
 from convoy.training import recorder, step
 from convoy.training.checkpoints import Saver
-from convoy.training.task import Evaluation
 from made_time import made_time
 from ranks import run_ranks
 from training.scenarios import cores_as_before, session

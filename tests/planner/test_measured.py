@@ -28,7 +28,7 @@ from convoy.planner.store import Device, ProfileStore, recalled, remember, remem
 from convoy.planner.workload import Workload, workload_of
 from convoy.plans.mesh import Mesh
 from convoy.plans.plan import Plan
-from convoy.training import load_recipe
+from convoy.recipe.recipe import load_recipe
 from convoy.training.build import TriedNetwork
 from convoy.training.workloads import workload_in_passes
 from ranks import run_ranks

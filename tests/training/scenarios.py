@@ -16,8 +16,9 @@ from torch import Tensor
 from convoy.checkpoint.files import Checkpoint
 from convoy.checkpoint.store import CheckpointStore
 from convoy.errors import ConvoyError
+from convoy.recipe.recipe import load_recipe
 from convoy.resources import own_cores, pin
-from convoy.training import Session, load_recipe
+from convoy.training import Session
 from convoy.training.environment import join_ranks
 from convoy.training.set_up import set_up
 from whole_runs import train_here

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from convoy.checkpoint.files import Checkpoint
 from convoy.errors import ConvoyError
 from convoy.plans.compression import rounds_of
-from convoy.training import load_recipe
+from convoy.recipe.recipe import load_recipe
 from ranks import run_ranks
 from tiny import TinyPlain
 from training.scenarios import session

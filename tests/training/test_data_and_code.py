@@ -19,8 +19,8 @@ from convoy.data import DataConfig, dataset, open_data, pack
 from convoy.data.dataset import open_files
 from convoy.data.packed import PackOptions
 from convoy.errors import ConvoyError
+from convoy.recipe.recipe import load_recipe
 from convoy.training.build import build_for, build_model
-from convoy.training.recipe import load_recipe
 from ranks import run_ranks
 from tiny import write_mnist, write_pictures
 from training.scenarios import drop_checkpoints, files, refusals, session, summary

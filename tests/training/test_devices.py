@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from convoy.ops.statistics import RunningStatistics
 from convoy.plans.plan import Plan
+from convoy.tasks.classification import Classification
 from convoy.training import watchdog
 from convoy.training.build import TriedNetwork
-from convoy.training.classification import Classification
 from convoy.training.division import Division
 from convoy.training.environment import join_ranks
 from convoy.training.evaluation import InputPipeline

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from convoy.training import Trainer, load_recipe
-from convoy.training.classification import Classification
+from convoy.recipe.recipe import load_recipe
+from convoy.tasks.classification import Classification
+from convoy.training import Trainer
 from convoy.training.environment import join_ranks
 from convoy.training.restore import load_run
 from whole_runs import Console

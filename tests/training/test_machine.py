@@ -20,7 +20,8 @@ from convoy.comm.joining import gpus
 from convoy.comm.ranks import Ranks
 from convoy.engine.parallelize import take_part
 from convoy.errors import ConvoyError
-from convoy.training import Recipe, choose_device, environment, load_recipe, precision
+from convoy.recipe.recipe import Recipe, load_recipe
+from convoy.training import choose_device, environment, precision
 from convoy.training.environment import join_ranks
 from convoy.training.log import MetricsWriter
 from convoy.training.loop import Interrupt

@@ -24,11 +24,11 @@ from convoy.planner.cost.prediction import Scored
 from convoy.planner.planner import score
 from convoy.planner.profiling import local_op_of
 from convoy.planner.store import ProfileStore
+from convoy.tasks.task import Evaluation
 from convoy.training import Session, evaluation, loop, recorder, step
 from convoy.training.build import TriedNetwork, build_model
 from convoy.training.recorder import WARM_UP, Numbers, Recorder, compare
 from convoy.training.step import TrainingStep
-from convoy.training.task import Evaluation
 from convoy.training.workloads import measuring, workload_in_passes
 from made_time import made_time
 from ranks import run_ranks

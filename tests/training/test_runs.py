@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.training import load_recipe
+from convoy.recipe.recipe import load_recipe
 from ranks import run_ranks
 from tiny import NUM_TEST, TinyNet
 from training.scenarios import (

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from convoy.training.run_directory import RunDirectory
+from convoy.run.directory import RunDirectory
 from convoy.training.state import delivered_weights
 from ranks import run_ranks
 from training.scenarios import Settings, lines, refusals, store_of, summary, weights

@@ -13,8 +13,8 @@ from convoy.bench.records import AUTO, CONVOY, PEERS, TORCH, Configuration
 from convoy.errors import ConvoyError
 from convoy.files import expanded, unwritable
 from convoy.plans.plan import WORDS, Plan, plan_text
+from convoy.recipe.recipe import Recipe, check_names, load_recipe
 from convoy.terminal import pip_install
-from convoy.training.recipe import Recipe, check_names, load_recipe
 
 DEFAULT_BATCH = 256
 # The least that options may be which are whole numbers; others are any number above 0.

@@ -18,10 +18,12 @@ from convoy.data import open_data
 from convoy.errors import ConvoyError
 from convoy.planner.planner import Question, make_plan
 from convoy.plans.plan import Plan
-from convoy.training import Recipe, RunDirectory, choose_device
-from convoy.training.optim import ConstantConfig
+from convoy.recipe.optim import ConstantConfig
+from convoy.recipe.recipe import Recipe
+from convoy.recipe.schema import Duration
+from convoy.run.directory import RunDirectory
+from convoy.training import choose_device
 from convoy.training.precision import set_numerics, settle
-from convoy.training.schema import Duration
 from convoy.training.workloads import workload_of_recipe
 from convoy.units import plural
 

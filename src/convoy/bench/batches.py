@@ -21,11 +21,11 @@ from convoy.bench.jobs import Job, Outcome
 from convoy.bench.records import Record, difference
 from convoy.errors import ConvoyError
 from convoy.files import write_text
+from convoy.recipe.optim import learning_rate, rate_factor
+from convoy.recipe.recipe import Recipe, load_recipe
+from convoy.recipe.schema import Duration
+from convoy.run.directory import RunDirectory
 from convoy.training.derived import resolve
-from convoy.training.optim import learning_rate, rate_factor
-from convoy.training.recipe import Recipe, load_recipe
-from convoy.training.run_directory import RunDirectory
-from convoy.training.schema import Duration
 
 NAME = "batches.json"
 LONGEST = 2.0  # times the updates of the best rate so far, after which a training of another one ends

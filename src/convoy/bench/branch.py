@@ -9,14 +9,14 @@ from convoy.bench.jobs import Job, Jobs
 from convoy.checkpoint.store import CheckpointStore
 from convoy.errors import ConvoyError
 from convoy.files import write_json
+from convoy.recipe.optim import ConstantConfig, rate_factor
+from convoy.recipe.recipe import load_recipe
+from convoy.recipe.schema import Duration
 from convoy.report.run_directory import read_metrics
-from convoy.training import RunDirectory
+from convoy.run.directory import RunDirectory
 from convoy.training.derived import resolve
 from convoy.training.gradients import ADVICE
-from convoy.training.optim import ConstantConfig, rate_factor
-from convoy.training.recipe import load_recipe
 from convoy.training.resume import check_extension
-from convoy.training.schema import Duration
 
 _LINES, _TOLERANCE = 20, 0.05  # losses of a stretch; and the share of the lowest that a useful batch may be above it
 

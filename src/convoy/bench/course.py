@@ -34,10 +34,11 @@ from convoy.bench.records import (
 from convoy.bench.study import assumed, coarse, prepare, recipe_for
 from convoy.data import open_data
 from convoy.errors import ConvoyError
+from convoy.recipe.recipe import Recipe
+from convoy.recipe.schema import Duration
 from convoy.report.run_directory import column, read_metrics
-from convoy.training import Recipe, RunDirectory
+from convoy.run.directory import RunDirectory
 from convoy.training.derived import resolve
-from convoy.training.schema import Duration
 from convoy.units import plural
 
 IMAGENET = 1_281_167

@@ -39,8 +39,8 @@ from convoy.bench.namespaces import INTERFACE, EmulatedHost, prefix
 from convoy.documents import read_mapping
 from convoy.errors import ConvoyError
 from convoy.files import expanded
+from convoy.recipe.schema import sentence
 from convoy.resources import own_cores
-from convoy.training.schema import sentence
 
 _SLOWEST = 0.01
 MOST = 250  # devices of a cluster

@@ -24,8 +24,10 @@ from convoy.comm.joining import meeting_store
 from convoy.doctor.updates import RunDoctor
 from convoy.errors import ConvoyError
 from convoy.progress import Reporter
+from convoy.recipe.recipe import Recipe
 from convoy.resources import own_cores
-from convoy.training import Recipe, RunDirectory, Trainer
+from convoy.run.directory import RunDirectory
+from convoy.training import Trainer
 from convoy.training.gradients import ADVICE
 from convoy.training.watchdog import Watchdog, collective_limit_s
 from convoy.units import plural

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from convoy.errors import ConvoyError
 from convoy.files import write_text
-from convoy.training.run_directory import RunDirectory
+from convoy.run.directory import RunDirectory
 from convoy.units import plural
 
 CONVOY, TORCH, AUTO = "convoy", "torch", "auto"

@@ -18,13 +18,13 @@ from convoy.data import DataSet
 from convoy.data.pixels import PixelSource
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
+from convoy.recipe.recipe import Recipe
 from convoy.resources import own_cores, share
 from convoy.training import choose_device
 from convoy.training.derived import num_microbatches
 from convoy.training.division import soonest
 from convoy.training.environment import describe
 from convoy.training.precision import settle
-from convoy.training.recipe import Recipe
 
 NAME = "made-up pictures in memory"
 _USUAL_SIZE, _USUAL_CLASSES = 224, 1000

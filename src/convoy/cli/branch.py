@@ -13,9 +13,9 @@ from convoy.cli import keys, options
 from convoy.cli.options import command_of
 from convoy.errors import ConvoyError
 from convoy.late import waiting_for
+from convoy.recipe.recipe import load_recipe
+from convoy.run.directory import RunDirectory
 from convoy.terminal import Console
-from convoy.training.recipe import load_recipe
-from convoy.training.run_directory import RunDirectory
 
 
 @click.command(

@@ -83,7 +83,7 @@ def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> in
     with waiting_for("loading PyTorch"):
         from convoy.data import BadImage, open_data  # with torch, for which no mistake is to wait
         from convoy.data.packed import Pack
-        from convoy.training import load_recipe
+        from convoy.recipe.recipe import load_recipe
 
     one_by_one = ["data.bad_images=skip"]  # below
     with _named("PATH"):
@@ -178,8 +178,8 @@ def pack(
     from convoy.data.dataset import open_files
     from convoy.data.pack import pack as write
     from convoy.data.packed import Pack, PackOptions
+    from convoy.recipe.recipe import load_recipe
     from convoy.resources import own_share
-    from convoy.training import load_recipe
 
     with _reporter(as_json) as reporter, _named("SOURCE"):
         recipe = load_recipe("default", ["model.name=lenet", f"data.path={source}", *settings])

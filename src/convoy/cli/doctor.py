@@ -25,9 +25,9 @@ from convoy.errors import ConvoyError, MachineError
 from convoy.failure import end_of
 from convoy.late import waiting_for
 from convoy.progress import ConsoleReporter
+from convoy.recipe.parallel_config import num_devices
+from convoy.run.directory import RunDirectory
 from convoy.terminal import Console
-from convoy.training.parallel_config import num_devices
-from convoy.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,8 @@ from convoy.documents import parse
 from convoy.errors import ConvoyError
 from convoy.files import expanded
 from convoy.late import waiting_for
-from convoy.training.recipe import Recipe, load_recipe
-from convoy.training.schema import field_at, number_type
+from convoy.recipe.recipe import Recipe, load_recipe
+from convoy.recipe.schema import field_at, number_type
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -68,8 +68,8 @@ def recipes(name: str | None, keys: bool, as_json: bool) -> None:
 
     What a recipe does not say has its default: --keys lists them.
     """
-    from convoy.training.recipe import Recipe, recipe_names, recipe_summary, recipe_text
-    from convoy.training.schema import describe_keys  # with torch, for which no help is to wait
+    from convoy.recipe.recipe import Recipe, recipe_names, recipe_summary, recipe_text
+    from convoy.recipe.schema import describe_keys  # with torch, for which no help is to wait
 
     if keys:
         items = describe_keys(Recipe)

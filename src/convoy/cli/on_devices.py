@@ -14,7 +14,8 @@ from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.launch import RankPlace
 from convoy.plans.plan import Plan
-from convoy.training import RunDirectory, choose_device
+from convoy.run.directory import RunDirectory
+from convoy.training import choose_device
 from convoy.training.environment import join_ranks
 from convoy.training.restore import TrainedRun, checkpoint_step, other_code, restored
 

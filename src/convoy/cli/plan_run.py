@@ -33,13 +33,13 @@ from convoy.plans.place import COMPUTE, sample_axes
 from convoy.plans.plan import Plan
 from convoy.plans.timeline import trace
 from convoy.progress import ConsoleReporter
+from convoy.recipe.recipe import Recipe
 from convoy.report.plan_page import machines_page, plan_page
 from convoy.terminal import Console
 from convoy.training import choose_device
 from convoy.training.build import choose_trained, divisible_sizes
 from convoy.training.division import divide
 from convoy.training.precision import check_precision, set_numerics, settle
-from convoy.training.recipe import Recipe
 from convoy.training.workloads import schedules_of, workload_of_recipe
 from convoy.units import plural, table
 

@@ -14,7 +14,7 @@ from convoy.cli.plan_run import predicted, workload_at
 from convoy.cli.requests import PlanRequest
 from convoy.errors import ConvoyError
 from convoy.files import expanded
-from convoy.training.recipe import Recipe
+from convoy.recipe.recipe import Recipe
 from convoy.units import plural, seconds
 
 

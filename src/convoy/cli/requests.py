@@ -18,10 +18,10 @@ from convoy.hardware.catalog import Machine, link_named, machine, read_devices
 from convoy.planner.cost.link import links_named
 from convoy.plans.fit import parse_fix
 from convoy.plans.plan import Plan
-from convoy.training.parallel_config import LostGroupError, check_shares, fitted, num_devices, plan_of
-from convoy.training.recipe import Recipe, check_names, load_recipe
-from convoy.training.run_directory import RunDirectory
-from convoy.training.schema import FORMS, Duration
+from convoy.recipe.parallel_config import LostGroupError, check_shares, fitted, num_devices, plan_of
+from convoy.recipe.recipe import Recipe, check_names, load_recipe
+from convoy.recipe.schema import FORMS, Duration
+from convoy.run.directory import RunDirectory
 from convoy.units import plural
 
 if TYPE_CHECKING:

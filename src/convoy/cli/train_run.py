@@ -18,15 +18,17 @@ from convoy.launch.rank import HANDED_ON
 from convoy.planner.comparison import comparison_text, headline
 from convoy.plans.plan import Plan
 from convoy.progress import ConsoleReporter
+from convoy.recipe.parallel_config import num_devices, plan_of
+from convoy.recipe.recipe import Recipe
+from convoy.recipe.schema import seconds_of
+from convoy.run.directory import RunDirectory
+from convoy.tasks.metric import metric_in_words
 from convoy.terminal import Console
-from convoy.training import Outcome, Recipe, RunDirectory, Session, Trainer, choose_device
+from convoy.training import Outcome, Session, Trainer, choose_device
 from convoy.training.build import check_layers
 from convoy.training.environment import join_ranks
 from convoy.training.loop import SIGNALS, Interrupt
-from convoy.training.metric import metric_in_words
-from convoy.training.parallel_config import num_devices, plan_of
 from convoy.training.resume import check_run
-from convoy.training.schema import seconds_of
 from convoy.training.set_up import check_devices
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 from convoy.units import plural, shorten

@@ -15,8 +15,8 @@ from convoy.cli import options
 from convoy.errors import ConvoyError
 from convoy.files import csv_line, csv_of, existing, expanded, write_json
 from convoy.late import waiting_for
+from convoy.run.directory import RunDirectory
 from convoy.terminal import LOST, Console, printable
-from convoy.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from convoy.comm.ranks import Ranks
     from convoy.data import DataSet
-    from convoy.training.task import Evaluation
+    from convoy.tasks.task import Evaluation
     from convoy.training.use import FileClasses
 
 STANDARD_INPUT = "-"

@@ -24,9 +24,9 @@ from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError
 from convoy.launch.host import HostWatch, network_place
 from convoy.plans.plan import plan_text
+from convoy.recipe.recipe import DEFAULT_MICROBATCH
 from convoy.training.derived import num_threads
 from convoy.training.precision import has_bf16, set_numerics
-from convoy.training.recipe import DEFAULT_MICROBATCH
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
 from convoy.training.step import update_seconds

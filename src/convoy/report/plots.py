@@ -12,8 +12,8 @@ from convoy import units
 from convoy.report import axes as ax
 from convoy.report.pages import Drawing, Panel, drawn
 from convoy.report.run_directory import Run, column
-from convoy.training.metric import metric_name
-from convoy.training.records import MetricsLine
+from convoy.run.records import MetricsLine
+from convoy.tasks.metric import metric_name
 
 Against = Literal["updates", "time"]
 DASHED = (0.0, (5.0, 2.0))

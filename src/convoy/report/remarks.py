@@ -11,8 +11,8 @@ from convoy import units
 from convoy.planner.comparison import Comparison, difference, shown
 from convoy.report.pages import Tile
 from convoy.report.run_directory import Run, column
-from convoy.training.metric import metric_in_words
-from convoy.training.records import MetricsLine
+from convoy.run.records import MetricsLine
+from convoy.tasks.metric import metric_in_words
 
 # Speed-ups that are none, and errors of the plan's own prediction from which on nothing follows from a comparison.
 _ALIKE, _DOUBTFUL = 0.03, 0.25

@@ -21,9 +21,9 @@ from convoy.report.pages import Download, read_picture
 from convoy.report.plots import draw_panels
 from convoy.report.remarks import about, bench_command, num_test_images, remarks, result_tiles, status
 from convoy.report.run_directory import Run, column, read_run
+from convoy.run.records import EvaluationFile, StageRecord
+from convoy.tasks.metric import metric_name
 from convoy.terminal import printable
-from convoy.training.metric import metric_name
-from convoy.training.records import EvaluationFile, StageRecord
 
 MOST_BAD_IMAGES = 200
 LARGEST_MATRIX = 20  # more classes than this are not readable as a table on a page

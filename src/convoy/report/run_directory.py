@@ -14,8 +14,8 @@ from convoy.doctor.diagnosis import Diagnosis
 from convoy.documents import read_mapping
 from convoy.errors import ConvoyError
 from convoy.planner.comparison import Comparison
-from convoy.training.records import EvaluationFile, MetricsLine, RunSummary
-from convoy.training.run_directory import RunDirectory, is_locked
+from convoy.run.directory import RunDirectory, is_locked
+from convoy.run.records import EvaluationFile, MetricsLine, RunSummary
 
 _Model = TypeVar("_Model")
 

@@ -32,15 +32,15 @@ from convoy.planner.workload import workload_of
 from convoy.plans.fit import check_patterns
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE
+from convoy.recipe.fine_tuning import freeze_always
+from convoy.recipe.optim import check_groups
+from convoy.recipe.recipe import DEFAULT_MICROBATCH, Recipe
 from convoy.resources import host_memory
+from convoy.run.directory import RunDirectory
 from convoy.script.data import evaluating
+from convoy.tasks.task import Task
 from convoy.training.derived import num_microbatches
-from convoy.training.fine_tuning import freeze_always
-from convoy.training.optim import check_groups
 from convoy.training.precision import lowered
-from convoy.training.recipe import DEFAULT_MICROBATCH, Recipe
-from convoy.training.run_directory import RunDirectory
-from convoy.training.task import Task
 
 
 @dataclass(frozen=True)

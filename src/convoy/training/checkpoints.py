@@ -20,7 +20,7 @@ from convoy.checkpoint.store import CheckpointStore, Writing, snapshot, stamp
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError, MachineError
 from convoy.files import to_json
-from convoy.training.schema import in_words
+from convoy.recipe.schema import in_words
 
 # The first checkpoint of a process comes after this many updates at most: those by which predictions are checked are
 # before it.

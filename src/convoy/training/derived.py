@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
+from convoy.recipe.optim import REFERENCE_BATCH, Schedule, StepConfig, create_schedule, learning_rate
+from convoy.recipe.recipe import Recipe
+from convoy.recipe.schema import Duration
 from convoy.resources import own_cores
-from convoy.training.optim import REFERENCE_BATCH, Schedule, StepConfig, create_schedule, learning_rate
-from convoy.training.recipe import Recipe
-from convoy.training.records import Derived
-from convoy.training.schema import Duration
+from convoy.run.records import Derived
 
 # With `log_every=auto` a line of metrics comes every 20 updates; of a run that would then have fewer than 50 lines, so
 # often that it has 50. More often than that is not needed: what lines cost is bounded for every run.

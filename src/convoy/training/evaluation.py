@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
 from convoy.data import Batch, DataSet, Normalize, evaluation_batches
+from convoy.recipe.recipe import Recipe
 from convoy.script.data import evaluating
+from convoy.tasks.task import Evaluation, Task, precise
 from convoy.training.precision import autocast_of
-from convoy.training.recipe import Recipe
-from convoy.training.task import Evaluation, Task, precise
 
 # Updates that the host may have issued beside the one that a GPU computes: their pictures lie in its memory.
 _UPDATES_AHEAD = 2

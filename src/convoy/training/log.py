@@ -27,14 +27,14 @@ from torch import Tensor
 from convoy.errors import ConvoyError
 from convoy.files import to_json, write_json
 from convoy.progress import Reporter
+from convoy.run.directory import RunDirectory
+from convoy.run.records import RunProgress, RunSummary, SkippedImage, Status
+from convoy.tasks.metric import metric_in_words
+from convoy.tasks.task import Evaluation
 from convoy.terminal import losses
-from convoy.training.metric import metric_in_words
 from convoy.training.noise import noise_scale
-from convoy.training.records import RunProgress, RunSummary, SkippedImage, Status
-from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
 from convoy.training.step import Update
-from convoy.training.task import Evaluation
 from convoy.training.watchdog import SlowRanks
 
 _VERSION = "brain.Event:2"

@@ -25,14 +25,16 @@ from convoy.files import write_json, write_text
 from convoy.launch.rank import HANDED_ON, outlives
 from convoy.planner.comparison import Comparison
 from convoy.progress import Reporter
+from convoy.run.directory import RunDirectory
+from convoy.run.records import RunProgress
+from convoy.tasks.metric import metric_in_words
+from convoy.tasks.task import Evaluation
 from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver, Timetable
 from convoy.training.evaluation import StoppedError
 from convoy.training.gradients import ADVICE, NotFiniteError
 from convoy.training.log import SHOW_EVERY_S, Log, MetricsWriter, Sums
-from convoy.training.metric import metric_in_words
 from convoy.training.noise import GradientNoise
 from convoy.training.recorder import REMEMBERED, Recorder, Subscriber, compare
-from convoy.training.records import RunProgress
 from convoy.training.resume import (
     OtherCodeError,
     code_difference,
@@ -43,9 +45,7 @@ from convoy.training.resume import (
     moved_data,
     state_at_end,
 )
-from convoy.training.run_directory import RunDirectory
 from convoy.training.session import Session
-from convoy.training.task import Evaluation
 
 _SIGNALS = ("", "SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
 SIGNALS: Mapping[int, str] = {signal.Signals[name]: name for name in _SIGNALS if name}

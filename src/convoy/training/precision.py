@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from convoy import resources
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
+from convoy.recipe.recipe import Recipe
+from convoy.run.records import Derived
 from convoy.training.derived import num_threads
-from convoy.training.recipe import Recipe
-from convoy.training.records import Derived
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # what Linux calls it on x86 and on Arm
 

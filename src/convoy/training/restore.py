@@ -28,17 +28,17 @@ from convoy.data.transforms import Geometry
 from convoy.engine.coupling import graph_of
 from convoy.errors import ConvoyError
 from convoy.models.factory import check_own
+from convoy.recipe.recipe import Recipe, load_recipe
+from convoy.run.directory import RunDirectory
+from convoy.tasks.own import add_own_metrics
+from convoy.tasks.registry import create_task
+from convoy.tasks.task import Evaluation, Task
 from convoy.terminal import printable
 from convoy.training.build import NetworkInput, build_model
 from convoy.training.evaluation import InputPipeline, evaluate
-from convoy.training.own_task import add_own_metrics
 from convoy.training.precision import set_numerics, settle
-from convoy.training.recipe import Recipe, load_recipe
 from convoy.training.resume import code_difference, code_of
-from convoy.training.run_directory import RunDirectory
 from convoy.training.state import delivered_weights
-from convoy.training.task import Evaluation, Task
-from convoy.training.tasks import create_task
 
 EVALUATION_BATCH = 256
 

@@ -29,13 +29,13 @@ from convoy.documents import show
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Ref
 from convoy.own import checksum
+from convoy.recipe.parallel_config import PLACEMENT
+from convoy.recipe.recipe import Recipe, load_recipe
+from convoy.recipe.schema import Duration
+from convoy.run.directory import RunDirectory
 from convoy.training.build import NetworkInput
 from convoy.training.derived import resolve
-from convoy.training.parallel_config import PLACEMENT
 from convoy.training.precision import as_begun
-from convoy.training.recipe import Recipe, load_recipe
-from convoy.training.run_directory import RunDirectory
-from convoy.training.schema import Duration
 
 
 def load_latest(

@@ -21,15 +21,17 @@ from convoy.files import write_atomically, write_json, write_text
 from convoy.own import checksum
 from convoy.planner.comparison import Comparison
 from convoy.progress import Reporter
+from convoy.recipe.recipe import Recipe, load_recipe, to_yaml
+from convoy.run.directory import RunDirectory, briefly, disk_explained
+from convoy.run.records import Status
+from convoy.run.trackers import Trackers
 from convoy.training import environment
 from convoy.training.build import NetworkInput
 from convoy.training.gradients import ADVICE, SKIP, NotFiniteError
 from convoy.training.log import write_summary
 from convoy.training.loop import Loop
 from convoy.training.precision import as_begun
-from convoy.training.recipe import Recipe, load_recipe, to_yaml
 from convoy.training.recorder import Subscriber
-from convoy.training.records import Status
 from convoy.training.resume import (
     OtherCodeError,
     check_data,
@@ -40,10 +42,8 @@ from convoy.training.resume import (
     load_latest,
     since_begun,
 )
-from convoy.training.run_directory import RunDirectory, briefly, disk_explained
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
-from convoy.training.trackers import Trackers
 from convoy.training.watchdog import Watchdog, say_and_end
 
 LOCK_PATIENCE_S = 30.0  # in which a process that is about to end lets go of the run

@@ -37,23 +37,23 @@ from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, bubble
 from convoy.plans.traffic import rows_of_stages
+from convoy.recipe.fine_tuning import thaws
+from convoy.recipe.optim import create_optimizer, learning_rate
+from convoy.recipe.recipe import Recipe
+from convoy.recipe.schema import in_words
+from convoy.run.records import Derived, StageRecord
+from convoy.tasks.metric import Metric
+from convoy.tasks.task import Evaluation, Task
 from convoy.training.build import TriedNetwork, has_batch_norm
 from convoy.training.derived import Quantities, derive
 from convoy.training.division import Division, Pass, divide, soonest, text
 from convoy.training.evaluation import InputPipeline, evaluate
-from convoy.training.fine_tuning import thaws
 from convoy.training.gradients import Exchange, FiniteGuard, divided_network
-from convoy.training.metric import Metric
 from convoy.training.noise import interval
-from convoy.training.optim import create_optimizer, learning_rate
 from convoy.training.precision import Scaler, lowered
-from convoy.training.recipe import Recipe
-from convoy.training.records import Derived, StageRecord
 from convoy.training.resume import Code
-from convoy.training.schema import in_words
 from convoy.training.state import AveragedWeights, MovingAverage, RunState, SlowWeights
 from convoy.training.step import TrainingStep
-from convoy.training.task import Evaluation, Task
 from convoy.units import plural, rough_percent, size
 
 

@@ -16,16 +16,16 @@ from convoy.engine.shards import lacks_numbers
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE
+from convoy.recipe.parallel_config import check_shares, plan_of
+from convoy.recipe.recipe import LossConfig, Recipe
+from convoy.tasks.own import add_own, check_own_task
+from convoy.tasks.registry import create_task
 from convoy.training.build import TriedNetwork, build_for, divisible_sizes, has_batch_norm, on_meta
 from convoy.training.derived import check_batch, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import divide
-from convoy.training.own_task import add_own, check_own_task
-from convoy.training.parallel_config import check_shares, plan_of
 from convoy.training.precision import check_precision, set_numerics, settle
-from convoy.training.recipe import LossConfig, Recipe
 from convoy.training.resume import check_ranks, code_of
 from convoy.training.session import ChosenPlan, Prepared, Session, assemble
-from convoy.training.tasks import create_task
 from convoy.training.workloads import choose_plan
 
 

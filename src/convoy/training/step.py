@@ -25,15 +25,15 @@ from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
 from convoy.plans.schedule import Action
 from convoy.plans.schedule import Schedule as StageOrder
+from convoy.recipe.optim import Schedule, set_rates
+from convoy.recipe.recipe import Recipe
+from convoy.tasks.task import Task
 from convoy.training.division import Pass
 from convoy.training.evaluation import InputPipeline
 from convoy.training.gradients import FiniteGuard
 from convoy.training.noise import GradientNoise
-from convoy.training.optim import Schedule, set_rates
 from convoy.training.precision import autocast_of
-from convoy.training.recipe import Recipe
 from convoy.training.state import RunState
-from convoy.training.task import Task
 
 
 def wait_for(device: torch.device) -> None:

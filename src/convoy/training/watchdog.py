@@ -32,8 +32,8 @@ from convoy.comm.joining import Files, board
 from convoy.comm.position import GroupState, Ledger, Position, current, ledger, place_in_words
 from convoy.comm.ranks import Ranks
 from convoy.launch.host import HostLoad, HostWatch
+from convoy.recipe.schema import in_words
 from convoy.training.division import Division
-from convoy.training.schema import in_words
 
 TIMEOUT_S = 300.0  # seconds without any movement that a run is given, unless the user says otherwise
 _LIMIT_S, _BEFORE = 600.0, 0.9

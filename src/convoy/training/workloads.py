@@ -30,10 +30,10 @@ from convoy.planner.workload import Workload, workload_of
 from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import SCHEDULES, Schedule
+from convoy.recipe.recipe import Recipe
 from convoy.training.build import TriedNetwork
 from convoy.training.division import divide, soonest
 from convoy.training.precision import lowered
-from convoy.training.recipe import Recipe
 from convoy.training.session import ChosenPlan, Prepared, assemble, optimizer_for
 from convoy.training.step import update_seconds, updates_in_a_row, wait_for
 from convoy.units import size

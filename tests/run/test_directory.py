@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.training import RunDirectory
-from convoy.training.run_directory import LOCK, is_locked
+from convoy.run.directory import LOCK, RunDirectory, is_locked
 
 
 def test_those_who_could_train_there_can_ask_who_does(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from convoy.errors import ConvoyError
+from convoy.recipe.schema import Duration, PositiveDuration, Section
 from convoy.terminal import did_you_mean
-from convoy.training.schema import Duration, PositiveDuration, Section
 
 if TYPE_CHECKING:
     from torch import nn
@@ -237,7 +237,7 @@ def _groups(model: "nn.Module", config: OptimizerConfig, ends: Sequence[int]) ->
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     scales: Mapping[str, float] = {}
     if config.layer_decay is not None:
-        from convoy.training.fine_tuning import layer_scales
+        from convoy.recipe.fine_tuning import layer_scales
 
         scales = layer_scales(model, config.layer_decay)
     for number, (group, members) in enumerate(_members(named, config)):

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.data import Batch
-from convoy.training.metric import LOSS, Metric
-from convoy.training.task import Evaluation, Task, in_turn, precise
+from convoy.tasks.metric import LOSS, Metric
+from convoy.tasks.task import Evaluation, Task, in_turn, precise
 
 MOST_POINTS = 1000  # of the plot of predicted over true
 

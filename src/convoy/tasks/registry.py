@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 from convoy.data.imbalance import class_weights
 from convoy.errors import ConvoyError
-from convoy.training.classification import Classification
-from convoy.training.multi_label import MultiLabel
-from convoy.training.recipe import LossConfig, Recipe
-from convoy.training.regression import Regression
-from convoy.training.segmentation import Segmentation
-from convoy.training.task import Task
+from convoy.recipe.recipe import LossConfig, Recipe
+from convoy.tasks.classification import Classification
+from convoy.tasks.multi_label import MultiLabel
+from convoy.tasks.regression import Regression
+from convoy.tasks.segmentation import Segmentation
+from convoy.tasks.task import Task
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (Classification, MultiLabel, Regression, Segmentation)}
 _USUAL = LossConfig.model_fields["name"].default  # of a recipe that says nothing

@@ -17,8 +17,8 @@ from torch import Tensor
 from convoy.data import Batch
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
-from convoy.training import records
-from convoy.training.metric import Metric, MetricOfAll
+from convoy.run import records
+from convoy.tasks.metric import Metric, MetricOfAll
 
 
 @dataclass

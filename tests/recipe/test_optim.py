@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
-from convoy.training.optim import (
+from convoy.recipe.optim import (
     AdamWConfig,
     GroupConfig,
     LambConfig,

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
+from convoy.recipe.recipe import LookaheadConfig, load_recipe
+from convoy.tasks.classification import Classification
 from convoy.training.checkpoints import FIRST_UPDATES, Timetable
-from convoy.training.classification import Classification
 from convoy.training.derived import resolve
-from convoy.training.recipe import LookaheadConfig, load_recipe
 from convoy.training.state import MovingAverage, SlowWeights, effective_decay
 from ranks import run_ranks
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from convoy.data import Batch
 from convoy.models.unet import UNet
-from convoy.training.classification import Classification
+from convoy.tasks.classification import Classification
+from convoy.tasks.multi_label import MultiLabel, average_precision
+from convoy.tasks.regression import Regression
+from convoy.tasks.segmentation import Segmentation
+from convoy.tasks.task import Task
 from convoy.training.evaluation import InputPipeline
-from convoy.training.multi_label import MultiLabel, average_precision
-from convoy.training.regression import Regression
-from convoy.training.segmentation import Segmentation
-from convoy.training.task import Task
 from ranks import run_ranks
 from training.scenarios import cores_as_before, session
 

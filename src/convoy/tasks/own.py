@@ -10,9 +10,9 @@ from convoy.data import DataSet
 from convoy.data.loader import batch_maker
 from convoy.errors import ConvoyError, reason
 from convoy.own import function_of
-from convoy.training.metric import MetricOfAll
-from convoy.training.recipe import Recipe
-from convoy.training.task import Task, kept_of
+from convoy.recipe.recipe import Recipe
+from convoy.tasks.metric import MetricOfAll
+from convoy.tasks.task import Task, kept_of
 
 _TRIED, _TOLERANCE = 64, 1e-4  # samples; and by how much sums over them may differ in float32
 

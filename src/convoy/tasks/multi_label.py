@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.data import Batch
-from convoy.training.metric import LOSS, Metric
-from convoy.training.task import Evaluation, Task, in_turn, precise
+from convoy.tasks.metric import LOSS, Metric
+from convoy.tasks.task import Evaluation, Task, in_turn, precise
 
 
 @dataclass

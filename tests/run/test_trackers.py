@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from convoy.training import trackers
-from convoy.training.recipe import check_names
+from convoy.recipe.recipe import check_names
+from convoy.run import trackers
 from training.scenarios import lines
 from whole_runs import recipe_of, train_here
 

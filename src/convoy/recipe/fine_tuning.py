@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy.errors import ConvoyError
 from convoy.models.weights import auxiliary_names, classifier_names
+from convoy.recipe.schema import Duration
 from convoy.terminal import did_you_mean
-from convoy.training.schema import Duration
 
 TRUNK = "trunk"  # all layers but the classifier, whatever these are called
 

@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from convoy import models
 from convoy.errors import ConvoyError
+from convoy.recipe.recipe import load_recipe, recipe_names, recipe_summary, recipe_text, to_yaml
 from convoy.training.derived import resolve
-from convoy.training.recipe import load_recipe, recipe_names, recipe_summary, recipe_text, to_yaml
 
 NEEDS = {"default": ["model.name=resnet18"], "lenet-mnist": []}
 CHANGES = ["microbatches=2", "optimizer.lr=1e-05", "ema.decay=0.999", "data.mean=[0.5]", "data.std=[0.1]"]

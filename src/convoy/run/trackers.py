@@ -19,8 +19,8 @@ from typing import Any, Protocol, Self
 
 from convoy.errors import ConvoyError
 from convoy.files import write_json
+from convoy.run.directory import RunDirectory
 from convoy.terminal import brief, pip_install, printable
-from convoy.training.run_directory import RunDirectory
 
 POLL_S, RETRY_S = 1.0, 30.0
 END_S = 30.0  # in which trackers have to take the last lines when the run ends

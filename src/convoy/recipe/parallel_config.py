@@ -10,7 +10,7 @@ from convoy.plans.compression import Compression
 from convoy.plans.fit import check_devices, fit
 from convoy.plans.plan import Plan, plan_text
 from convoy.plans.schedule import Schedule
-from convoy.training.schema import Duration, Section
+from convoy.recipe.schema import Duration, Section
 from convoy.units import bytes_of, plural
 
 

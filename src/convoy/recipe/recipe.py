@@ -13,10 +13,9 @@ from convoy.documents import DEEPEST, dump, parse, read_mapping, show
 from convoy.errors import ConvoyError
 from convoy.files import existing, expanded
 from convoy.models.registry import check_name
-from convoy.terminal import brief, did_you_mean
-from convoy.training.optim import CosineConfig, OptimizerConfig, ScheduleConfig, SgdConfig, StepConfig
-from convoy.training.parallel_config import ParallelConfig
-from convoy.training.schema import (
+from convoy.recipe.optim import CosineConfig, OptimizerConfig, ScheduleConfig, SgdConfig, StepConfig
+from convoy.recipe.parallel_config import ParallelConfig
+from convoy.recipe.schema import (
     AbsoluteDuration,
     Duration,
     PositiveDuration,
@@ -27,10 +26,11 @@ from convoy.training.schema import (
     seconds_of,
     sentence,
 )
-from convoy.training.trackers import check_trackers
+from convoy.run.trackers import check_trackers
+from convoy.terminal import brief, did_you_mean
 
 DEFAULT_MICROBATCH = 32
-_BUILT_IN = resources.files("convoy.training") / "recipes"
+_BUILT_IN = resources.files("convoy.recipe") / "recipes"
 _FROM_THE_DATA = ("num_classes", "in_channels")
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from convoy.data import Batch
 from convoy.files import write_atomically
-from convoy.training import records
-from convoy.training.metric import LOSS, Metric
-from convoy.training.task import Evaluation, Task, precise, to_image
+from convoy.run import records
+from convoy.tasks.metric import LOSS, Metric
+from convoy.tasks.task import Evaluation, Task, precise, to_image
 
 
 @dataclass

@@ -14,8 +14,8 @@ from torch import Tensor
 from convoy.data import Batch
 from convoy.data.masks import UNLABELLED
 from convoy.errors import ConvoyError
-from convoy.training.metric import LOSS, Metric
-from convoy.training.task import Evaluation, Task, precise
+from convoy.tasks.metric import LOSS, Metric
+from convoy.tasks.task import Evaluation, Task, precise
 
 NUM_WORST = 12
 
