@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cli.calls import Call
-from training.test_tasks import write_task
+from tasks.test_tasks import write_task
 
 PAGE = (Path(__file__).parents[2] / "docs/tasks.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^convoy (train .*--epochs 30.*)$", PAGE, re.MULTILINE)

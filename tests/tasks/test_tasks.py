@@ -97,7 +97,7 @@ def trained(data: Path, settings: list[str], mistake: bool) -> dict[str, Tensor]
 def test_every_task_is_that_of_one_device(task: str, tmp_path: Path) -> None:
     data = write_task(tmp_path / task, task)
     net = "TinyUNet" if task == "segmentation" else "TinyTask"
-    settings = [f"model.name=training.test_tasks:{net}", "data.image_size=16"]
+    settings = [f"model.name=tasks.test_tasks:{net}", "data.image_size=16"]
     settings += ["loss.name=cross-entropy+dice"] if task == "segmentation" else []
     serial = run_ranks(trained, 1, data, settings, False)[0]
 
