@@ -104,7 +104,8 @@ class TrainingStep:
         self.num_samples = self.recipe.batch
         self._mixing = self.recipe.data.mix if self.recipe.data.mix.on else None
         self._autocast = autocast_of(self.recipe, self.pipeline.device)
-        self._recorded_size: torch.Size | None = None  # height and width of the pictures of the recording
+        self._own_mean = False  # the loss is the mean over this rank's own samples, not those of the global batch
+        self._recorded_as: Any = None  # height and width of the pictures of the recording, and whose mean it takes
 
     def __call__(self, batch: Batch, update: int) -> Update:
         """Do weight update number `update` (counted from 0) with this rank's samples of a global batch."""
@@ -194,12 +195,12 @@ class TrainingStep:
     def _whole_gradient(self, batch: Batch, update: int, replays: bool = True) -> Update:
         """Leave the gradient of the global batch in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
-        targets = self.pipeline.targets(batch)
+        targets, self._own_mean = self.pipeline.targets(batch), self.exchange.is_local(update)
         inputs = partial(self._input, batch, targets, self._global_count(targets), update)
         if self.recorded is None or not (replays and self.records) or self.separate:
             return self._passes(update, inputs)
-        if batch.images.shape[2:] != self._recorded_size:
-            self._recorded_size = batch.images.shape[2:]
+        if self._recorded_as != (form := (batch.images.shape[2:], self._own_mean)):
+            self._recorded_as = form
             self.recorded.record_anew()
         tensors = [tensor for piece in self.passes for tensor in inputs(piece)]
         self.mark("forward")
@@ -290,7 +291,7 @@ class TrainingStep:
                     stage.backward_pass(running.flight, then=flights)
         self.mark("rest")
         if loss is not None and len(running.targets):
-            result.losses.append(loss.detach() * self._share if self.exchange.local_mean else loss.detach())
+            result.losses.append(loss.detach() * self._share if self._own_mean else loss.detach())
             score = self.task.score(running.outputs, running.targets)
             if score is not None:
                 result.scores.append(score)
@@ -305,7 +306,7 @@ class TrainingStep:
         count = self.task.counted(targets) if self._mixing is None else None
         if count is None:
             return None
-        axes = () if self.exchange.local_mean else self.network.sample_axes
+        axes = () if self._own_mean else self.network.sample_axes
         return all_reduce(count.double(), self.network.groups.of(axes))
 
     def _input(
@@ -336,7 +337,7 @@ class TrainingStep:
         loss = self.task.loss(outputs, targets)
         if share is not None:
             return loss * share.to(loss.dtype)
-        whole = self.num_samples * self._share if self.exchange.local_mean else self.num_samples
+        whole = self.num_samples * self._share if self._own_mean else self.num_samples
         return loss * (len(targets) / whole) if len(targets) < whole else loss
 
 
