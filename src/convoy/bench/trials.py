@@ -83,9 +83,8 @@ class TrialStudy(StudyFile):
         """The trials of a host that are not done, and as many new ones as there are free slots."""
         kind = "fold" if self.facts["folds"] else "trial"
         self.trials = [self._read(path, load, outcomes) for path in sorted(folder.glob(f"{kind}-*.json"))]
-        for one in self.ranked()[1:]:
-            if one.host == host and kind == "trial":  # the best can be made longer
-                shutil.rmtree(folder / one.name / "checkpoints", ignore_errors=True)
+        for one in [one for one in self.ranked()[1:] if one.host == host and kind == "trial"]:  # the best may go on
+            shutil.rmtree(folder / one.name / "checkpoints", ignore_errors=True)
         mine = [one for one in self.trials if one.host == host and one.score is None and one.failure is None]
         free = [n for n in range(1, self.number + 1) if f"{kind}-{n:03}" not in {one.name for one in self.trials}]
         if not free or len(mine) >= slots:
@@ -138,8 +137,7 @@ class TrialStudy(StudyFile):
 def train_trials(
     folder: Path, overs: list[str], number: int, load: Load, command: str, devices: Any, progress: Say, tell: Tell
 ) -> None:
-    """Train so many trials, or folds where nothing varies, side by side: all that are not trained yet and that no other
-    host has begun. `devices`: how many, and which."""
+    """Train all trials, or folds where nothing varies, that are not trained yet and that no other host has begun."""
     for key, values in space_of(overs).items():
         for value in getattr(values, "choices", None) or (values.low, values.high):
             load({key: value})
@@ -156,13 +154,12 @@ def train_trials(
     facts: dict[str, Any] = {"folds": folds, "metric": metric.name, "is_lower": metric.better == "lower"}
     facts |= {"over": overs, "num_train": num_train, "recipe": plain_recipe(recipe, None)}
     TrialStudy.open(folder, facts)
-    host = socket.gethostname()
+    host, best = socket.gethostname(), {"best": None if folds else metric.name}  # a fold would choose what it measures
     with RunDirectory(folder / ".hosts" / host).lock(tell=tell):
         study = TrialStudy.open(folder, facts)
         study.machine, study.commands = machine_facts(device), list(dict.fromkeys([*study.commands, command]))
         study.number = max(study.number, number)
         study.save(folder)
-        best = {"best": None if folds else metric.name}  # a fold would choose by what it is measured on
         jobs.say = lambda job, text, _, __: progress(f"{job.out.name}: {text}", len(study.ranked()), study.number)
         try:
             jobs.train(

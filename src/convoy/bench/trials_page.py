@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,7 @@ from convoy.report import axes as ax
 from convoy.report.pages import Drawing, Tile, drawn
 from convoy.training.metric import metric_in_words, metric_name
 
-# Options that one training has not.
-_OF_TRIALS = re.compile(r" --(over|budget|devices|out)[ =]('[^']*'|\S+)| --json\b")
+_OF_TRIALS = re.compile(r" --(over|budget|devices|out)[ =]('[^']*'|\S+)| --json\b")  # what one training has not
 
 
 def write_trials(folder: Path) -> Written:
@@ -36,18 +34,17 @@ def write_trials(folder: Path) -> Written:
     remarks, tiles, commands = list[str](), list[Tile](), list(study.commands)
     failed = {one.name: one.failure or f"not trained to the end on {one.host}" for one in rows[len(ranked) :]}
     missing = [f"{name} has no score: {reason.rstrip('.')}." for name, reason in failed.items()]
-    absent = study.number - len(rows)
-    missing += [f"{units.plural(absent, 'training')} not begun yet; the same command goes on."] * bool(absent)
+    missing += [f"{study.number - len(rows)} are not begun yet: the same command goes on."] * (study.number > len(rows))
     if ranked and folds:
         scores, of = [one.score or 0.0 for one in ranked], units.plural(len(ranked), "fold")
-        mean = f"{_words(study, statistics.fmean(scores))} ± {_words(study, statistics.pstdev(scores))}"
+        mean = f"{_words(study, np.mean(scores))} ± {_words(study, np.std(scores, ddof=len(scores) > 1))}"
         remarks = [f"{metric} {mean}: mean and standard deviation of {of}, at the end of each on what it did not see."]
         tiles = [Tile(f"Mean {metric}", mean, f"of {of}", main=True)]
     elif ranked:
         words = [word for key, value in ranked[0].values.items() for word in ("--set", f"{key}={value}")]
         train = _OF_TRIALS.sub("", commands[-1]).replace(" trials", " train", 1)
         commands.append(f"{train} {shlex.join(words)}")
-        remarks = [f"A trial's score is its best {metric} on the validation split. The best, longer: {commands[-1]}"]
+        remarks = [f"A score is the best {metric} on the validation split.", f"The best, longer: {commands[-1]}"]
         tiles = [Tile(f"Best {metric}", _words(study, ranked[0].score), ranked[0].name, main=True)]
         tiles += [Tile(key, units.shorten(str(value), 16)) for key, value in ranked[0].values.items()]
     pictures = {metric: None, **space_of(study.facts["over"])}.items() if ranked else ()
@@ -60,7 +57,7 @@ def write_trials(folder: Path) -> Written:
         "tiles": tiles,
         "trained_lead": "Each dot is a training.",
         "trained_title": "Table",
-        "trained_remarks": remarks,
+        "trained_remarks": remarks[:1],
         "missing": missing,
         "commands": commands,
         "machine": study.machine,
@@ -78,7 +75,7 @@ def _scores(study: TrialStudy, shape: Any, title: str) -> Drawing:
     """The scores over the values of a key; or in the order of the trainings, with the best so far or folds' mean."""
     trials = [one for one in study.trials if one.score is not None]
     scores, folds = np.array([one.score for one in trials], float), study.facts["folds"]
-    axes = ax.panel(title, "" if shape else "fold" if folds else "trial", 170, [] if shape else ["best so far"], 2)
+    axes = ax.panel(title, "" if shape else "fold" if folds else "trial", 170, ["a training", "best so far"], 2)
     ax.wide_axis(axes, scores)
     places: list[Any] = [one.values[title] if shape else int(one.name.rpartition("-")[2]) for one in trials]
     if shape is None:
@@ -91,5 +88,7 @@ def _scores(study: TrialStudy, shape: Any, title: str) -> Drawing:
         axes.set_xticks(range(len(choices)), [units.shorten(choice, 12) for choice in choices])
     elif shape.log:
         axes.set_xscale("log")
-    axes.plot(places, scores, "o", color=ax.TRAIN, markersize=5, clip_on=False)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
+    axes.plot(places, scores, "o", color=ax.TRAIN, markersize=5, clip_on=False, label="a training")
     return " ".join(f"{one.name}: {_words(study, one.score)}." for one in trials), ax.with_legend(axes, 2)

@@ -30,8 +30,7 @@ _OF_BOTH = [
 @click.command(
     "trials",
     params=[one for one in _OF_BOTH if one.name != "epochs"],
-    epilog="Example: convoy trials resnet18 --data photos/ --over optimizer.lr=0.01..1:log --over data.mix.mixup=0,0.2 "
-    "--budget 20x5ep",
+    epilog="Example: convoy trials resnet18 --data photos/ --over optimizer.lr=0.01..1:log --budget 20x5ep",
 )
 @click.option("--over", metavar="KEY=VALUES", multiple=True, required=True, help="LO..HI, LO..HI:log or a,b,c.")
 @click.option("--budget", metavar="NxLENGTH", required=True, help="Trials and the length of each, e.g. 20x5ep.")
@@ -40,9 +39,8 @@ _OF_BOTH = [
 def trials(arguments: Sequence[str], /, over: Sequence[str], budget: str, **values: Any) -> int:
     """Try values of the recipe in short trainings of MODEL, one a device, and say which are best.
 
-    Optuna's TPE chooses values by the trials that have ended. They are compared by the metric of --best on a validation
-    split. Stopped, the same command goes on; with a larger budget it adds trials. On several hosts that share --out
-    each takes other trials.
+    Optuna's TPE chooses by the trials that have ended, and their metric of --best on a validation split. Stopped, the
+    same command goes on; a larger budget adds trials; several hosts that share --out take different ones.
     """
     form = re.fullmatch(r"([1-9]\d{0,5})x(.+)", budget)
     if form is None:

@@ -201,9 +201,7 @@ class DataConfig(_Section):
         "it has none)",
     )
     split_seed: int | None = Field(None, ge=0, lt=2**63, description="seed of that split (0)")
-    fold: tuple[int, int] | None = Field(
-        None, description="[K, N]: part K of N of the training samples is held out and evaluated (convoy folds)"
-    )
+    fold: tuple[int, int] | None = Field(None, description="[K, N]: hold out and evaluate part K of N (convoy folds)")
     repeats: int = Field(
         1,
         ge=1,
