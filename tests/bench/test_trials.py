@@ -53,15 +53,16 @@ def test_a_search_goes_on_as_if_it_had_run_through_and_says_what_is_best(tmp_pat
     failures = [one.failure for one in whole.trials if one not in ranked]
     assert any(ADVICE in str(failure) for failure in failures)
     assert any("schedule.warmup=9ba is longer" in str(failure) for failure in failures)
-    chosen, rates = whole.trials[10:], [one.values["optimizer.lr"] for one in whole.trials]
-    assert (
-        sum(one.score is not None for one in chosen) / 14 > sum(one.score is not None for one in whole.trials[:10]) / 10
-    )
+    rates = [one.values["optimizer.lr"] for one in whole.trials]
+    near = [0.01 < rate < 0.5 for rate in rates]  # the first ten are random
+    assert sum(near[10:]) / 14 > sum(near[:10]) / 10
     assert all(rate == float(f"{rate:.4g}") for rate in rates)
     written = write_trials(tmp_path / "whole")
-    assert [row["trained"] for row in written.tables["trials"].rows][0] == best.name
+    assert written.tables["trials"].rows[0]["trained"] == best.name
     values = " ".join(f"--set {key}={value}" for key, value in best.values.items())
-    assert f"convoy train lenet {values}" in written.report.read_text() and values in written.remarks[-1]
+    assert (
+        written.remarks[-1].endswith(f": convoy train lenet {values}") and str(rates[-1]) in written.report.read_text()
+    )
 
 
 def test_what_a_range_is_of(tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def study_of(data: Path, folder: Path, number: int, stops: str = "none") -> list
             raise KeyboardInterrupt
 
     def loaded(values: Mapping[str, Any]) -> Recipe:
-        return recipe_of(data, {"epochs": "6ba", **{key: str(value) for key, value in values.items()}})
+        return recipe_of(data, {"epochs": "40ba", **{key: str(value) for key, value in values.items()}})
 
     settings = ["data.augment.random_erasing=0..0.5", "optimizer.momentum=0.5,0.9"]
     train_trials(folder, settings, number, loaded, "convoy trials", (1, "cpu"), say, print)
@@ -92,20 +93,20 @@ def test_a_study_that_is_stopped_and_has_more_trials_later_is_that_which_ran_thr
 ) -> None:
     whole = study_of(data, tmp_path / "whole", 4)
     with pytest.raises(KeyboardInterrupt):
-        study_of(data, tmp_path / "part", 3, stops="trial-002: update")
+        study_of(data, tmp_path / "part", 3, stops="trial-002: training")
     assert study_of(data, tmp_path / "part", 3) == whole[:3]
     assert study_of(data, tmp_path / "part", 4) == whole and len({str(values) for values, _ in whole}) == 4
     run = json.loads((tmp_path / "part" / "trial-001" / "summary.json").read_text())
     assert run["best"] == whole[0][1] and run["num_test"] > 0
     assert "held out for validation" in str(run["notes"])
-    with pytest.raises(ConvoyError, match=r"is of a study with .*num_train=\d+ and not|recipe"):
+    with pytest.raises(ConvoyError, match="is of a study with over="):
         train_trials(tmp_path / "part", ["batch=8,9"], 4, load, "", (1, "cpu"), lambda *_: None, print)
 
 
 @pytest.mark.slow
 def test_hosts_take_different_trials(data: Path, tmp_path: Path) -> None:
     code = "import socket, sys; socket.gethostname = lambda: sys.argv[1]; from convoy.cli import main; "
-    line = f"trials tiny:TinyNet --data {data} --batch 24 --over optimizer.lr=0.01..0.1 --budget 5x8ba --devices 1"
+    line = f"trials lenet --data {data} --batch 24 --over optimizer.lr=0.01..0.1 --budget 5x8ba --devices 1"
     words = [*line.split(), "--set", "threads=1", "--out", str(tmp_path / "out")]
     hosts = [subprocess.Popen([sys.executable, "-c", f"{code}sys.exit(main({words}))", name]) for name in "ab"]
     assert [host.wait(120) for host in hosts] == [0, 0]
@@ -122,7 +123,7 @@ def test_hosts_take_different_trials(data: Path, tmp_path: Path) -> None:
 def test_folds_on_two_devices_are_those_on_one(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
-    line = f"folds 2 tiny:TinyNet --data {data} --batch 24 --epochs 4ba --reproducible --set threads=1 --json"
+    line = f"folds 2 tiny:TinyNet --data {data} --batch 24 --epochs 4ba --reproducible --set microbatch=12 --json"
     assert main([*line.split(), "--out", str(tmp_path / "one"), "--devices", "2"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert main([*line.split(), "--out", str(tmp_path / "two"), "--set", "parallel.devices=2"]) == 0

@@ -28,7 +28,8 @@ from convoy.training.own_task import add_own
 from convoy.training.schema import fields_of, number_type
 from convoy.training.tasks import create_task
 
-Load, Tell = Callable[[Mapping[str, Any]], Recipe], Callable[[str], None]  # the recipe with such values
+Load = Callable[[Mapping[str, Any]], Recipe]  # the recipe with such values
+Tell = Callable[[str], None]
 _NUMBER = r"(-?\d+(?:\.\d*)?(?:e-?\d+)?)"
 _RANGE, _COMMA = re.compile(rf"{_NUMBER}\.\.{_NUMBER}(:log)?"), re.compile(r",(?![^\[{]*[\]}])")
 
@@ -120,7 +121,7 @@ class TrialStudy(StudyFile):
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         space, seed = space_of(self.facts["over"]), zlib.crc32(f"{self.facts['recipe']['seed']} {number}".encode())
-        direction = "minimize" if self.facts["is_lower"] else "maximize"
+        direction: Any = "minimize" if self.facts["is_lower"] else "maximize"
         study = optuna.create_study(direction=direction, sampler=optuna.samplers.TPESampler(seed=seed))
         # One that failed counts as worse than all with a score, one that runs as bad so far.
         for one in [one for one in self.trials if one.values]:

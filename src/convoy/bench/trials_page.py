@@ -67,7 +67,7 @@ def write_trials(folder: Path) -> Written:
     return Written({"trials": table}, [*missing, *remarks], report)
 
 
-def _words(study: TrialStudy, value: float | None) -> str:
+def _words(study: TrialStudy, value: Any) -> str:
     return "-" if value is None else metric_in_words(study.facts["metric"], value).rpartition(" ")[2]
 
 
