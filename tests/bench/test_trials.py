@@ -16,7 +16,7 @@ from convoy.bench.trials import TrialStudy, space_of, train_trials
 from convoy.bench.trials_page import write_trials
 from convoy.cli import main
 from convoy.errors import ConvoyError
-from convoy.training import Recipe, load_recipe
+from convoy.recipe.recipe import Recipe, load_recipe
 from convoy.training.gradients import ADVICE
 from whole_runs import recipe_of
 

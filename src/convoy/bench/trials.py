@@ -23,10 +23,12 @@ from convoy.bench.records import Record, StudyFile
 from convoy.bench.study import machine_facts, plain_recipe
 from convoy.data import open_data
 from convoy.errors import ConvoyError
-from convoy.training import Recipe, RunDirectory, choose_device
-from convoy.training.own_task import add_own
-from convoy.training.schema import fields_of, number_type
-from convoy.training.tasks import create_task
+from convoy.recipe.recipe import Recipe
+from convoy.recipe.schema import fields_of, number_type
+from convoy.run.directory import RunDirectory
+from convoy.tasks.own import add_own
+from convoy.tasks.registry import create_task
+from convoy.training import choose_device
 
 Load = Callable[[Mapping[str, Any]], Recipe]  # the recipe with such values
 Tell = Callable[[str], None]
@@ -162,10 +164,9 @@ def train_trials(
         study.number = max(study.number, number)
         study.save(folder)
         jobs.say = lambda job, text, _, __: progress(f"{job.out.name}: {text}", len(study.ranked()), study.number)
+        wanted = partial(study.jobs, folder, lambda v: load(v).model_copy(update=best), host, jobs.number // each)
         try:
-            jobs.train(
-                partial(study.jobs, folder, lambda v: load(v).model_copy(update=best), host, jobs.number // each)
-            )
+            jobs.train(wanted)
         finally:
             study.save(folder)
         if study.trials and all(one.failure for one in study.trials):

@@ -15,7 +15,7 @@ from convoy.bench.trials import TrialStudy, space_of
 from convoy.documents import dump
 from convoy.report import axes as ax
 from convoy.report.pages import Drawing, Tile, drawn
-from convoy.training.metric import metric_in_words, metric_name
+from convoy.tasks.metric import metric_in_words, metric_name
 
 _OF_TRIALS = re.compile(r" --(over|budget|devices|out)[ =]('[^']*'|\S+)| --json\b")  # what one training has not
 

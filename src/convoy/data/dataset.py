@@ -337,8 +337,7 @@ def _split(contents: Opened, config: DataConfig, notes: list[str]) -> tuple[Sour
     seed = config.split_seed if config.split_seed is not None else DEFAULT_SPLIT_SEED
     source = contents.train
     if len(source) < (config.fold or (1, 2))[1]:
-        number = f"only {len(source)} picture{'s' * (len(source) > 1)}"
-        raise ConvoyError(f"{contents.name} has {number}: it cannot be split into training and validation")
+        raise ConvoyError(f"{contents.name} has too few pictures to hold some out for validation: it has {len(source)}")
     train, test = stratified_split(source.labels, fraction, seed, config.fold)
     settings = f"(validation_fraction {fraction:g}, split_seed {seed})"
     last = contents.test or contents.validation
