@@ -48,7 +48,7 @@ def write_trials(folder: Path) -> Written:
         tiles = [Tile(f"Best {metric}", _words(study, ranked[0].score), ranked[0].name, main=True)]
         tiles += [Tile(key, units.shorten(str(value), 16)) for key, value in ranked[0].values.items()]
     pictures = {metric: None, **space_of(study.facts["over"])}.items() if ranked else ()
-    panels = [drawn(f"scores-{key}", key, partial(_scores, study, shape), "") for key, shape in pictures]
+    panels = [drawn(re.sub("[ .]", "-", f"by-{key}"), key, partial(_scores, study, of), "") for key, of in pictures]
     content = {
         "name": "folds" if folds else "trials",
         "title": units.shorten(table.note, 60),
