@@ -9,11 +9,11 @@ CODE = ("**/*.py", "**/*.css", "**/*.js", "**/*.jinja")
 SLACK = 50
 LINES = {
     "src/convoy": 1787,
-    "src/convoy/bench": 4254,
+    "src/convoy/bench": 4525,
     "src/convoy/checkpoint": 451,
-    "src/convoy/cli": 3267,
+    "src/convoy/cli": 3362,
     "src/convoy/comm": 2609,
-    "src/convoy/data": 4829,
+    "src/convoy/data": 4833,
     "src/convoy/doctor": 1430,
     "src/convoy/engine": 5730,
     "src/convoy/graph": 1545,
@@ -29,9 +29,9 @@ LINES = {
     "src/convoy/script": 1480,
     "src/convoy/tasks": 1054,
     "src/convoy/training": 6408,
-    "tests": 20192,
+    "tests": 20339,
     "benchmarks": 6309,
-    "docs": 3335,
+    "docs": 3336,
 }
 """Lines by folder: of code with those below it, of `docs` the guides, of `src/convoy` what lies there itself."""
 

@@ -53,18 +53,14 @@ def write_batches(folder: Path) -> Written:
         "name": "study of the batch",
         "title": units.shorten(study.facts["model"], 60),
         "subject": f"batches {', '.join(map(str, study.batches))}",
-        "status": "incomplete" if missing else "complete",
-        "status_kind": "warn" if missing else "good",
         "facts": [f"target {target}", str(study.machine.get("machine", ""))],
         "tiles": [Tile("Perfect scaling up to", str(batch), name) for name, batch in largest.items()],
-        "timed": False,
         "trained_lead": _LEAD,
         "trained_title": "Table",
         "trained_remarks": remarks,
         "missing": missing,
         "commands": study.commands,
         "machine": study.machine,
-        "cluster": "",
         "recipe": dump(study.facts["recipes"]).rstrip(),
     }
     report = render(folder, NAME, content, panels, {"batches.csv": table.csv()}, trained=table)

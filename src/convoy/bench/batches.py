@@ -14,13 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from convoy import units
 from convoy.bench.jobs import Job, Outcome
-from convoy.bench.records import Record, difference
-from convoy.errors import ConvoyError
-from convoy.files import write_text
+from convoy.bench.records import Record, StudyFile
 from convoy.recipe.optim import learning_rate, rate_factor
 from convoy.recipe.recipe import Recipe, load_recipe
 from convoy.recipe.schema import Duration
@@ -85,39 +83,14 @@ class BatchRow(Record):
     regime: str = ""
 
 
-class BatchStudy(Record):
+class BatchStudy(StudyFile):
     """The file of a study."""
 
-    model_config = ConfigDict(ser_json_inf_nan="constants")
-    facts: dict[str, Any]  # what all trainings share; they tell whether two studies can be in one folder
-    machine: dict[str, Any] = Field({})
-    commands: list[str] = Field([])
+    NAME, VERB = NAME, "convoy bench --batches"
     batches: list[int] = Field([])  # in rising order
     seeds: int = 1
     rows: list[BatchRow] = Field([])  # of which all is trained
     speedups: dict[int, dict[int, float]] = Field({})  # that the planner predicts: by batch, by devices
-
-    @staticmethod
-    def read(path: Path) -> "BatchStudy":
-        """The study in a file, or in the file that a folder has."""
-        path = path / NAME if path.is_dir() else path
-        try:
-            return BatchStudy.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            raise ConvoyError(f"{path} is no study of convoy bench --batches, or damaged: name another") from error
-
-    @staticmethod
-    def open(folder: Path, facts: dict[str, Any]) -> "BatchStudy":
-        """The study that is in a folder, or a new one; a ConvoyError where there is another, or a run."""
-        if RunDirectory(folder).is_run():
-            raise ConvoyError(f"--out {folder} holds a training run, which a study would overwrite: give another --out")
-        study = BatchStudy.read(folder) if (folder / NAME).exists() else BatchStudy(facts=facts)
-        if unlike := difference(study.facts, facts):
-            raise ConvoyError(f"{folder / NAME} is of a study with {unlike}: give another --out, or remove it")
-        return study
-
-    def save(self, folder: Path) -> None:
-        write_text(folder / NAME, self.model_dump_json() + "\n")
 
     def reached(self, optimizer: str | None = None) -> list[BatchRow]:
         """The rows with the target, of one optimizer or of the one that needs fewest updates at each batch."""

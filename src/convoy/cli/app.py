@@ -23,6 +23,8 @@ VERBS = {
     "train": ("convoy.cli.train", "Train a network and write a report."),
     "plan": ("convoy.cli.plan", "Find the fastest plan for a network on some devices, and say why."),
     "bench": ("convoy.cli.bench", "Measure how training scales over devices and plans, beside other tools."),
+    "trials": ("convoy.cli.trials:trials", "Try values of the recipe in short trainings, one a device."),
+    "folds": ("convoy.cli.trials:folds", "Cross-validate: train without each part of the data in turn."),
     "branch": ("convoy.cli.branch", "Train the next stretch of a run with several batches, and compare."),
     "launch": ("convoy.cli.launch", "Train on several hosts: commands, or a job for Slurm or Kubernetes."),
     "doctor": ("convoy.cli.doctor", "Say what holds a training back, and which change would help most."),

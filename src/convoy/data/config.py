@@ -201,6 +201,7 @@ class DataConfig(_Section):
         "it has none)",
     )
     split_seed: int | None = Field(None, ge=0, lt=2**63, description="seed of that split (0)")
+    fold: tuple[int, int] | None = Field(None, description="[K, N]: hold out and evaluate part K of N (convoy folds)")
     repeats: int = Field(
         1,
         ge=1,
@@ -217,6 +218,8 @@ class DataConfig(_Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
+        if self.fold and (not 1 <= self.fold[0] <= self.fold[1] != 1 or self.validation_fraction is not None):
+            raise ValueError(f"fold is [K, N], K from 1 to N > 1, without validation_fraction, not {list(self.fold)}")
         if (self.mean is None) != (self.std is None):
             raise ValueError("mean and std belong together: give both or neither")
         if self.mean is not None and self.std is not None:

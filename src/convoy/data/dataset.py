@@ -98,7 +98,7 @@ def open_data(
             "set data.path to the folder or file that holds all of them"
             + "".join(f" ({note})" for note in contents.notes)
         )
-    selects = selects and contents.validation is None and contents.test is not None
+    selects = config.fold is not None or (selects and contents.validation is None and contents.test is not None)
     has_split = contents.test is not None or contents.validation is not None
     if has_split and not selects and config.split_seed is not None and config.validation_fraction is None:
         raise ConvoyError(
@@ -114,7 +114,7 @@ def open_data(
     train, final = contents.train, contents.test
     if config.validation_fraction is not None or selects or (contents.test is None and contents.validation is None):
         train, test = _split(contents, config, notes)
-        final = contents.test or contents.validation
+        final = contents.test or contents.validation if config.fold is None else None  # which folds do not look at
     elif contents.validation is not None:
         test = contents.validation
     else:
@@ -336,14 +336,14 @@ def _split(contents: Opened, config: DataConfig, notes: list[str]) -> tuple[Sour
     fraction = config.validation_fraction or DEFAULT_VALIDATION_FRACTION
     seed = config.split_seed if config.split_seed is not None else DEFAULT_SPLIT_SEED
     source = contents.train
-    if len(source) < 2:
-        raise ConvoyError(
-            f"{contents.name} has only {len(source)} picture: it cannot be split into training and validation"
-        )
-    train, test = stratified_split(source.labels, fraction, seed)
+    if len(source) < (config.fold or (1, 2))[1]:
+        raise ConvoyError(f"{contents.name} has too few pictures to hold some out for validation: it has {len(source)}")
+    train, test = stratified_split(source.labels, fraction, seed, config.fold)
     settings = f"(validation_fraction {fraction:g}, split_seed {seed})"
     last = contents.test or contents.validation
-    if last is None:
+    if config.fold is not None:
+        notes.append(f"fold {config.fold[0]} of {config.fold[1]} (split_seed {seed}): {len(test)} samples are held out")
+    elif last is None:
         held_out = f"{len(test)} of its {len(source)} samples are held out for validation"
         notes.append(f"{contents.name} has no split of its own: {held_out} {settings}")
     else:

@@ -279,7 +279,7 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
         number = summary.get("num_train", 0) + summary.get("num_test", 0)
         # The run's own data, moved: what it was trained on counts nowhere.
         if (len(data.test), data.classes) == (number, run.classes):
-            split = {key: getattr(run.recipe.data, key) for key in ("validation_fraction", "split_seed")}
+            split = {key: getattr(run.recipe.data, key) for key in ("validation_fraction", "split_seed", "fold")}
             data = open_data(_settings(run, path, split), task=task)
             notes = list(data.notes)
         else:
@@ -300,7 +300,7 @@ def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfi
     settings = {"path": path, "format": "auto", **dict.fromkeys(("validation_fraction", "split_seed", "train", "test"))}
     settings |= {key: getattr(run.network_input, key) for key in ("image_size", "resize", "channels", "mean", "std")}
     settings["classes"] = tuple(run.classes) if run.task.name != "classification" else None
-    return run.recipe.data.model_copy(update={**settings, **split})
+    return run.recipe.data.model_copy(update={"fold": None, **settings, **split})
 
 
 def evaluate_run(run: TrainedRun, data: DataSet, device: torch.device, ranks: Ranks | None = None) -> Evaluation:

@@ -206,7 +206,7 @@ def differences(recipe: Recipe, begun: Recipe, free: Sequence[str] = ()) -> Iter
 ADDED: dict[str, Any] = {
     **dict.fromkeys(("extends", "extends_at", "target", "lookahead", "model.whiten", "loss.target_threshold")),
     **dict.fromkeys(("loss.class_weights", "data.sampling", "best", "stop_after")),
-    **{f"data.{key}": None for key in ("decoder", "augment.padding", "evaluation_size", "progressive")},
+    **{f"data.{key}": None for key in ("decoder", "augment.padding", "evaluation_size", "progressive", "fold")},
     "evaluation_views": 1,
     "optimizer.groups": [],
     "optimizer.freeze": [],
