@@ -81,7 +81,7 @@ def _run(arguments: Sequence[str]) -> int:
     except ConvoyError as error:
         return _fail(str(error), 1 if isinstance(error, MachineError) else 2, arguments)
     except click.ClickException as error:
-        return _fail(_usage(error), 2, arguments)
+        return _fail(usage(error), 2, arguments)
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", 1, arguments)
     except Exception as error:
@@ -109,7 +109,8 @@ def _fail(sentence: str, status: int, arguments: Sequence[str]) -> int:
     return status
 
 
-def _usage(error: click.ClickException) -> str:
+def usage(error: click.ClickException) -> str:
+    """A sentence on what was typed wrong."""
     if isinstance(error, click.NoSuchOption):
         near = f"did you mean {' or '.join(sorted(error.possibilities))}? " if error.possibilities else ""
         end = f" {error.ctx.command_path} --help" if error.ctx is not None else " --help"
