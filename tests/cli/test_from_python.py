@@ -58,15 +58,15 @@ def test_the_run_is_that_of_the_command_and_a_notebook_shows_it(
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
     other = convoy.train(**RUN, data=str(data), epochs="12ba", lr=0.04)
     assert digest(other.path) != digest(run.path)
-    shown = [line.rpartition("\r")[2] for line in capsys.readouterr().out.splitlines()]
-    assert "data wait" in plain and "\r" not in plain and "data wait" not in "".join(shown)
+    shown = [line.rpartition("\r")[2] for line in capsys.readouterr().out.split("\n")]
+    assert "data wait" in plain and "\r" not in plain
+    assert "data wait" not in "".join(shown) and "test accuracy" in shown[-3]
     with pytest.raises(convoy.ConvoyError, match="already holds a run, which is finished: choose another --out"):
         convoy.train(**RUN, data=data, out=run.path)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_an_interrupt_saves_and_the_run_goes_on(devices: int, data: Path, tmp_path: Path) -> None:
-    finish(command(data, tmp_path / "whole", epochs="600ba"))
+def test_an_interrupt_saves_and_the_run_goes_on(data: Path, tmp_path: Path) -> None:
+    finish(command(data, tmp_path / "whole", epochs="160ba"))
 
     def interrupt() -> None:
         wait_for(lambda: steps(tmp_path / "run") >= 5, 60)
@@ -75,10 +75,10 @@ def test_an_interrupt_saves_and_the_run_goes_on(devices: int, data: Path, tmp_pa
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(convoy.ConvoyError, match=r"interrupted: go on with convoy.train\('run', resume=True\)"):
-        convoy.train(**RUN, data=data, epochs="600ba", lr=0.05, devices=devices, out="run")
+        convoy.train(**RUN, data=data, epochs="160ba", lr=0.05, devices=2, out="run")
     thread.join()
-    assert 5 <= json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] < 600
-    assert convoy.train("run", resume=True).summary["steps"] == 600
+    assert 5 <= json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] < 160
+    assert convoy.train("run", resume=True, trust_code=True).summary["steps"] == 160
     assert digest(tmp_path / "run") == digest(tmp_path / "whole")
 
 
