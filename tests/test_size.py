@@ -8,10 +8,10 @@ ROOT = Path(__file__).parents[1]
 CODE = ("**/*.py", "**/*.css", "**/*.js", "**/*.jinja")
 SLACK = 50
 LINES = {
-    "src/convoy": 1787,
+    "src/convoy": 1789,
     "src/convoy/bench": 4248,
     "src/convoy/checkpoint": 451,
-    "src/convoy/cli": 3264,
+    "src/convoy/cli": 3344,
     "src/convoy/comm": 2609,
     "src/convoy/data": 4829,
     "src/convoy/doctor": 1430,
@@ -25,10 +25,10 @@ LINES = {
     "src/convoy/plans": 2653,
     "src/convoy/report": 2884,
     "src/convoy/script": 1480,
-    "src/convoy/training": 9789,
-    "tests": 20186,
+    "src/convoy/training": 9816,
+    "tests": 20280,
     "benchmarks": 6307,
-    "docs": 3332,
+    "docs": 3340,
 }
 """Lines by folder: of code with those below it, of `docs` the guides, of `src/convoy` what lies there itself."""
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import click
 
-import convoy
 from convoy.cli.options import HELP, LazyGroup, is_verbose
 from convoy.errors import ConvoyError, MachineError
 from convoy.failure import Failure, Kind, has_agent, leave_word, place_of
 from convoy.terminal import LOST, brief, printable, shortened, write_to_any
+from convoy.version import __version__
 
 VERBS = {
     "train": ("convoy.cli.train", "Train a network and write a report."),
@@ -42,7 +42,7 @@ VERBS = {
     verbs=VERBS,
     context_settings={**HELP, "max_content_width": 110},
 )
-@click.version_option(convoy.__version__, prog_name="convoy")
+@click.version_option(__version__, prog_name="convoy")
 def convoy_command() -> None:
     """Train convolutional networks, with the same result on every number of devices.
 
