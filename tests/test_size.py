@@ -8,14 +8,14 @@ ROOT = Path(__file__).parents[1]
 CODE = ("**/*.py", "**/*.css", "**/*.js", "**/*.jinja")
 SLACK = 50
 LINES = {
-    "src/convoy": 1787,
+    "src/convoy": 1789,
     "src/convoy/bench": 4525,
     "src/convoy/checkpoint": 451,
-    "src/convoy/cli": 3362,
+    "src/convoy/cli": 3442,
     "src/convoy/comm": 2609,
     "src/convoy/data": 4833,
     "src/convoy/doctor": 1430,
-    "src/convoy/engine": 5730,
+    "src/convoy/engine": 5732,
     "src/convoy/graph": 1545,
     "src/convoy/hardware": 783,
     "src/convoy/launch": 1469,
@@ -28,10 +28,10 @@ LINES = {
     "src/convoy/run": 717,
     "src/convoy/script": 1480,
     "src/convoy/tasks": 1054,
-    "src/convoy/training": 6408,
-    "tests": 20339,
+    "src/convoy/training": 6441,
+    "tests": 20449,
     "benchmarks": 6309,
-    "docs": 3336,
+    "docs": 3344,
 }
 """Lines by folder: of code with those below it, of `docs` the guides, of `src/convoy` what lies there itself."""
 

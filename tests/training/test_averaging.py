@@ -175,7 +175,13 @@ SHARED = f"parallel.shares={list(SHARES)}"
 def test_until_its_start_averaging_is_exact_also_where_devices_have_other_numbers_of_pixels(tmp_path: Path) -> None:
     data = write_task(tmp_path / "masks", "segmentation")
     methods = {"exact": (), "post-local": (f"{LOCAL}2", f"{OUTER}start=8ba"), "local": (f"{LOCAL}2",)}
-    more = ("model.name=tasks.test_tasks:TinyUNet", "data.image_size=16", "parallel.shares=[3,1]", "batch=12", "data.workers=0")
+    more = (
+        "model.name=tasks.test_tasks:TinyUNet",
+        "data.image_size=16",
+        "parallel.shares=[3,1]",
+        "batch=12",
+        "data.workers=0",
+    )
     found, _ = run_ranks(trained, 2, data, methods, *more)
     assert apart(found["post-local"], found["exact"]) < 1e-12
     assert apart(found["local"], found["exact"]) > 1e-4
