@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -231,6 +232,8 @@ class DataConfig(_Section):
                 raise ValueError(f"mean and std have {len(self.mean)} numbers, but channels={self.channels}")
             if min(self.std) <= 0:
                 raise ValueError(f"std must be above 0, not {list(self.std)}")
+        if twice := [name for name, number in Counter(self.classes or ()).items() if number > 1]:
+            raise ValueError(f"classes names {twice[0]!r} twice: give each class a name of its own")
         if self.test is not None and self.train is None:
             raise ValueError(f"test={self.test} needs train, which says what to train on beside it")
         # Here, too, as a data set may take minutes to open, and a job is queued before that.

@@ -165,13 +165,14 @@ _MARKS = {
 
 def difference(data: Mapping[str, Any], other: Mapping[str, Any], later: bool = False) -> tuple[str, str, str] | None:
     """The first difference between two fingerprints, in words, and the values on both sides where these say anything.
-    With `later`, a run goes on with `data`, which may have become a pack, and some of whose pictures may be mended."""
+    With `later`, a run goes on with `data`, which may have become a pack, some of whose pictures may be mended, and on
+    whose final test split it may have noted nothing."""
     same_format = data["format"] == other["format"]
     if not same_format and not later:
         return "the format", data["format"], other["format"]
     for key in _MARKS if same_format else ("samples", "labels"):
-        for split in ("training", "test", *({"final"} & {*data} & {*other})):
-            mark, other_mark = data[split].get(key), other[split].get(key)
+        for split in ("training", "test", *({"final"} & {*other, *(() if later else data)})):
+            mark, other_mark = data.get(split, {}).get(key), other.get(split, {}).get(key)
             is_mended = later and key == "sizes" and 2 * num_changed(mark, other_mark) <= len(other_mark)
             if mark != other_mark and not is_mended:
                 numbers = [f"{number or 0:,}" if key == "samples" else "" for number in (mark, other_mark)]

@@ -27,8 +27,9 @@ def read_mask(source: EncodedSource, sample: int, ignored: int = UNLABELLED) -> 
         values = np.asarray(image)
     except (OSError, ValueError, SyntaxError) as error:
         raise BadImage(name, f"is a mask that cannot be read ({error})") from None
-    if values.size and int(values.max()) > UNLABELLED:
-        raise BadImage(name, f"is a mask with the value {int(values.max())}: classes are numbered from 0 to 254")
+    for value in (int(values.max(initial=0)), int(values.min(initial=0))):
+        if not 0 <= value <= UNLABELLED:
+            raise BadImage(name, f"is a mask with the value {value}: classes are numbered from 0 to 254")
     values = values.astype(np.uint8)
     return values if ignored == UNLABELLED else np.where(values == ignored, np.uint8(UNLABELLED), values)
 

@@ -318,7 +318,8 @@ class TrainingStep:
         end = start + len(part)
         images, targets = self.pipeline(batch, start, end), targets[start:end]
         if global_count is not None and (count := self.task.counted(targets)) is not None:
-            return images, targets, torch.where(global_count > 0, count / global_count, 0)
+            whole, own = self.task.weighed(global_count), self.task.weighed(count)
+            return images, targets, torch.where(whole > 0, own / whole, 0)
         if self._mixing is None:
             return images, targets
         return mix(
