@@ -24,6 +24,7 @@ from convoy.recipe.recipe import Recipe, load_recipe
 from convoy.recipe.schema import Duration
 from convoy.run.directory import RunDirectory
 from convoy.training.derived import resolve
+from convoy.training.gradients import ADVICE
 
 NAME = "batches.json"
 LONGEST = 2.0  # times the updates of the best rate so far, after which a training of another one ends
@@ -167,7 +168,8 @@ class Search:
         def trained(place: int, seed: int = 0) -> Outcome | None:
             fewest = min((number for kind, number in scores.values() if kind == 0), default=expected)
             limit = longest if fewest == math.inf else max(2 * every, math.ceil(LONGEST * fewest))
-            return self._trained(recipe, rate_at(guess, place), seed, limit, every)
+            outcome = self._trained(recipe, rate_at(guess, place), seed, limit, every)
+            return None if outcome is not None and is_broken(outcome) else outcome  # says nothing of the rate
 
         while places := next_rates(scores) if tune else [0][len(scores) :]:
             outcomes = {place: trained(place) for place in places}
@@ -220,6 +222,11 @@ class Search:
 def rate_at(guess: float, place: int) -> float:
     """A rate, to four digits."""
     return float(f"{guess * 2 ** (place / 2):.4g}")
+
+
+def is_broken(outcome: Outcome) -> bool:
+    """Whether a training failed by something else than its rate."""
+    return outcome.failure is not None and ADVICE not in outcome.failure
 
 
 def _score(outcome: Outcome, place: int) -> Score:

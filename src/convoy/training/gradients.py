@@ -369,11 +369,6 @@ class FiniteGuard:
 
     def __init__(self, network: Network, ranks: Ranks, gradients: bool) -> None:
         self._network, self._ranks, self._gradients = network, ranks, gradients
-        self._buffers: list[Tensor] = []
-
-    def begin(self) -> None:
-        """An update begins: keep what it changes before the weights."""
-        self._buffers = [buffer.clone() for buffer in self._network.model.buffers()]
 
     def passes(self, losses: Sequence[Tensor]) -> bool:
         """Whether the update may be made; `losses` are those of this rank's passes."""
@@ -386,12 +381,6 @@ class FiniteGuard:
         # one read of the device, whatever the number of layers
         fine = not numbers or bool(torch.isfinite(torch.stack(numbers)).all())
         return not self._ranks.any(not fine)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put back what the update has changed."""
-        for buffer, before in zip(self._network.model.buffers(), self._buffers, strict=True):
-            buffer.copy_(before)
 
     def explain(self, update: int, losses: Sequence[Tensor], again: Callable[[], object]) -> str:
         """What is not finite in an update, counted from 0, and in which layer on which ranks that begins, the same on

@@ -29,7 +29,6 @@ from convoy.data.sources import relabel
 from convoy.data.transforms import Geometry
 from convoy.engine.coupling import graph_of
 from convoy.errors import ConvoyError
-from convoy.models.factory import check_own
 from convoy.recipe.recipe import Recipe, load_recipe
 from convoy.run.directory import RunDirectory
 from convoy.tasks.own import add_own_metrics
@@ -236,7 +235,7 @@ def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None, 
         source = CheckpointStore(run.checkpoints).place(checkpoint_step(run, checkpoint))
     recipe = settle(load_recipe(str(run.config)), torch.device("cpu")).recipe  # runs keep what was settled
     if not trust_code:
-        check_own(recipe.model.name, run.config)
+        own.check_own(recipe.model.name, run.config, "network")
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": None})})
     network_input = NetworkInput.of_run(run)
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
