@@ -9,7 +9,7 @@ CODE = ("**/*.py", "**/*.css", "**/*.js", "**/*.jinja")
 SLACK = 50
 LINES = {
     "src/convoy": 1791,
-    "src/convoy/bench": 4551,
+    "src/convoy/bench": 4550,
     "src/convoy/checkpoint": 451,
     "src/convoy/cli": 3436,
     "src/convoy/comm": 2609,
@@ -29,7 +29,7 @@ LINES = {
     "src/convoy/script": 1480,
     "src/convoy/tasks": 1066,
     "src/convoy/training": 6438,
-    "tests": 20620,
+    "tests": 20631,
     "benchmarks": 6001,
     "docs": 3348,
 }

@@ -129,6 +129,17 @@ def test_a_loss_over_lines_weighs_updates() -> None:
     assert mean_loss(lines, 0.5) == 1.5
 
 
+def test_a_batch_that_misses_the_target_is_said_to(tmp_path: Path) -> None:
+    new, outcomes = study(tmp_path), dict[Path, Outcome]()
+    run(new, tmp_path, outcomes)
+    of_sgd = [row for row in new.rows if row.optimizer == "sgd"]
+    of_sgd[-1].updates, of_sgd[-1].ends = math.inf, []
+    new.save(tmp_path)
+    written = write_batches(tmp_path)
+    assert BatchStudy.read(tmp_path).rows == new.rows and len(written.tables["batches"].rows) == len(new.rows) - 1
+    assert any("sgd did not reach the target at a batch of 4096" in line for line in written.remarks)
+
+
 def test_measures_that_differ_are_said_to(tmp_path: Path) -> None:
     sentence = agreement({"the study": 512.0, "the gradient noise scale": 1600, "branches": None})
     assert sentence.endswith("about 1,600 by the gradient noise scale, 3.1 times apart: believe the study.")

@@ -22,15 +22,14 @@ COMPUTE, COMMUNICATION, INPUT, OPTIMIZER = "compute", "communication", "input", 
 
 
 class Record(BaseModel):
-    """A part of the file; keys that this version does not know are passed over."""
+    """A part of the file; keys that this version does not know are passed over. Numbers may be infinite, or none."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan="constants")
 
 
 class StudyFile(Record):
     """The file of a study whose rows are computed anew from the run directories beside it."""
 
-    model_config = ConfigDict(ser_json_inf_nan="constants")
     NAME: ClassVar[str]
     VERB: ClassVar[str]
     facts: dict[str, Any]  # what all trainings share; they tell whether two studies can be in one folder
