@@ -30,7 +30,7 @@ LINES = {
     "src/convoy/tasks": 1054,
     "src/convoy/training": 6408,
     "tests": 20192,
-    "benchmarks": 6001,
+    "benchmarks": 5988,
     "docs": 3335,
 }
 """Lines by folder: of code with those below it, of `docs` the guides, of `src/convoy` what lies there itself."""
