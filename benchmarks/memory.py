@@ -123,7 +123,6 @@ def _kept(network: Callable[[Tensor], Tensor], model: nn.Module, images: Tensor,
 
 # Activations that are computed again: what is there of them at once, at most, and the times of all sides in turn.
 
-PARTS = 4
 RECOMPUTED = {"resnet50": ("layer1.*", "layer2.*"), "unet": ("down.0.*", "up.3.*")}
 """The layers of the third side: neither none nor all are computed again."""
 
@@ -135,12 +134,9 @@ class Row:
     network: str
     plan: str
     schedule: Schedule | None = None
+    parts: int = 1
     size: int = 128
     batch: int = 8
-
-    @property
-    def parts(self) -> int:
-        return PARTS if self.schedule else 1
 
     @property
     def sides(self) -> dict[str, Any]:
@@ -153,7 +149,7 @@ class Row:
 
 ROWS = [
     *(Row(name, plan) for name in RECOMPUTED for plan in ("serial", "sample=2", "height=2")),
-    *(Row(name, "stage=2", way) for name, way in product(RECOMPUTED, get_args(Schedule))),
+    *(Row(name, "stage=2", way, parts=4) for name, way in product(RECOMPUTED, get_args(Schedule))),
 ]
 
 

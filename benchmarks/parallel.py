@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from measuring import harness
-from measuring.cases import CASES, Case, Plan
+from measuring.cases import CASES, Case
 from measuring.ranks import bits_per_second, run_ranks
 from measuring.runs import SERIAL, Results, Runs
 from measuring.sides import Arrangement, Side, Timing, train
@@ -79,8 +79,7 @@ def _sides(runs: Runs, options: argparse.Namespace) -> list[Side]:
     if case.batch_norm:
         sides.append(replace(sample, label=f"{SAMPLE}, batch norm of each rank", batch_norm="local"))
     sides.append(sample)
-    plans: dict[str, Plan] = dict(case.plans)
-    rivals = [Side(f"Convoy {name}", "convoy", way, plan) for name, plan in plans.items() for way in ways]
+    rivals = [Side(f"Convoy {name}", "convoy", way, plan) for name, plan in case.plans.items() for way in ways]
     sides += [side for side in runs.best([sample, *rivals]) if side != sample]
     if options.compile:
         sides += [replace(s, label=f"{s.label}, compiled", compiled=True) for s in sides if s.kind not in PEERS]

@@ -60,12 +60,8 @@ def main() -> None:
         if cluster:
             report.print(f"Emulated: {cluster}.")
         for subject in _subjects(options):
-            heading = f"{subject.image_size} px, global batch {subject.batch}"
             tables.append((subject.name, measured(subject, num, places, options)))
-            rows = [vars(row) for row in tables[-1][1]]
-            report.document.setdefault("tables", []).append((subject.name, heading, rows))
-            report.print(f"\n**{subject.name}**, {heading}\n")
-            show(report, tables[-1][1])
+            show(report, subject, tables[-1][1])
         report.print(f"\n{summary(tables, num)}")
 
 
@@ -100,12 +96,14 @@ def measured(case: Case, num: int, places: Sequence[EmulatedDevice], options: ar
     return [Row(name, "", seconds[plans[name]], predicted=median) for name, median in medians.items()]
 
 
-def show(report: harness.Report, rows: Sequence[Row]) -> None:
+def show(report: harness.Report, subject: Case, rows: Sequence[Row]) -> None:
     """The table of a network and batch."""
+    report.print(f"\n**{subject.name}**, {subject.image_size} px, global batch {subject.batch}\n")
     report.header("plan", "predicted ms", "measured ms", "error", "smallest–largest")
     for row in rows:
         middle, ends = harness.spread([1e3 * seconds for seconds in row.seconds])
-        report.row(row.label, f"{1e3 * (row.predicted or 0):.1f}", middle, f"{row.error:+.1%}", ends)
+        cells = (f"{1e3 * (row.predicted or 0):.1f}", middle, f"{row.error:+.1%}", ends)
+        report.row(row.label, *cells, network=subject.name, batch=subject.batch, **vars(row))
     times = {row.label.split(":")[0]: row.median for row in rows}
     sample = next((seconds for plan, seconds in times.items() if plan.startswith("sample=")), None)
     if AUTO in times and sample:
@@ -116,8 +114,7 @@ def summary(tables: Sequence[tuple[str, list[Row]]], num: int) -> str:
     """Errors, and the order of plans, of networks by name."""
     rows = [row for _, several in tables for row in several]
     parallel = [row for row in rows if row.label != SERIAL]
-    linear: list[float] = []
-    gaps: list[float] = []
+    linear, gaps = list[float](), list[float]()
     pairs: dict[str, list[list[tuple[float, float]]]] = {}
     for name, several in tables:
         one = next(row.median for row in several if row.label == SERIAL)

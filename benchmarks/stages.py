@@ -95,8 +95,7 @@ def measured(
 
 def _convoy(runs: Runs, predictions: Sequence[Predicted], one: Arrangement) -> list[Side]:
     """A side for each plan, arranged as is best for it. A plan that comes twice is measured once."""
-    sides: list[Side] = []
-    known: set[str] = set()
+    sides, known = list[Side](), set[str]()
     case, way = runs.case, Arrangement(one.channels_last)
     for each in sorted(predictions, key=lambda each: each.name.startswith(AUTO)):
         if str(each.plan) in known:

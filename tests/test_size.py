@@ -30,7 +30,7 @@ LINES = {
     "src/convoy/tasks": 1066,
     "src/convoy/training": 6438,
     "tests": 20631,
-    "benchmarks": 6001,
+    "benchmarks": 5988,
     "docs": 3348,
 }
 """Lines by folder: of code with those below it, of `docs` the guides, of `src/convoy` what lies there itself."""

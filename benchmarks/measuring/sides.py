@@ -405,10 +405,9 @@ def predict(
 
 
 def _workload(case: Case, arrangement: Arrangement, **options: Any) -> Workload:
-    images, _ = batch(case, arrangement)
     norm: Any = "microbatch" if case.microbatch else "sync"
     options |= {"name": case.name, "batch_norm": norm, "microbatch": case.microbatch}
-    return workload_of(build(case, arrangement), images, case.batch, **options)
+    return workload_of(build(case, arrangement), batch(case, arrangement)[0], case.batch, **options)
 
 
 def _predicted(name: str, best: Scored, case: Case, workload: Workload, costs: Costs) -> Predicted:
