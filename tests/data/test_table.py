@@ -98,6 +98,8 @@ SPLIT = "path,label,split\n0.png,a,train\n1.png,b,train\n2.png,a,val\n"
         (SPLIT + "1.png,b,val\n./0.png,a,val\n", {}, "line 5: '1.png' is in val, and by line 3 in train"),
         (rows("1.5", "1e38", "1e39"), {}, "line 4: '1e39' is beyond 3.4e+38, the largest number of float32"),
         (rows("0-mask.png", "negative.tif"), {}, "negative.tif is a mask with the value -3"),
+        (rows("0-mask.png", "both.png"), {}, "are 0, 1, 2, 200, beside 255, which counts nowhere, but classes are"),
+        (rows("black.png", "black.png"), {}, "are 0, beside 255, which counts nowhere, but classes are numbered"),
         (rows("a", "b", ""), {"task": "classification"}, "line 4 has no label"),
         (rows("a", "b"), {"classes": ["a", "c"]}, "line 3: 'b' is none of data.classes"),
         (MASKS, {"classes": ["a", "b"]}, "0-mask.png has the value 2, but the classes are 0 to 1"),
@@ -114,6 +116,8 @@ def test_what_is_wrong_is_refused_in_a_sentence(
     table = write_table(tmp_path / "data", text)
     Image.new("L", (3, 2)).save(table.with_name("small.png"))
     Image.new("RGB", (40, 30)).save(table.with_name("color.png"))
+    Image.fromarray(np.array([[0, 200]], np.uint8).repeat(30, 0).repeat(20, 1)).save(table.with_name("both.png"))
+    Image.fromarray(np.array([[0, 255]], np.uint8).repeat(30, 0).repeat(20, 1)).save(table.with_name("black.png"))
     Image.new("I", (40, 30), -3).save(table.with_name("negative.tif"))
     task = str(options.pop("task", "auto"))
     with pytest.raises(ConvoyError) as refused:

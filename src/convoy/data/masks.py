@@ -44,10 +44,10 @@ def cut_mask(
     return UNLABELLED - (piece[:, ::-1] if mirror else piece)
 
 
-def check_masks(source: Source, classes: Sequence[str] | None, ignored: int, progress: Progress | None) -> int:
-    """The number of classes in the masks of a source; a ConvoyError names the first that has another size than its
-    picture, or values beyond the `classes`."""
-    masks, number = source.masks, 0
+def check_masks(source: Source, classes: Sequence[str] | None, ignored: int, progress: Progress | None) -> set[int]:
+    """The classes in the masks of a source; a ConvoyError names the first that has another size than its picture, or
+    values beyond the `classes`."""
+    masks, found = source.masks, set[int]()
     assert masks is not None
     for sample in range(len(source)):
         try:
@@ -59,13 +59,13 @@ def check_masks(source: Source, classes: Sequence[str] | None, ignored: int, pro
                 f"{masks.name(sample)} has {mask.shape[1]}×{mask.shape[0]} pixels, but its picture "
                 f"{source.name(sample)} has {size[0]}×{size[1]}: a mask has the size of its picture"
             )
-        largest = int(mask[mask != UNLABELLED].max(initial=0))
-        if classes is not None and largest >= len(classes):
+        values = set(np.flatnonzero(np.bincount(mask.ravel(), minlength=UNLABELLED)[:UNLABELLED]).tolist())
+        if classes is not None and (largest := max(values, default=0)) >= len(classes):
             raise ConvoyError(
                 f"{masks.name(sample)} has the value {largest}, but the classes are 0 to {len(classes) - 1}: name "
                 "more in data.classes, or say which value counts nowhere (data.ignore_index)"
             )
-        number = max(number, largest + 1)
+        found |= values
         if progress and (sample % 500 == 0 or sample == len(source) - 1):
             progress("looking at the masks", sample + 1, len(source))
-    return number
+    return found

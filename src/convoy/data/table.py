@@ -69,8 +69,15 @@ def open_table(path: Path, config: DataConfig, progress: Progress | None, task: 
         _check_classes(table, kind, train, part)
     parts = [_source(root, kind, names, part) if part else None for part in by_split.values()]
     if kind == "segmentation":
-        number = max(check_masks(part, config.classes, config.ignore_index, progress) for part in parts if part)
-        names = names or [str(value) for value in range(max(number, 2))]
+        found = set().union(*(check_masks(one, config.classes, config.ignore_index, progress) for one in parts if one))
+        number = max(found, default=0) + 1
+        if not names and (number < 2 or not {*range(number)} <= found | {config.ignore_index}):
+            there = ", ".join(map(str, sorted(found))) or "none"
+            raise ConvoyError(
+                f"{shown(table)}: the values in the masks are {there}, beside {config.ignore_index}, which counts "
+                "nowhere, but classes are numbered 0, 1, 2, …: write them so, or name all in data.classes"
+            )
+        names = names or [str(value) for value in range(number)]
     first, validation, test = parts
     assert first is not None
     return Opened(table.parent.name or table.stem, names, first, test, validation=validation, task=kind)
