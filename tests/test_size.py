@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 CODE = ("**/*.py", "**/*.css", "**/*.js", "**/*.jinja")
 SLACK = 50
 LINES = {
-    "src/convoy": 1791,
+    "src/convoy": 1799,
     "src/convoy/bench": 4550,
     "src/convoy/checkpoint": 451,
     "src/convoy/cli": 3436,
@@ -29,7 +29,7 @@ LINES = {
     "src/convoy/script": 1480,
     "src/convoy/tasks": 1066,
     "src/convoy/training": 6438,
-    "tests": 20635,
+    "tests": 20636,
     "benchmarks": 5988,
     "docs": 3348,
 }
