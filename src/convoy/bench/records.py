@@ -52,7 +52,9 @@ class StudyFile(Record):
             raise ConvoyError(f"--out {folder} holds a training run, which a study would overwrite: give another --out")
         study = cls.read(folder) if (folder / cls.NAME).exists() else cls(facts=facts)
         if unlike := difference(study.facts, facts):
-            raise ConvoyError(f"{folder / cls.NAME} is of a study with {unlike}: give another --out, or remove it")
+            raise ConvoyError(
+                f"{folder / cls.NAME} is of a study with {unlike}: give another --out, or remove the folder"
+            )
         return study
 
     def save(self, folder: Path) -> None:

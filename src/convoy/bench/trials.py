@@ -43,6 +43,8 @@ def space_of(overs: list[str]) -> dict[str, Any]:
         from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
         key, _, values = text.partition("=")
+        if key in space:
+            raise ConvoyError(f"--over {key} is said twice: give it one range, or all choices at once")
         form, choices = _RANGE.fullmatch(values), _COMMA.split(values)
         low, high = map(float, form.groups()[:2]) if form is not None else (0, len({*choices} - {""}) - 1)
         log = form is not None and form[3] is not None
@@ -143,12 +145,16 @@ def train_trials(
     """Train all trials, or folds where nothing varies, that are not trained yet and that no other host has begun."""
     for key, values in space_of(overs).items():
         for value in getattr(values, "choices", None) or (values.low, values.high):
-            load({key: value})
+            try:
+                load({key: value})
+            except ConvoyError as error:
+                raise ConvoyError(f"--over {key}, with {value}: {error}") from None
     device, recipe, folds = choose_device(devices[1]), load({}), 0 if overs else number
     jobs = Jobs.here(device.type, recipe.parallel.cores_per_device or 1, command)
     here, each, jobs.number = jobs.number, recipe.parallel.devices or 1, devices[0] or jobs.number
     if not each <= jobs.number <= here:
-        raise ConvoyError(f"--devices {jobs.number}, {each} for one training, do not fit the {here} here: lower it")
+        needed = f"{each} to {here}, as there are {here} here" + f" and a training takes {each}" * (each > 1)
+        raise ConvoyError(f"--devices {jobs.number} is not possible: give {needed}")
     data = open_data(recipe.data, progress, selects=not folds, task=recipe.task)
     task, num_train = create_task(recipe, data.classes, data.task, data.train.labels), len(data.train)
     del data
@@ -156,6 +162,8 @@ def train_trials(
     metric = task.metrics[0] if recipe.best is None else task.metric(recipe.best)
     facts: dict[str, Any] = {"folds": folds, "metric": metric.name, "is_lower": metric.better == "lower"}
     facts |= {"over": overs, "num_train": num_train, "recipe": plain_recipe(recipe, None)}
+    if not (folder / TrialStudy.NAME).exists() and any(folder.glob("*-[0-9]*.json")):
+        raise ConvoyError(f"{folder} holds trainings of a study without its {TrialStudy.NAME}: give another --out")
     TrialStudy.open(folder, facts)
     host, best = socket.gethostname(), {"best": None if folds else metric.name}  # a fold would choose what it measures
     with RunDirectory(folder / ".hosts" / host).lock(tell=tell):

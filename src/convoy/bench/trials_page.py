@@ -24,7 +24,8 @@ def write_trials(folder: Path) -> Written:
     """Write all files of the study in a folder, as far as it has come."""
     study = TrialStudy.read(folder)
     ranked, folds, metric = study.ranked(), study.facts["folds"], metric_name(study.facts["metric"])
-    rows = [*ranked, *(one for one in study.trials if one.score is None and one.values)]
+    unscored = [one for one in study.trials if one.score is None]
+    rows = [one for one in (study.trials if folds else [*ranked, *unscored]) if one.values]
     table = Table([], [], study.facts["recipe"]["model"]["name"])
     for one in rows:
         values = {key: str(value) for key, value in one.values.items()} | {"score": _words(study, one.score)}
@@ -32,7 +33,7 @@ def write_trials(folder: Path) -> Written:
         table.rows.append({"trained": one.name, **values, **about})
         table.records.append(one.model_dump(exclude={"values"}) | one.values)
     remarks, tiles, commands = list[str](), list[Tile](), list(study.commands)
-    failed = {one.name: one.failure or f"not trained to the end on {one.host}" for one in rows[len(ranked) :]}
+    failed = {one.name: one.failure or f"not trained to the end on {one.host}" for one in rows if one.score is None}
     missing = [f"{name} has no score: {reason.rstrip('.')}." for name, reason in failed.items()]
     missing += [f"{study.number - len(rows)} are not begun yet: the same command goes on."] * (study.number > len(rows))
     if ranked and folds:
@@ -52,8 +53,11 @@ def write_trials(folder: Path) -> Written:
     content = {
         "name": "folds" if folds else "trials",
         "title": units.shorten(table.note, 60),
-        "subject": f"{units.plural(study.number, 'training')} of {study.facts['recipe']['epochs']}",
-        "facts": [str(study.machine["machine"])],
+        "subject": units.shorten(study.facts["recipe"]["data"]["path"], 60),
+        "facts": [
+            f"{units.plural(study.number, 'training')} of {study.facts['recipe']['epochs']}",
+            study.machine["machine"],
+        ],
         "tiles": tiles,
         "trained_lead": "Each dot is a training.",
         "trained_title": "Table",
