@@ -110,11 +110,25 @@ class Run:
 
     @property
     def results(self) -> dict[str, float]:
-        """The latest metrics of another task than classification, by name: the one that says which is best first."""
+        """The latest metrics by name, the one that says which is best first; of classification those of `named`."""
         metrics = {**self.summary.metrics, **self.evaluation.metrics}
         names = sorted(metrics, key=lambda name: (name != self.summary.best_metric, name == "loss"))
         numbers = {name: number for name in names if (number := metrics[name]) is not None}
-        return {} if self.task == "classification" else numbers
+        is_shown = self.named if self.task == "classification" else numbers
+        return {name: number for name, number in numbers.items() if name in is_shown}
+
+    @property
+    def named(self) -> list[str]:
+        """The metrics with curves by their names: the one that says which is best, and the user's; not the accuracy."""
+        own = self.setting("metrics")
+        names = [str(name).rpartition(":")[2].rpartition(".")[2] for name in own] if isinstance(own, list) else []
+        names = [self.summary.best_metric or "top1", *names]
+        return [name for name in dict.fromkeys(names) if self.task != "classification" or name not in ("top1", "loss")]
+
+    @property
+    def decides(self) -> bool:
+        """Whether one of `results` says which weights are best, and not the accuracy."""
+        return bool(self.results) and (self.task != "classification" or self.summary.best_metric in self.results)
 
     def setting(self, key: str) -> Any:
         """The value of a dotted key of the configuration, or None."""
