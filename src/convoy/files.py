@@ -62,15 +62,12 @@ def to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(finite(value), allow_nan=False, ensure_ascii=False, indent=indent)
 
 
-_FORMULA = re.compile(r"(?![+-]\d+(\.\d+)?\Z)[=+\-@]")
-
-
 def csv_line(row: Iterable[Any]) -> str:
     """A line of CSV. A text that a spreadsheet would take for a formula, and is no number, has a `'` before it; None is
     left empty."""
-    line = io.StringIO()
+    line, formula = io.StringIO(), r"(?![+-]\d+(\.\d+)?\Z)[=+\-@]"
     csv.writer(line, lineterminator="\n").writerow(
-        f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value for value in row
+        f"'{value}" if isinstance(value, str) and re.match(formula, value) else value for value in row
     )
     return line.getvalue()
 

@@ -101,8 +101,7 @@ class BatchStudy(Record):
     def read(path: Path) -> "BatchStudy":
         """The study in a file, or in the file that a folder has."""
         if RunDirectory(path).is_run():
-            how = "convoy bench MODEL --batches 32,64,128 --target 0.97 --out FOLDER makes one"
-            raise ConvoyError(f"{path} is a run, and no study of the batch: {how}")
+            raise ConvoyError(f"{path} is a run, and no study of the batch: convoy bench --batches 32,64 makes one")
         path = path / NAME if path.is_dir() else path
         try:
             return BatchStudy.model_validate_json(path.read_bytes())

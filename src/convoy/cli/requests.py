@@ -83,17 +83,13 @@ class TrainRequest(SimpleNamespace):
         if near:
             return ConvoyError(f"{folder} holds no run: did you mean {folder.with_name(near[0])}?")
         # a run that was stopped before its first update left nothing
-        return ConvoyError(
-            f"{folder} holds no run, which {option} needs: name the folder of a run, or begin one by its "
-            "first command, without it"
-        )
+        return ConvoyError(f"{folder} holds no run, which {option} needs: name a run's folder, or begin one without it")
 
     def _extend(self, more: str) -> None:
         """Take over the recipe of the run that is to be made longer."""
         if self.resume and self.out is None:
             raise ConvoyError(
-                "--resume goes on with a run, and --extend begins a new one: leave one of them out, and go on with the "
-                "new one by convoy train NEW --resume"
+                "--extend begins a new run, which convoy train NEW --resume goes on with: give one of them"
             )
         old = RunDirectory(Path(self.model or ""))
         if self.model is None or not old.is_run():

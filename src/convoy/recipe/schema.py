@@ -131,7 +131,7 @@ _FOR_PEOPLE = {
     "a valid integer": "a whole number",
     "a valid array": "a list in square brackets",
     "a valid string": "text; put it in quotes if it looks like a number",
-    "an object": "a section with keys of its own",
+    "an object": "a section with keys of its own, as {A: 1, B: 3}",
     "a valid ": "a ",
     " or be ": " or ",
     "'": "",
@@ -244,8 +244,6 @@ def _explain(details: Sequence[ErrorDetails], place: _Place, model: type[BaseMod
     else:
         must = " or ".join(detail["msg"].partition(" should ")[2] or detail["msg"] for detail in details)
     close = difflib.get_close_matches(value, re.findall("'(.*?)'", must) or place.kinds, 1)
-    if any(detail["type"] == "dict_type" for detail in details):
-        must = must.replace("an object", "names with values, as {A: 1, B: 3}")
     for words, for_people in _FOR_PEOPLE.items():
         must = must.replace(words, for_people)
     if key == "target" and isinstance(number := details[0]["input"], int | float) and 1 < number <= 100:

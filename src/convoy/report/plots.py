@@ -85,30 +85,27 @@ def draw_panels(run: Run) -> list[Panel]:
     averaged = ", averaged weights" if run.setting("ema.decay") else ""
     tested = run.metrics.split + (", slow weights" if run.setting("lookahead.every") else averaged)
 
-    def compared(name: str, title: str, values: Sequence[np.ndarray], unit: str = "") -> list[Panel]:
-        """A quantity of both splits over updates and over time."""
+    def compared(name: str, title: str, key: str, errors: str = "") -> list[Panel]:
+        """A quantity of both splits over updates and over time; of shares that are right the errors, in a unit."""
+        values = [100 * (1 - column(lines, key)) if errors else column(lines, key) for lines in (train, test)]
         learnt = PlotLine("train", train, values[0], ax.TRAIN, width=1.1)
         curves = [learnt, PlotLine(tested, test, values[1], ax.TEST, DASHED, "o")]
         against: tuple[Against, ...] = ("updates", "time")
         return [
-            drawn(f"{name}-{x}", f"{title} over {x}", partial(_compare, run, curves, x, unit), NOTHING) for x in against
+            drawn(f"{name}-{x}", f"{title} over {x}", partial(_compare, run, curves, x, errors), NOTHING)
+            for x in against
         ]
 
-    named = [
-        panel
-        for name in run.named
-        for panel in compared(f"metric-{name}", metric_name(name), [column(lines, name) for lines in (train, test)])
-    ]
+    named = [panel for name in run.named for panel in compared(f"metric-{name}", metric_name(name), name)]
     first = 2 * (run.summary.best_metric in run.named)  # over updates and over time
-    errors = [100 * (1 - column(lines, "top1")) for lines in (train, test)]
     points = [
         drawn(f"points-{place}", f"Predicted over true: {name}", partial(_points, run, place), NOTHING)
         for place, name in enumerate(run.evaluation.classes[: len([*run.evaluation.points, []][0]) // 2])
     ]
     return [
         *named[:first],
-        *compared("loss", "Loss", [column(lines, "loss") for lines in (train, test)]),
-        *(compared("error", "Top-1 error", errors, ", %") if run.task == "classification" else []),
+        *compared("loss", "Loss", "loss"),
+        *(compared("error", "Top-1 error", "top1", ", %") if run.task == "classification" else []),
         *named[first:],
         drawn("learning-rate", "Learning rate over updates", partial(_learning_rate, run), NOTHING),
         drawn("speed", "Speed and data wait over time", partial(_speed, run), NOTHING),

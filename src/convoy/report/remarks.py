@@ -246,10 +246,9 @@ def _results(run: Run) -> Iterator[Tile]:
     for name, value in run.results.items():
         words, _, figure = metric_in_words(name, value).rpartition(" ")
         named.append(Tile(f"{split} {words}", figure, f"{split.lower()} split", main=run.decides and not named))
-    if run.decides:
-        yield named.pop(0)
+    yield from named[: run.decides]
     if run.task != "classification":
-        yield from named
+        yield from named[1:]
         return
     places = units.percent_places(images)
     note = "not tested yet" if top1 is None else ""
@@ -257,7 +256,7 @@ def _results(run: Run) -> Iterator[Tile]:
         low, high = units.wilson(top1, images)
         note = f"95 % interval {units.decimal(100 * low, places)} to {units.percent(high, places)}"
     yield Tile(f"{split} accuracy", units.percent(top1, places), note, main=not run.decides)
-    yield from named
+    yield from named[run.decides :]
     number = sum(line.top1 is not None for line in run.metrics.test)
     if summary.best_top1 is not None and number > 1:
         at = f"update {units.count(summary.best_step)}, " if summary.best_step is not None else ""

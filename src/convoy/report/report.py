@@ -22,8 +22,7 @@ from convoy.report.plots import draw_panels
 from convoy.report.remarks import about, bench_command, num_test_images, remarks, result_tiles, status
 from convoy.report.run_directory import Run, column, read_run
 from convoy.run.records import EvaluationFile, StageRecord
-from convoy.tasks.metric import metric_name
-from convoy.tasks.palette import palette
+from convoy.tasks.metric import metric_name, palette
 from convoy.terminal import printable
 
 MOST_BAD_IMAGES = 200

@@ -114,15 +114,14 @@ class Run:
         metrics = {**self.summary.metrics, **self.evaluation.metrics}
         names = sorted(metrics, key=lambda name: (name != self.summary.best_metric, name == "loss"))
         numbers = {name: number for name in names if (number := metrics[name]) is not None}
-        is_shown = self.named if self.task == "classification" else numbers
-        return {name: number for name, number in numbers.items() if name in is_shown}
+        shown = self.named if self.task == "classification" else numbers
+        return {name: numbers[name] for name in shown if name in numbers}
 
     @property
     def named(self) -> list[str]:
         """The metrics with curves by their names: the one that says which is best, and the user's; not the accuracy."""
-        own = self.setting("metrics")
-        names = [str(name).rpartition(":")[2].rpartition(".")[2] for name in own] if isinstance(own, list) else []
-        names = [self.summary.best_metric or "top1", *names]
+        own = [name.rpartition(":")[2].rpartition(".")[2] for name in map(str, self.setting("metrics") or ())]
+        names = [self.summary.best_metric or "top1", *own]
         return [name for name in dict.fromkeys(names) if self.task != "classification" or name not in ("top1", "loss")]
 
     @property

@@ -13,8 +13,7 @@ from torch import Tensor
 from convoy.data import Batch
 from convoy.data.masks import UNLABELLED
 from convoy.errors import ConvoyError
-from convoy.tasks.metric import LOSS, Metric
-from convoy.tasks.palette import palette
+from convoy.tasks.metric import LOSS, Metric, palette
 from convoy.tasks.task import Evaluation, Task, precise
 
 NUM_WORST = 12
@@ -159,4 +158,4 @@ class SegmentationEvaluation(Evaluation):
 
 def in_color(mask: Tensor) -> Tensor:
     """A mask for people."""
-    return torch.from_numpy(palette()[mask.numpy()]).permute(2, 0, 1)
+    return torch.tensor(palette(), dtype=torch.uint8)[mask.long()].permute(2, 0, 1)

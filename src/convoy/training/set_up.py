@@ -70,9 +70,7 @@ def set_up(
     quantities = resolve(recipe, len(data.train))
     notes += left_out_of_epochs(recipe.batch, len(data.train))
     every = recipe.parallel.local_sgd
-    if every is not None and ranks.num == 1:
-        notes.append("parallel.local_sgd has no effect on one device")
-    elif isinstance(every, int) and every > quantities.total_updates:
+    if isinstance(every, int) and every > quantities.total_updates and ranks.num > 1:
         notes.append(f"parallel.local_sgd={every} is more than {quantities.total_updates} updates: once, at the end")
     model, build_notes = build_for(recipe, data, plan, ranks)
     notes += build_notes
