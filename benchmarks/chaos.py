@@ -23,17 +23,14 @@ from measuring.blows import do, lacking, prepare
 from measuring.faults import FAULTS, Case
 
 
-def markdown(cases: list[tuple[Case, str]]) -> str:
-    """The table of what was done, or why it was skipped."""
-    lines = [harness.header("fault", "how", "has to come out", "lost updates", "noticed", "said", "came out")]
-    for case, skipped in cases:
-        fault, seconds = case.fault, "" if case.seconds is None else f"{case.seconds:.1f} s"
-        came = f"skipped: {skipped}" if skipped else "; ".join(case.wrong) or "yes"
-        came += ", bit-identical" if case.identical else ""
-        lost = "" if case.lost is None else case.lost
-        cells = (fault.name, fault.how, fault.promise, lost, seconds, case.sentence, came)
-        lines.append(harness.row(*(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)))
-    return "\n".join(lines)
+def cells(case: Case, skipped: str) -> list[str]:
+    """Of the table: what was done, or why it was skipped."""
+    fault, seconds = case.fault, "" if case.seconds is None else f"{case.seconds:.1f} s"
+    came = f"skipped: {skipped}" if skipped else "; ".join(case.wrong) or "yes"
+    came += ", bit-identical" if case.identical else ""
+    lost = "" if case.lost is None else str(case.lost)
+    found = (fault.name, fault.how, fault.promise, lost, seconds, case.sentence, came)
+    return [cell.replace("|", "\\|").replace("\n", " ") for cell in found]
 
 
 def main() -> int:
@@ -62,7 +59,10 @@ def main() -> int:
     wrong, skipped = sum(bool(case.wrong) for case, _ in done), sum(bool(reason) for _, reason in done)
     print()
     with harness.report(arguments.out) as report:
-        report.print(f"{markdown(done)}\n\n{len(done)} faults: {wrong} came out wrong, {skipped} skipped")
+        report.header("fault", "how", "has to come out", "lost updates", "noticed", "said", "came out")
+        for case, reason in done:
+            report.row(*cells(case, reason))
+        report.print(f"\n{len(done)} faults: {wrong} came out wrong, {skipped} skipped")
     return 1 if wrong else 0
 
 

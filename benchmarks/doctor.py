@@ -26,17 +26,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from measuring import harness
-from measuring.broken_runs import (
-    CASES,
-    CONVOY,
-    HEALTHY,
-    OTHERS,
-    BrokenRun,
-    CannotBeSetUpError,
-    DataSets,
-    RunFailedError,
-)
+from measuring import broken_runs, harness
+from measuring.broken_runs import HEALTHY, BrokenRun, CannotBeSetUpError, DataSets, RunFailedError
 
 from convoy.cli.doctor import replaced
 
@@ -93,11 +84,10 @@ class Result:
         measured = _times(self.gain("repaired"))
         if (gain := self.gain("advised")) is not None:
             measured = f"{_times(gain)} (repaired otherwise: {measured})"
-        advice = f"{self.first['cause']}: {self.first['change']}" if self.first else "none"
+        said = f"{self.first['cause']}: {self.first['change']}" if self.first else "none" if self.answer else "–"
         right = "yes" if self.is_right else "cause only" if self.is_named else "no"
         right = "skipped" if self.skipped else "failed" if self.failed else right if self.answer else "–"
         error = "–" if self.error is None else f"{self.error:+.0%}"
-        said = advice if self.answer else "–"
         return [self.cause, f"`{command}`", said, _times(self.first.get("gain")), measured, error, right]
 
 
@@ -116,11 +106,12 @@ def run_case(case: BrokenRun, data: DataSets, rounds: int, seconds: float) -> Re
         _ask(case, result, data.work, seconds)
         for number, name, arguments in harness.turns(result.sides, rounds):
             run, updates = data.work / "run", case.updates[name != "broken"]
-            command = [*CONVOY, "train", *arguments, "--epochs", f"{updates}ba", "--out", str(run)]
+            command = [*harness.CONVOY, "train", *arguments, "--epochs", f"{updates}ba", "--out", str(run)]
             around = case.around if name == "broken" else case.around_repaired or case.around
             try:
                 around.run(command, data.work, seconds)
-                rate = steady_rate(run, case.by_clock_from, _batch(arguments))
+                *_, batch = re.findall(r"--batch (\d+)", " ".join(arguments))
+                rate = steady_rate(run, case.by_clock_from, int(batch))
             finally:
                 shutil.rmtree(run, ignore_errors=True)
             result.rates.setdefault(name, []).append(rate)
@@ -136,7 +127,7 @@ def run_case(case: BrokenRun, data: DataSets, rounds: int, seconds: float) -> Re
 
 
 def _ask(case: BrokenRun, result: Result, work: Path, seconds: float) -> None:
-    command = [*CONVOY, "doctor", "train", *result.sides["broken"], "--json"]
+    command = [*harness.CONVOY, "doctor", "train", *result.sides["broken"], "--json"]
     if not any(word.startswith("evaluate_every=") for word in command):  # what is measured is without evaluations
         command += ["--set", "evaluate_every=20ep"]
     try:
@@ -147,7 +138,7 @@ def _ask(case: BrokenRun, result: Result, work: Path, seconds: float) -> None:
     if case.cause == HEALTHY or not result.is_named or not result.first["arguments"]:
         return
     if pack := _PACK.search(result.first["change"]):
-        subprocess.run([*CONVOY, *shlex.split(pack[0])[1:]], cwd=work, check=True, capture_output=True)
+        subprocess.run([*harness.CONVOY, *shlex.split(pack[0])[1:]], cwd=work, check=True, capture_output=True)
     if case.by_arguments or pack:
         result.sides["advised"] = replaced(result.sides["broken"], result.first["arguments"])
 
@@ -165,33 +156,24 @@ def steady_rate(run: Path, by_clock_from: int | None, batch: int) -> float:
     return rate
 
 
-def _batch(arguments: Sequence[str]) -> int:
-    """That the last `--batch` says."""
-    place = len(arguments) - 1 - list(reversed(arguments)).index("--batch")
-    return int(arguments[place + 1])
-
-
-def summary(results: Sequence[Result]) -> str:
+def summary(report: harness.Report, results: Sequence[Result]) -> None:
     """How many are right, and why some cannot be."""
-    lines = [
-        f"\n{r.cause}: {'skipped' if r.skipped else 'failed'}, {r.skipped or r.failed}"
-        for r in results
-        if r.skipped or r.failed
-    ]
+    for r in results:
+        if r.skipped or r.failed:
+            report.print(f"\n{r.cause}: {'skipped' if r.skipped else 'failed'}, {r.skipped or r.failed}")
     broken = [r for r in results if r.answer is not None and r.cause != HEALTHY and not r.skipped]
     if broken:
         named, right = (sum(getattr(r, name) for r in broken) for name in ("is_named", "is_right"))
         said = f"Of {len(broken)} broken runs the first advice names the cause of {named}"
-        lines.append(f"\n{said}, {right} of them with a gain within {NEAR:.0%} of what was measured.")
+        report.print(f"\n{said}, {right} of them with a gain within {NEAR:.0%} of what was measured.")
     for r in results:
         if r.cause == HEALTHY and r.answer is not None:
-            lines.append(f"\nThe healthy run is {'promised no' if r.is_named else 'PROMISED'} gain above {HARMLESS}.")
-    return "\n".join(lines)
+            report.print(f"\nThe healthy run is {'promised no' if r.is_named else 'PROMISED'} gain above {HARMLESS}.")
 
 
 def main() -> None:
     parser = harness.parser(__doc__, rounds=3)
-    names = list(dict.fromkeys(case.cause for case in CASES))
+    names = list(dict.fromkeys(case.cause for case in broken_runs.CASES))
     harness.choice(parser, "--cases", names, names)
     parser.add_argument("--others", action="store_true", help="the faults in other networks and other amounts")
     parser.add_argument("--photographs", type=Path, help="folder of large JPEG files, for the cases that decode")
@@ -202,11 +184,11 @@ def main() -> None:
         os.environ["CONVOY_CACHE"] = f"{folder}/cache"  # what other runs have measured decides nothing
         data = DataSets(options.photographs, Path(folder), stack)
         report.header("case", "command", "first advice", "predicted gain", "measured gain", "error", "right?")
-        cases = OTHERS if options.others else CASES
+        cases = broken_runs.OTHERS if options.others else broken_runs.CASES
         for case in (case for name in options.cases for case in cases if case.cause == name):
             results.append(run_case(case, data, options.rounds, options.timeout))
             report.row(*results[-1].cells(Path(folder)), **asdict(results[-1]))
-        report.print(summary(results))
+        summary(report, results)
 
 
 if __name__ == "__main__":

@@ -20,27 +20,25 @@ import argparse
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from gpu_ranks import MODELS
+from gpu_ranks import MODELS, Update, plain_update, seconds_each, seconds_issued
 from measuring import harness
+from measuring.cases import Case
+from measuring.sides import Arrangement, batch, build
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 import convoy
-from convoy import models
 from convoy.comm.ranks import Ranks
 from convoy.planner.planner import Question, make_plan
 from convoy.planner.workload import workload_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FORMATS = {"channels_last": torch.channels_last, "channels_first": torch.contiguous_format}
 WAYS = ("eager", "compiled", "recorded", "compiled+recorded")
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=5e-5)
 WARM_UP = 12
@@ -58,7 +56,8 @@ def main() -> None:
     harness.choice(parser, "--precision", DTYPES, ["bf16"])
     harness.choice(parser, "--ways", WAYS, ["eager", "compiled"])
     harness.choice(parser, "--trainer", ("memory", "raw"), [])
-    parser.add_argument("--order", choices=list(FORMATS), default="channels_last", help="memory format")
+    orders = ("channels_last", "channels_first")
+    parser.add_argument("--order", choices=orders, default=orders[0], help="memory format")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--updates", type=int, default=20, help="timed in a round")
     parser.add_argument("--predict", action="store_true", help="the planner's prediction beside the measurement")
@@ -74,10 +73,8 @@ def main() -> None:
             measured = measure(report, options, device, size)
             if options.predict:
                 seconds = predicted(options, device, size)
-                error = (
-                    f"predicted {1e3 * seconds:.2f} ms, measured {1e3 * measured:.2f} ms, {seconds / measured - 1:+.1%}"
-                )
-                report.print(f"\nAn update of Convoy, {options.ways[0]}: {error}")
+                both = f"predicted {1e3 * seconds:.2f} ms, measured {1e3 * measured:.2f} ms"
+                report.print(f"\nAn update of Convoy, {options.ways[0]}: {both}, {seconds / measured - 1:+.1%}")
             for source, precision in product(options.trainer, options.precision):
                 report.print(f"\n{trainer(options, size, precision, source)}")
 
@@ -85,26 +82,17 @@ def main() -> None:
 def measure(report: harness.Report, options: argparse.Namespace, device: torch.device, size: int) -> float:
     """All sides at one batch size, as a table; seconds of an update of Convoy's first side."""
     torch.compiler.reset()  # so that the batch size before this one does not make sizes dynamic
-    images, labels = batch(options, device, size)
+    case, arrangement = subject(options, size)
+    images, labels = (whole.to(device) for whole in batch(case, arrangement))
     keys = list(product(("PyTorch", "Convoy"), options.ways, options.precision))
     keys = [key for key in keys if key[0] == "Convoy" or "recorded" not in key[1]]
     keys += [("PyTorch", "eager", one) for one in options.precision if ("PyTorch", "eager", one) not in keys]
     sides = {key: updater(options, key, images, labels) for key in keys}
-
-    def several(update: Callable[[], None], number: int) -> float:
-        def run() -> None:
-            for _ in range(number):
-                update()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
-        return harness.seconds_of(run) / number
-
     warm_up = WARM_UP if device.type == "cuda" else 4
     for key, update in sides.items():
-        harness.say(f"{', '.join(key)}: warm after {several(update, warm_up) * warm_up:.1f} s")
-    host = {key: statistics.median(_issued(several, update) for _ in range(5)) for key, update in sides.items()}
-    named = {" ".join(key): partial(several, update, options.updates) for key, update in sides.items()}
+        harness.say(f"{', '.join(key)}: warm after {seconds_each(update, warm_up, device) * warm_up:.1f} s")
+    host = {key: seconds_issued(update, device) for key, update in sides.items()}
+    named = {" ".join(key): partial(seconds_each, update, options.updates, device) for key, update in sides.items()}
     seconds = dict(zip(sides, harness.in_turn(named, options.rounds).values(), strict=True))
     report.print(f"\n**{options.model}**, {options.size} px, batch {size}, {options.order}\n")
     first = options.precision[0]
@@ -121,59 +109,33 @@ def measure(report: harness.Report, options: argparse.Namespace, device: torch.d
     return statistics.median(seconds["Convoy", options.ways[0], first])
 
 
-def _issued(several: Callable[[Callable[[], None], int], float], update: Callable[[], None]) -> float:
-    """Seconds until the host has issued an update; `several` waits for it afterwards."""
-    seconds = harness.seconds_of(update)
-    several(lambda: None, 1)
-    return seconds
+def subject(options: argparse.Namespace, size: int) -> tuple[Case, Arrangement]:
+    """What all sides train."""
+    name, made = MODELS.get(options.model, (options.model, {}))
+    case = Case(options.model, name, options.size, size, num_classes=1000, options=made)
+    return case, Arrangement(channels_last=options.order == "channels_last")
 
 
-def network(options: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The same on all sides."""
-    torch.manual_seed(0)
-    made = MODELS.get(options.model, partial(models.create, options.model, num_classes=1000))
-    return made().to(device=device, memory_format=FORMATS[options.order]).train()  # type: ignore[call-overload, no-any-return]
-
-
-def updater(options: argparse.Namespace, side: Side, images: Tensor, labels: Tensor) -> Callable[[], None]:
+def updater(options: argparse.Namespace, side: Side, images: Tensor, labels: Tensor) -> Update:
     """A function that does one weight update."""
     library, way, precision = side
-    model = network(options, images.device)
+    model = build(*subject(options, len(images))).to(images.device)
     if library == "Convoy":
         model = convoy.parallelize(model, "serial", example=images)
     optimizer, dtype = SGD(model.parameters(), fused=images.is_cuda), DTYPES[precision]
+    autocast = torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32)
     called: Any = torch.compile(model) if "compiled" in way else model
-
-    def passes(images: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
-            loss = F.cross_entropy(called(images), labels)
-        loss.backward()
-        return loss
-
-    step = convoy.recorded(model, passes) if "recorded" in way else passes
-
-    def update() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        step(images, labels)
-        optimizer.step()
-
-    return update
+    recorded = {"recorded": partial(convoy.recorded, model)} if "recorded" in way else {}
+    return plain_update(called, images, labels, autocast, optimizer, **recorded)
 
 
 def predicted(options: argparse.Namespace, device: torch.device, size: int) -> float:
     """Seconds of an update on one device, as the planner predicts it from what it profiles now."""
-    dtype, images = DTYPES[options.precision[0]], batch(options, device, size)[0]
+    dtype, asked = DTYPES[options.precision[0]], subject(options, size)
     precision = None if dtype == torch.float32 else dtype
-    workload = workload_of(network(options, device), images, size, precision=precision, optimizer=SGD)
+    model, images = build(*asked).to(device), batch(*asked)[0].to(device)
+    workload = workload_of(model, images, size, precision=precision, optimizer=SGD)
     return make_plan(Question(workload, 1), Ranks()).serial.seconds
-
-
-def batch(options: argparse.Namespace, device: torch.device, size: int) -> tuple[Tensor, Tensor]:
-    """Random images and labels on the device."""
-    random = torch.Generator().manual_seed(1)
-    images = torch.randn(size, 3, options.size, options.size, generator=random)
-    labels = torch.randint(1000, (size,), generator=random)
-    return images.to(device=device, memory_format=FORMATS[options.order]), labels.to(device)
 
 
 def trainer(options: argparse.Namespace, size: int, precision: str, source: str) -> str:

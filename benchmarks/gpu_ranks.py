@@ -22,12 +22,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import harness, networks
+from measuring import harness
 from measuring.dispatch import Counter, Counts, FakeGpu, fake_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -40,12 +39,13 @@ from convoy.training.build import TriedNetwork
 from convoy.training.division import Division
 from convoy.training.gradients import Exchange, divided_network
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "resnet50": partial(models.create, "resnet50", num_classes=1000),
-    "efficientnet_b0": partial(networks.efficientnet, 1.0, 1.0, drops=True),
-    "convnext_t": partial(networks.convnext_t, 1000),
-    "alexnet": partial(models.create, "alexnet", num_classes=1000),
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "resnet50": ("resnet50", {}),
+    "efficientnet_b0": ("measuring.networks:efficientnet", {"width": 1.0, "depth": 1.0, "drops": True}),
+    "convnext_t": ("measuring.networks:convnext_t", {}),
+    "alexnet": ("alexnet", {}),
 }
+"""Names in `convoy.models`, and options."""
 PLAIN, DDP, RECORDED = "plain", "DDP", ", recorded"
 NORMS = ("microbatch", "sync", "local")
 WARM_UP = 3
@@ -58,15 +58,6 @@ Update = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Work:
-    """What every rank does in an update."""
-
-    batch: int  # samples of a rank
-    microbatch: int  # samples of each of its parts
-    size: int  # of the images
-
-
-@dataclass(frozen=True)
 class Row:
     """An update of one side."""
 
@@ -74,14 +65,15 @@ class Row:
     side: str  # `PLAIN`, `DDP`, or Convoy's batch norm and whether it is recorded
     ranks: int
     passes: int
-    operations: int
-    views: int
-    host: int
-    collectives: int
-    waits: int
-    uploads: int
+    counts: dict[str, int]
     update_ms: float = 0.0  # from one update to the next; 0 where nothing was timed
     host_ms: float = 0.0  # until the host has issued an update, with nothing queued before
+
+
+def network(name: str) -> nn.Module:
+    """The same on all sides."""
+    made, options = MODELS[name]
+    return models.create(made, num_classes=1000, **options)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -89,18 +81,51 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-5, foreach=True)
 
 
-def plain_update(model: nn.Module, images: Tensor, labels: Tensor, autocast: AbstractContextManager[Any]) -> Update:
-    """Updates of the network as a loop of one's own does them."""
-    optimizer = optimizer_of(model)
+def plain_update(
+    called: Callable[[Tensor], Tensor],
+    images: Tensor,
+    labels: Tensor,
+    autocast: AbstractContextManager[Any],
+    optimizer: torch.optim.Optimizer,
+    recorded: Callable[[Any], Any] = lambda passes: passes,
+) -> Update:
+    """Updates of a network as a loop of one's own does them."""
+
+    def passes(images: Tensor, labels: Tensor) -> Tensor:
+        with autocast:
+            loss = F.cross_entropy(called(images), labels)
+        loss.backward()
+        return loss
+
+    step = recorded(passes)
 
     def update() -> None:
         optimizer.zero_grad(set_to_none=True)
-        with autocast:
-            loss = F.cross_entropy(model(images), labels)
-        loss.backward()
+        step(images, labels)
         optimizer.step()
 
     return update
+
+
+def seconds_each(update: Update, number: int, device: torch.device) -> float:
+    """Seconds of an update, of so many one after the other."""
+
+    def several() -> None:
+        for _ in range(number):
+            update()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return harness.seconds_of(several) / number
+
+
+def seconds_issued(update: Update, device: torch.device) -> float:
+    """Seconds until the host has issued an update with nothing queued before, the median of five."""
+    found = []
+    for _ in range(5):
+        found.append(harness.seconds_of(update))
+        seconds_each(lambda: None, 1, device)
+    return statistics.median(found)
 
 
 def data_parallel(model: nn.Module) -> nn.Module:
@@ -172,12 +197,12 @@ def convoy_update(
     return update
 
 
-def merge_of(name: str, batch_norm: str, work: Work) -> int:
+def merge_of(name: str, batch_norm: str, options: argparse.Namespace) -> int:
     """Microbatches in one pass, as the trainer finds out by trying the network; memory apart."""
-    keys = {"model.name": "any", "data.path": "none", "batch": work.batch, "batch_norm": batch_norm}
+    keys = {"model.name": "any", "data.path": "none", "batch": options.batch, "batch_norm": batch_norm}
     recipe = load_recipe("default", [f"{key}={value}" for key, value in keys.items()])
-    sizes, cpu = (work.microbatch,) * (work.batch // work.microbatch), torch.device("cpu")
-    tried = TriedNetwork.of(recipe, MODELS[name](), (3, PROBE_SIZE, PROBE_SIZE), cpu, "the size")
+    sizes, cpu = (options.microbatch,) * (options.batch // options.microbatch), torch.device("cpu")
+    tried = TriedNetwork.of(recipe, network(name), (3, PROBE_SIZE, PROBE_SIZE), cpu, "the size")
     return tried.microbatches_in_pass(sizes, sharing=2**30)[0]
 
 
@@ -197,23 +222,24 @@ def device(kind: str) -> Iterator[tuple[Counter, Callable[[Any], Any]]]:
             yield gpu, lambda moved: gpu.take(moved.to(memory_format=form(moved)))
 
 
-def measure(name: str, side: str, ranks: int, work: Work, options: argparse.Namespace) -> tuple[Row, Counts]:
+def measure(name: str, side: str, ranks: int, options: argparse.Namespace) -> Row:
     """An update of one side, counted, and on a GPU timed."""
     batch_norm, record = side.removesuffix(RECORDED), side.endswith(RECORDED)
-    merge = merge_of(name, batch_norm, work) if batch_norm in NORMS else 1
+    merge = merge_of(name, batch_norm, options) if batch_norm in NORMS else 1
     torch.manual_seed(0)
     with fake_ranks(ranks), contextlib.ExitStack() as counting:
         counter, take = counting.enter_context(device(options.device))
-        model = take(MODELS[name]().train())
-        images = take(torch.rand(work.batch, 3, work.size, work.size))
-        labels = take(torch.zeros(work.batch, dtype=torch.int64))
+        model = take(network(name))
+        images = take(torch.rand(options.batch, 3, options.size, options.size))
+        labels = take(torch.zeros(options.batch, dtype=torch.int64))
         low = options.precision != "fp32"
         given = images, labels, torch.autocast("cuda", DTYPES[options.precision]) if low else contextlib.nullcontext()
         if batch_norm in NORMS:
-            how: dict[str, Any] = {"batch_norm": batch_norm, "microbatch": work.microbatch, "merge": merge}
+            how: dict[str, Any] = {"batch_norm": batch_norm, "microbatch": options.microbatch, "merge": merge}
             update = convoy_update(model, *given, ranks=ranks, record=record, **how)
         else:
-            update = plain_update(data_parallel(model) if side == DDP else model, *given)
+            called = data_parallel(model) if side == DDP else model
+            update = plain_update(called, *given, optimizer_of(called))
         seen = Counts()
         if not record:  # of which the host issues hardly anything
             for _ in range(WARM_UP):
@@ -221,32 +247,20 @@ def measure(name: str, side: str, ranks: int, work: Work, options: argparse.Name
             with counter.count() as seen:
                 update()
         counting.close()  # it would take time
-        times = _times(update, options.updates) if options.device == "cuda" else {}
-    passes = -(-(work.batch // work.microbatch) // merge) if batch_norm in NORMS else 1
-    counts = (seen.operations.total(), seen.views.total(), seen.host.total(), seen.collectives.total())
-    return Row(name, side, ranks, passes, *counts, len(seen.synchronizations), len(seen.uploads), **times), seen
-
-
-def _times(update: Update, updates: int) -> dict[str, Any]:
-    def several(number: int) -> None:
-        for _ in range(number):
-            update()
-        torch.cuda.synchronize()
-
-    several(PROVEN)
-    host = []
-    for _ in range(5):
-        host.append(harness.seconds_of(update))
-        torch.cuda.synchronize()
-    took = harness.seconds_of(partial(several, updates))
-    return {"update_ms": 1e3 * took / updates, "host_ms": 1e3 * statistics.median(host)}
+        times = {}
+        if options.device == "cuda":
+            seconds_each(update, PROVEN, images.device)
+            times["host_ms"] = 1e3 * seconds_issued(update, images.device)
+            times["update_ms"] = 1e3 * seconds_each(update, options.updates, images.device)
+    passes = -(-(options.batch // options.microbatch) // merge) if batch_norm in NORMS else 1
+    return Row(name, side, ranks, passes, seen.totals(), **times)
 
 
 def cells(row: Row, plain: Row) -> list[Any]:
     """Of the table."""
-    found: list[Any] = [row.model, row.side, row.ranks, row.passes, f"{row.operations:,}"]
-    found += [f"{row.operations / plain.operations:.2f}", f"{row.views:,}", row.host, row.collectives]
-    found += [row.waits, row.uploads]
+    operations, *others = row.counts.values()
+    found: list[Any] = [row.model, row.side, row.ranks, row.passes, f"{operations:,}"]
+    found += [f"{operations / plain.counts['operations']:.2f}", *(f"{number:,}" for number in others)]
     if row.update_ms:
         found += [f"{row.update_ms:.1f}", f"{plain.update_ms / row.update_ms:.3f}", f"{row.host_ms:.1f}"]
     return found
@@ -271,18 +285,17 @@ def main() -> None:
         sys.exit("other precisions need a GPU: add --device cuda")
     if options.microbatch < 1 or options.batch % options.microbatch or options.batch < options.microbatch:
         sys.exit(f"--batch {options.batch} must be a multiple of --microbatch {options.microbatch}")
-    work = Work(options.batch, options.microbatch, options.size)
     sides = [f"{norm}{how}" for norm in options.batch_norm for how in (("", RECORDED) if timed else ("",))]
     with harness.report(options.out) as report:
         columns = ("operations", "beside plain", "views", "host", "collectives", "waits", "uploads")
         times = ("ms", "beside plain", "host ms") if timed else ()
         report.header("network", "batch norm", "ranks", "passes", *columns, *times)
         for name in options.models:
-            plain, _ = measure(name, PLAIN, 1, work, options)
+            plain = measure(name, PLAIN, 1, options)
             report.row(*cells(plain, plain), **asdict(plain))
             for side in (DDP, *sides) if timed else sides:
                 for ranks in options.ranks:
-                    row, _ = measure(name, side, ranks, work, options)
+                    row = measure(name, side, ranks, options)
                     report.row(*cells(row, plain), **asdict(row))
 
 

@@ -15,7 +15,9 @@ the rest: how long does it wait for data?
 import argparse
 import importlib.util
 import io
+import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -246,7 +248,7 @@ def train(side: str, path: Path, share: float, seconds: float) -> dict[str, floa
     times = max(round(loading * share / (1 - share) / unit), 1)
     batches = convoy(path, None) if side == "convoy" else SIDES[side][0](path, cores)
     for _ in range(10):
-        load(1)
+        next(batches)
         update(times)
     waited, num, began = 0.0, 0, time.perf_counter()
     while time.perf_counter() - began < seconds:
@@ -258,8 +260,8 @@ def train(side: str, path: Path, share: float, seconds: float) -> dict[str, floa
     return {"waits": waited / passed, "per_s": num / passed, "network_s": times * unit, "loading_s": loading}
 
 
-def one(options: argparse.Namespace, side: str, path: Path, workers: int) -> dict[str, float] | None:
-    """What a fresh process in a session of its own measures of a side; None where it fails."""
+def one(options: argparse.Namespace, side: str, path: Path, workers: int) -> list[dict[str, float]]:
+    """What a fresh process in a session of its own measures of a side; nothing where it fails."""
     asked = json.dumps([side, str(path), options.trainer or workers, options.seconds])
     command = [sys.executable, __file__, *(["--trainer", "1"] if options.trainer else []), "--one", asked]
     paths = [str(options.before or "") if side == BEFORE else "", os.environ.get("PYTHONPATH", "")]
@@ -268,9 +270,8 @@ def one(options: argparse.Namespace, side: str, path: Path, workers: int) -> dic
     done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, env=env, check=False)
     if done.returncode:
         harness.say(f"{side}, {path.name}: {done.stderr.strip().splitlines()[-1:]}")
-        return None
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        return []
+    return [json.loads(done.stdout.splitlines()[-1])]
 
 
 def compare(report: harness.Report, options: argparse.Namespace, sides: list[str]) -> None:
@@ -282,27 +283,29 @@ def compare(report: harness.Report, options: argparse.Namespace, sides: list[str
     with tempfile.TemporaryDirectory() as folder:
         forms = prepare(options.data, Path(folder), sides)
         for kind in options.classes:
-            cells = {(side, n): list[dict[str, float]]() for side in sides if kind in SIDES[side][2] for n in workers}
+            able = [side for side in sides if kind in SIDES[side][2]]
+            found = {(side, n): list[dict[str, float]]() for side in able for n in workers}
             for _ in range(options.rounds):
-                for (side, n), found in cells.items():
-                    values = one(options, side, forms[SIDES[side][2][kind]], n)
-                    found += [values] if values is not None else []
-
-            def median(side: str, key: str, *numbers: int, cells: Any = cells) -> float:
-                values = [each[key] for n in numbers for each in cells[side, n]]
-                return statistics.median(values) if values else float("nan")
-
+                for side, n in found:
+                    found[side, n] += one(options, side, forms[SIDES[side][2][kind]], n)
             if not options.trainer:
                 report.print("")
                 report.header(f"{kind}, photographs a second", "of a core's time", *(f"{n} workers" for n in workers))
-            for side in dict.fromkeys(side for side, _ in cells):
+            for side in able:
+                each = [found[side, n] for n in workers]
                 if options.trainer:
-                    alone = (f"{median(side, key, 0) * 1e3:.1f} ms" for key in ("network_s", "loading_s"))
-                    waits, rate = median(side, "waits", 0), median(side, "per_s", 0)
+                    alone = (f"{_median(each[0], key) * 1e3:.1f} ms" for key in ("network_s", "loading_s"))
+                    waits, rate = (_median(each[0], key) for key in ("waits", "per_s"))
                     report.row(f"{side}, {kind}", f"{waits:.1%}", f"{rate:,.0f}", *alone)
                 else:
-                    rates = [median(side, "per_core_s", *workers), *(median(side, "per_s", n) for n in workers)]
-                    report.row(side, *("failed" if rate != rate else f"{rate:,.0f}" for rate in rates))
+                    whole = list(itertools.chain(*each))
+                    rates = [_median(whole, "per_core_s"), *(_median(rounds, "per_s") for rounds in each)]
+                    report.row(side, *("failed" if math.isnan(rate) else f"{rate:,.0f}" for rate in rates))
+
+
+def _median(rounds: list[dict[str, float]], key: str) -> float:
+    """Not a number where all failed."""
+    return statistics.median(values[key] for values in rounds) if rounds else math.nan
 
 
 def main() -> None:

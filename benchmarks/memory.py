@@ -15,7 +15,7 @@ import os
 import re
 import statistics
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -26,9 +26,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measuring import harness, networks
+from measuring import harness
 from measuring.cases import CASES, HELD, MEMORY, Case, Plan
-from measuring.ranks import Limits, RankFailed, memory_groups, run_ranks
+from measuring.ranks import memory_groups, run_ranks
 from measuring.sides import Side, batch, build, divided, stage_bytes, train
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,11 +36,10 @@ from torch.utils._pytree import tree_leaves
 
 import convoy
 from convoy import models
+from convoy.bench.processes import RankFailed
 from convoy.engine.network import network_of
 from convoy.ops.context import Rerun
 from convoy.ops.memory import predict_memory
-from convoy.planner.cost.costs import Costs, Times
-from convoy.planner.cost.link import links_named
 from convoy.plans.plan import Plan as ParsedPlan
 from convoy.plans.schedule import Schedule, in_flight
 
@@ -49,12 +48,7 @@ MIB = 2**20
 
 def main() -> None:
     parser = harness.parser(__doc__, rounds=7)
-    ways: dict[str, Callable[[harness.Report, argparse.Namespace], None]] = {
-        "ranks": ranks,
-        "recompute": recompute,
-        "limit": limited,
-        "stages": stages,
-    }
+    ways = {"ranks": ranks, "recompute": recompute, "limit": limited, "stages": stages}
     parser.add_argument("what", nargs="?", choices=ways, default="ranks")
     harness.choice(parser, "--networks", RECOMPUTED, RECOMPUTED)
     harness.choice(parser, "--cases", MEMORY, ["resnet152"])
@@ -73,28 +67,18 @@ def resident(key: str) -> int:
 
 # What each rank holds under each plan.
 
-ALEXNET, PAIR = HELD["alexnet"], "classifier.1 filter, classifier.4 channel"
-PLANS: dict[str, list[Plan]] = {
-    "alexnet": ["serial", "sample=2", "filter=2", "owt=2", CASES["alexnet-32"].plans["pair"]],
-    "resnet18": ["serial", "sample=2", "filter=2", "height=2"],
-    "googlenet": ["serial", "sample=2", "filter=2"],
-}
-
 
 def ranks(report: harness.Report, options: argparse.Namespace) -> None:
     """The table."""
     columns = ("rank", "parameters", "predicted", "activations", "predicted", "process")
     report.header("network, global batch", "plan", *columns)
     for case in HELD.values():
-        for plan in PLANS[case.name]:
+        for name, plan in case.plans.items():
             for rank, use in enumerate(run_ranks(held, 1 if plan == "serial" else 2, case, plan)):
                 mib = [f"{value / MIB:.1f}" for value in use.values()]
-                name = plan if isinstance(plan, str) else PAIR
                 report.row(f"{case.model}, {case.batch}", name, rank, *mib, plan=plan, rank=rank, **use)
-    report.print(
-        "\nMiB. Activations: what autograd keeps for the backward pass. Process: its most in two updates, above"
-    )
-    report.print("its memory before the network was built; gradients, momentum, buffers and scratch memory are in it.")
+    report.print("\nMiB. Activations: what autograd keeps for the backward pass. Process: its most in two updates,")
+    report.print("above its memory before the network was built; gradients, momentum and scratch memory are in it.")
 
 
 def held(case: Case, plan: Plan) -> dict[str, int]:
@@ -139,8 +123,7 @@ def _kept(network: Callable[[Tensor], Tensor], model: nn.Module, images: Tensor,
 
 # Activations that are computed again: what is there of them at once, at most, and the times of all sides in turn.
 
-PARTS = 4
-RECOMPUTED = {"resnet50": ("layer1.*", "layer2.*"), "unet": ("stem.*", "joined.3.*")}
+RECOMPUTED = {"resnet50": ("layer1.*", "layer2.*"), "unet": ("down.0.*", "up.3.*")}
 """The layers of the third side: neither none nor all are computed again."""
 
 
@@ -151,22 +134,22 @@ class Row:
     network: str
     plan: str
     schedule: Schedule | None = None
+    parts: int = 1
     size: int = 128
     batch: int = 8
-
-    @property
-    def parts(self) -> int:
-        return PARTS if self.schedule else 1
 
     @property
     def sides(self) -> dict[str, Any]:
         some = RECOMPUTED[self.network]
         return {"none": False, "all": True, ",".join(some): some}
 
+    def __str__(self) -> str:
+        return f"{self.plan}, {self.schedule}" if self.schedule else self.plan
+
 
 ROWS = [
     *(Row(name, plan) for name in RECOMPUTED for plan in ("serial", "sample=2", "height=2")),
-    *(Row(name, "stage=2", way) for name, way in product(RECOMPUTED, get_args(Schedule))),
+    *(Row(name, "stage=2", way, parts=4) for name, way in product(RECOMPUTED, get_args(Schedule))),
 ]
 
 
@@ -175,7 +158,7 @@ class Recomputed:
 
     def __init__(self, row: Row, recompute: Any) -> None:
         torch.manual_seed(0)
-        model = networks.unet() if row.network == "unet" else models.create("resnet50", num_classes=10)
+        model = models.create(row.network, num_classes=10)
         example, parts = torch.empty(1, 3, row.size, row.size), row.parts if row.schedule else None
         options: dict[str, Any] = {"batch_norm": "microbatch", "recompute": recompute, "microbatches": parts}
         self.row, self.net = row, convoy.parallelize(model, row.plan, example, seed=1, **options)
@@ -188,13 +171,12 @@ class Recomputed:
         self.images, self.labels = images[mine].clone(), labels[mine].clone()
         sample_ranks = self.network.num_sample_ranks
         self.sizes = (row.batch // row.parts // sample_ranks,) * sample_ranks
-        if row.schedule is None:
-            self.network.samples = self.sizes
 
     def update(self) -> None:
         """One microbatch on every sample rank, or several through the stages."""
         self.optimizer.zero_grad()
         if self.row.schedule is None:
+            self.network.samples = self.sizes
             self.network.context.enter(0, 0, self.sizes, torch.device("cpu"))
             loss_of(self.net(self.images), self.labels).backward()
         else:
@@ -211,7 +193,8 @@ class Recomputed:
             stage = placement.mesh.stage_of(rank)
             placement = staged.part(placement, stage)
             passes = in_flight(self.row.schedule, self.row.parts, stage, staged.number)
-        with Living() as living:
+        original, living = Rerun.again, Living()
+        with mock.patch.object(Rerun, "again", lambda rerun: living.again(original, rerun)), living:
             self.update()
         return living.most, predict_memory(placement, passes)[rank].activations
 
@@ -229,26 +212,15 @@ class Living(TorchDispatchMode):
         self.now = self.most = self._reruns = 0
         self._storages: set[int] = set()
 
-    def __enter__(self) -> "Living":
-        original = Rerun.again
-
-        @contextmanager
-        def again(rerun: Rerun) -> Iterator[None]:
-            self._reruns += 1
-            try:
-                with original(rerun):
-                    yield
-            finally:
-                self._reruns -= 1
-
-        self._patch = mock.patch.object(Rerun, "again", again)
-        self._patch.start()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._patch.stop()
+    @contextmanager
+    def again(self, original: Callable[[Rerun], Any], rerun: Rerun) -> Iterator[None]:
+        """In place of `Rerun.again`."""
+        self._reruns += 1
+        try:
+            with original(rerun):
+                yield
+        finally:
+            self._reruns -= 1
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
@@ -302,18 +274,16 @@ def recompute(report: harness.Report, options: argparse.Namespace) -> None:
     for row in (row for row in ROWS if row.network in options.networks):
         number = 1 if row.plan == "serial" else 2
         of_ranks = run_ranks(in_turn, number, row, options.rounds)
-        slowest = {
-            name: [max(t) for t in zip(*(r[name]["seconds"] for r in of_ranks), strict=True)] for name in row.sides
-        }
+        without: list[float] = []
         for name, recomputed in row.sides.items():
             process = max(run_ranks(peak, number, row, recomputed))
             measured, predicted = (max(result[name][key] for result in of_ranks) for key in ("measured", "predicted"))
-            ratio = statistics.median(a / b for a, b in zip(slowest[name], slowest["none"], strict=True))
+            seconds = [max(turn) for turn in zip(*(result[name]["seconds"] for result in of_ranks), strict=True)]
+            without = without or seconds
+            ratio = statistics.median(a / b for a, b in zip(seconds, without, strict=True))
             mib = [f"{measured / MIB:.1f}", f"{predicted / MIB:.1f}", f"{predicted / measured - 1:+.1%}"]
-            plan = f"{row.plan}, {row.schedule}" if row.schedule else row.plan
-            of = f"{row.network}, {row.size}, {row.batch}"
-            cells = [of, plan, name, *mib, f"{process / MIB:.0f}", f"{ratio:.2f}"]
-            figures = {"measured": measured, "predicted": predicted, "process": process, "seconds": slowest[name]}
+            cells = [f"{row.network}, {row.size}, {row.batch}", row, name, *mib, f"{process / MIB:.0f}", f"{ratio:.2f}"]
+            figures = {"measured": measured, "predicted": predicted, "process": process, "seconds": seconds}
             report.row(*cells, **asdict(row), recomputed=name, **figures)
     report.print("\nMiB, of the rank that needs most; time of an update, median of the turns, over that without.")
 
@@ -335,9 +305,8 @@ class Peaks:
 def peaks(side: Side, num: int, case: Case, limit: int | None = None) -> Peaks:
     """Train, each process in a control group of its own."""
     with memory_groups(num, limit) as groups:
-        limits = Limits(seconds=300, cgroups=tuple(groups))
         try:
-            run_ranks(train, num, side, case, 1, limits=limits)
+            run_ranks(train, num, side, case, 1, cgroups=groups, seconds=300)
         except RankFailed as error:
             return Peaks((), str(error).strip().partition("\n")[0])
         return Peaks(tuple(int((group / "memory.max_usage_in_bytes").read_text()) for group in groups))
@@ -345,14 +314,14 @@ def peaks(side: Side, num: int, case: Case, limit: int | None = None) -> Peaks:
 
 def limited(report: harness.Report, options: argparse.Namespace) -> None:
     """AlexNet on one device and on two, without a limit, and with one for each process half way between the peaks."""
-    plan = CASES["alexnet-32"].plans["pair + filter"]
+    case, plan = HELD["alexnet"], CASES["alexnet-32"].plans["pair + filter"]
     sides = {"one device": (Side("", "convoy", plan="serial"), 1), "two devices": (Side("", "convoy", plan=plan), 2)}
-    report.print(f"AlexNet, two devices: {PAIR}, classifier.6 filter\n")
-    free = {name: peaks(*side, ALEXNET) for name, side in sides.items()}
+    report.print("AlexNet, two devices: classifier.1 filter, classifier.4 channel, classifier.6 filter\n")
+    free = {name: peaks(*side, case) for name, side in sides.items()}
     limit = sum(max(each.bytes) for each in free.values()) // 2 // MIB * MIB
     report.header("", "without a limit", f"{limit // MIB} MiB for each process")
     for name, side in sides.items():
-        report.row(name, free[name], peaks(*side, ALEXNET, limit))
+        report.row(name, free[name], peaks(*side, case, limit))
 
 
 TINY = replace(MEMORY["resnet152"], model="squeezenet1_1-cifar", image_size=16, microbatch=0)
@@ -367,19 +336,14 @@ def staged(case: Case, schedule: Schedule, limit: int | None = None) -> Peaks:
     return peaks(Side("", "convoy", plan=STAGE_PLAN, parts=STAGE_PARTS, **options), STAGES, case, limit)
 
 
-def predicted(case: Case, schedule: Schedule) -> Sequence[int]:
-    """Of each stage."""
-    costs = Costs(lambda _: Times(), links_named("5gb/s", on_cpu=True)[0])
-    return stage_bytes(case, STAGE_PLAN, schedule, STAGE_PARTS, costs)
-
-
 def stages(report: harness.Report, options: argparse.Namespace) -> None:
     """The most of each process in stages, beside what the plan says, and under a quarter of one device's memory."""
     base = max(staged(TINY, "1f1b").bytes)
     report.print(f"The most of each process:\n\n- with hardly any network: {base / MIB:.0f} MiB")
 
     def beside(case: Case, schedule: Schedule) -> None:
-        free, foreseen = staged(case, schedule), [each + base for each in run_ranks(predicted, 1, case, schedule)[0]]
+        free, asked = staged(case, schedule), (case, STAGE_PLAN, schedule, STAGE_PARTS)
+        foreseen = [each + base for each in run_ranks(stage_bytes, 1, *asked)[0]]
         errors = ", ".join(f"{one / other - 1:+.0%}" for one, other in zip(foreseen, free.bytes, strict=True))
         report.print(f"- {STAGE_PLAN}, {schedule}: {free}; predicted {Peaks(tuple(foreseen))} ({errors})")
 

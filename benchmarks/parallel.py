@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from measuring import harness
-from measuring.cases import CASES, Case, Plan
-from measuring.ranks import Limits, bits_per_second, run_ranks
+from measuring.cases import CASES, Case
+from measuring.ranks import bits_per_second, run_ranks
 from measuring.runs import SERIAL, Results, Runs
 from measuring.sides import Arrangement, Side, Timing, train
 
@@ -47,9 +47,7 @@ def main() -> None:
             rate = report.machine["link_bits_per_second"] = run_ranks(bits_per_second, 2, 2**25, places=places)[0]
             report.print(f"Between the hosts {options.link}; an all-reduce moved {rate / 1e9:.2f} Gbit/s each way.")
         for name in options.cases:
-            results = measured(CASES[name], places, options)
-            report.document.setdefault("cases", []).append(results.to_dict())
-            report.print(f"\n{results.markdown()}")
+            measured(CASES[name], places, options).show(report)
 
 
 def measured(case: Case, places: Sequence[EmulatedDevice], options: argparse.Namespace) -> Results:
@@ -58,7 +56,7 @@ def measured(case: Case, places: Sequence[EmulatedDevice], options: argparse.Nam
     def measure(side: Side, number: int, trial: bool) -> list[Timing]:
         serial, warm_up = side.kind == "serial", 1 if case.updates == 1 else 2
         how: dict[str, Any] = {"first_core": number} if serial else {"places": places}
-        return run_ranks(train, 1 if serial else 2, side, case, warm_up, limits=Limits(options.timeout), **how)
+        return run_ranks(train, 1 if serial else 2, side, case, warm_up, seconds=options.timeout, **how)
 
     runs = Runs(case, options.rounds, places, options.timeout, measure)
     return runs.take_turns(_sides(runs, options))
@@ -81,8 +79,7 @@ def _sides(runs: Runs, options: argparse.Namespace) -> list[Side]:
     if case.batch_norm:
         sides.append(replace(sample, label=f"{SAMPLE}, batch norm of each rank", batch_norm="local"))
     sides.append(sample)
-    plans: dict[str, Plan] = dict(case.plans)
-    rivals = [Side(f"Convoy {name}", "convoy", way, plan) for name, plan in plans.items() for way in ways]
+    rivals = [Side(f"Convoy {name}", "convoy", way, plan) for name, plan in case.plans.items() for way in ways]
     sides += [side for side in runs.best([sample, *rivals]) if side != sample]
     if options.compile:
         sides += [replace(s, label=f"{s.label}, compiled", compiled=True) for s in sides if s.kind not in PEERS]

@@ -22,7 +22,7 @@ from itertools import combinations
 
 from measuring import harness
 from measuring.cases import SUBJECTS, Case
-from measuring.ranks import Limits, run_ranks
+from measuring.ranks import run_ranks
 from measuring.runs import SERIAL, Row
 from measuring.sides import AUTO, Arrangement, Side, predict, train
 
@@ -38,24 +38,19 @@ APART = 0.03
 """From how much on, as a part of their time, plans are told apart by their measurement."""
 
 
-Table = tuple[str, str, list[Row]]
-"""The name of a network, what else its table is headed by, and its plans."""
-
-
 def main() -> None:
     parser = harness.parser(__doc__, rounds=2)
     names = dict.fromkeys(subject.name for subject in SUBJECTS)
     harness.choice(parser, "--networks", names, names)
-    parser.add_argument(
-        "--batches", type=harness.numbers, default=[], help="in place of each network's own, e.g. 32,64"
-    )
+    batches = "in place of each network's own, e.g. 32,64"
+    parser.add_argument("--batches", type=harness.numbers, default=[], help=batches)
     parser.add_argument("--image-size", type=int, help="instead of each network's own")
     parser.add_argument("--cluster", metavar="FILE", help="emulated devices: a YAML file")
     parser.add_argument("--updates", type=int, default=5, help="timed of each plan in a round")
     parser.add_argument("--warm-up", type=int, default=5, help="updates of each plan before these")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for the predictions, and for each plan")
     options = parser.parse_args()
-    tables: list[Table] = []
+    tables: list[tuple[str, list[Row]]] = []
     with harness.report(options.out) as report, ExitStack() as stack:
         cluster = Cluster.read(options.cluster) if options.cluster else None
         places = stack.enter_context(emulate(cluster)) if cluster else []
@@ -65,11 +60,8 @@ def main() -> None:
         if cluster:
             report.print(f"Emulated: {cluster}.")
         for subject in _subjects(options):
-            heading = f"{subject.image_size} px, global batch {subject.batch}"
-            tables.append((subject.name, heading, measured(subject, num, places, options)))
-            rows = [vars(row) for row in tables[-1][2]]
-            report.document.setdefault("tables", []).append((subject.name, heading, rows))
-            report.print(f"\n{markdown(tables[-1])}")
+            tables.append((subject.name, measured(subject, num, places, options)))
+            show(report, subject, tables[-1][1])
         report.print(f"\n{summary(tables, num)}")
 
 
@@ -84,11 +76,10 @@ def _subjects(options: argparse.Namespace) -> list[Case]:
 
 def measured(case: Case, num: int, places: Sequence[EmulatedDevice], options: argparse.Namespace) -> list[Row]:
     """Predictions and measurements in turn."""
-    limits, predictions = Limits(options.timeout), dict[str, list[float]]()
-    seconds, plans = dict[str, list[float]](), dict[str, str]()
+    predictions, seconds, plans = dict[str, list[float]](), dict[str, list[float]](), dict[str, str]()
     for _ in range(options.rounds):
         asked = (case, PLANS[num], Arrangement())
-        serial, found = run_ranks(predict, num, *asked, places=places, limits=limits)[0]
+        serial, found = run_ranks(predict, num, *asked, places=places, seconds=options.timeout)[0]
         sides = {SERIAL: Side(SERIAL, "serial", keeps=True)}
         predictions.setdefault(SERIAL, []).append(serial)
         plans[SERIAL] = SERIAL
@@ -99,36 +90,33 @@ def measured(case: Case, num: int, places: Sequence[EmulatedDevice], options: ar
                 plans[name], sides[text] = text, Side(text, "convoy", plan=one.plan)
         for text, side in sides.items():
             ranks, on = (1, places[:1]) if text == SERIAL else (num, places)
-            timings = run_ranks(train, ranks, side, case, options.warm_up, places=on, limits=limits)
+            timings = run_ranks(train, ranks, side, case, options.warm_up, places=on, seconds=options.timeout)
             seconds.setdefault(text, []).extend(timings[0].seconds)
-    return [
-        Row(name, "", seconds[plans[name]], predicted=statistics.median(values)) for name, values in predictions.items()
-    ]
+    medians = {name: statistics.median(values) for name, values in predictions.items()}
+    return [Row(name, "", seconds[plans[name]], predicted=median) for name, median in medians.items()]
 
 
-def markdown(table: Table) -> str:
+def show(report: harness.Report, subject: Case, rows: Sequence[Row]) -> None:
     """The table of a network and batch."""
-    name, heading, rows = table
-    columns = ("plan", "predicted ms", "measured ms", "error", "smallest–largest")
-    lines = [f"**{name}**, {heading}", "", harness.header(*columns)]
+    report.print(f"\n**{subject.name}**, {subject.image_size} px, global batch {subject.batch}\n")
+    report.header("plan", "predicted ms", "measured ms", "error", "smallest–largest")
     for row in rows:
         middle, ends = harness.spread([1e3 * seconds for seconds in row.seconds])
-        lines.append(harness.row(row.label, f"{1e3 * (row.predicted or 0):.1f}", middle, f"{row.error:+.1%}", ends))
+        cells = (f"{1e3 * (row.predicted or 0):.1f}", middle, f"{row.error:+.1%}", ends)
+        report.row(row.label, *cells, network=subject.name, batch=subject.batch, **vars(row))
     times = {row.label.split(":")[0]: row.median for row in rows}
     sample = next((seconds for plan, seconds in times.items() if plan.startswith("sample=")), None)
     if AUTO in times and sample:
-        lines += ["", f"The chosen plan is {sample / times[AUTO]:.2f} times as fast as plain `sample`."]
-    return "\n".join(lines)
+        report.print(f"\nThe chosen plan is {sample / times[AUTO]:.2f} times as fast as plain `sample`.")
 
 
-def summary(tables: Sequence[Table], num: int) -> str:
-    """Errors, and the order of plans."""
-    rows = [row for *_, several in tables for row in several]
+def summary(tables: Sequence[tuple[str, list[Row]]], num: int) -> str:
+    """Errors, and the order of plans, of networks by name."""
+    rows = [row for _, several in tables for row in several]
     parallel = [row for row in rows if row.label != SERIAL]
-    linear: list[float] = []
-    gaps: list[float] = []
+    linear, gaps = list[float](), list[float]()
     pairs: dict[str, list[list[tuple[float, float]]]] = {}
-    for name, _, several in tables:
+    for name, several in tables:
         one = next(row.median for row in several if row.label == SERIAL)
         others = [row for row in several if row.label != SERIAL]
         linear += [abs(one / num / row.median - 1) for row in others]

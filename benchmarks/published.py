@@ -13,7 +13,7 @@ import csv
 import json
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,15 +137,12 @@ def predict(row: Row, given: Given, seen: Mapping[tuple[str, str], set[str]]) ->
 def widths(predicted: Sequence[Predicted]) -> dict[str, float]:
     """For each distance the logarithm of the factor within which nine in ten are, every source with one vote."""
     errors: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    counts: dict[tuple[str, str], int] = defaultdict(int)
-    for one in predicted:
-        if one.error is not None:
-            counts[one.known, one.row.source] += 1
-    for one in predicted:
-        if one.error is not None:
-            votes = counts[one.known, one.row.source] ** -0.5
-            errors[one.known].append((abs(one.error), votes))
-            errors["any"].append((abs(one.error), votes))
+    able = [(one, abs(one.error)) for one in predicted if one.error is not None]
+    counts = Counter((one.known, one.row.source) for one, _ in able)
+    for one, error in able:
+        votes = counts[one.known, one.row.source] ** -0.5
+        errors[one.known].append((error, votes))
+        errors["any"].append((error, votes))
     return {known: _quantile(found) for known, found in sorted(errors.items()) if len(found) >= 10}
 
 

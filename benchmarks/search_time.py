@@ -13,17 +13,18 @@ the sizes of these passes follows.
 
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from measuring import harness
 from measuring.ranks import run_ranks
 
 from convoy import models
-from convoy.hardware.catalog import Hop, machine
+from convoy.hardware.catalog import Hop
 from convoy.planner.cost.costs import Costs, Roofline, Update
 from convoy.planner.cost.link import assumed
-from convoy.planner.machines import PRECISIONS, Prediction, predict
 from convoy.planner.search.layers import Constraints
 from convoy.planner.search.search import search
 from convoy.planner.search.stages import search_stages
@@ -39,19 +40,17 @@ COSTS = Costs(
 )
 
 
-def measure(network: str, sizes: tuple[int, ...], batch: int, limit: float | None, stages: bool) -> list[str]:
+def measure(network: str, sizes: tuple[int, ...], batch: int, stages: bool) -> list[str]:
     """Search one network in this process: the cells of its row."""
     with torch.device("meta"):
         model = models.create(network)
     workload = workload_of(model, torch.empty(1, 3, 224, 224), batch, name=network)
     before, mesh = _peak(), Mesh(("node", "gpu")[-len(sizes) :], sizes)
-    start, worked = time.perf_counter(), time.process_time()
-    found = search(workload, mesh.num_devices, COSTS, Constraints(memory_limit=limit, meshes=[mesh]))
-    times = f"{time.perf_counter() - start:.2f} s ({time.process_time() - worked:.2f} s of a core)"
+    found, times = _timed(search, workload, mesh.num_devices, COSTS, Constraints(meshes=[mesh]))
     exact = ", ".join(("exact" if found.exact else "not exact", *found.notes))
     cells = [network, times, f"{_peak():.0f} MB ({before:.0f} MB)", exact]
     cells.append(f"{found.best.seconds * 1e3:.2f} ms: {str(found.best.plan)[:300]}")
-    return cells + (_cut(workload, mesh.num_devices, limit, found.best.seconds) if stages else [])
+    return cells + (_cut(workload, mesh.num_devices, found.best.seconds) if stages else [])
 
 
 def _peak() -> float:
@@ -59,40 +58,21 @@ def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
-def _cut(workload: Workload, devices: int, limit: float | None, known: float) -> list[str]:
+def _cut(workload: Workload, devices: int, known: float) -> list[str]:
     """Search plans with stages, in any number of equal passes."""
     counts = tuple(number for number in range(1, workload.batch + 1) if workload.batch % number == 0)
-    start, worked = time.perf_counter(), time.process_time()
-    found = search_stages(
-        replace(workload, counts=counts), devices, COSTS, Constraints(memory_limit=limit), known=known
-    )
-    times = f"{time.perf_counter() - start:.2f} s ({time.process_time() - worked:.2f} s of a core)"
+    asked = (replace(workload, counts=counts), devices, COSTS, Constraints())
+    found, times = _timed(search_stages, *asked, known=known)
     best = found[0] if found else None
     plan = f"{best.plan.mesh} in {best.passes} passes, {best.schedule}: {1e3 * best.seconds:.2f} ms" if best else "none"
     return [times, plan]
 
 
-FOR_MACHINES = ("alexnet", "vgg16", "googlenet", "squeezenet1_1", "resnet50", "resnet152", "densenet121")
-MACHINES = {
-    "8xp100-pcie": "fp32",
-    "8xk80": "fp32",
-    "2xtitan-x+1xgtx-1080": "fp32",
-    "8xv100-sxm2": "fp16",
-    "8xrtx-3090": "bf16",
-    "4x(8xa100-sxm4)": "bf16",
-}
-
-
-def planned(network: str, on: str, precision: str) -> Prediction:
-    """The prediction."""
-    with torch.device("meta"):
-        model = models.create(network)
-    shape, devices = models.describe(network).input_shape, machine(on)
-    assert shape is not None
-    norm = {"batch_norm": "microbatch", "microbatch": 16}
-    batch, example, precise = 32 * len(devices.devices), torch.empty(1, *shape), PRECISIONS[precision]
-    workload = workload_of(model.train(), example, batch, name=network, precision=precise, **norm)  # type: ignore[arg-type]
-    return predict(workload, devices, precision)
+def _timed(search: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, str]:
+    """What a search finds, and how long it took."""
+    start, worked = time.perf_counter(), time.process_time()
+    found = search(*args, **options)
+    return found, f"{time.perf_counter() - start:.2f} s ({time.process_time() - worked:.2f} s of a core)"
 
 
 def main() -> None:
@@ -100,7 +80,6 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=NETWORKS)
     parser.add_argument("--mesh", default="16x8")
     parser.add_argument("--batch", type=int, default=2048)
-    parser.add_argument("--memory-limit", type=float, help="bytes on each rank")
     parser.add_argument("--stages", action="store_true", help="search plans with stages too")
     options = parser.parse_args()
     sizes = tuple(map(int, options.mesh.split("x")))
@@ -108,7 +87,7 @@ def main() -> None:
         more = ("cuts", "fastest") if options.stages else ()
         report.header(options.mesh, "clock", "peak memory (of it before)", "result", "predicted", *more)
         for network in options.networks:
-            asked = (network, sizes, options.batch, options.memory_limit, options.stages)
+            asked = (network, sizes, options.batch, options.stages)
             report.row(*run_ranks(measure, 1, *asked)[0])
 
 

@@ -15,13 +15,13 @@ Seconds to an error are updates to it by `curve`, times the seconds of an update
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,15 @@ from measuring import harness
 from convoy.bench.course import add_evaluations
 from convoy.bench.emulated import Cluster, ClusterDevice, emulate
 from convoy.bench.namespaces import INTERFACE
-from convoy.bench.processes import Place, Places, RankFailed, Say, run_ranks
+from convoy.bench.processes import Places, Say, run_ranks
 from convoy.bench.records import Training
-from convoy.errors import ConvoyError
 from convoy.files import write_json
 from convoy.progress import Reporter
 from convoy.recipe.recipe import load_recipe
 from convoy.training import Trainer
 from convoy.training.environment import join_ranks
 
-HOSTS, TARGET = 4, 0.3
+HOSTS = 4
 LOCAL, OUTER = "parallel.local_sgd", "parallel.averaging."
 ROUND = {LOCAL: "16"}
 METHODS: dict[str, dict[str, str]] = {
@@ -61,7 +60,6 @@ CURVE_OF = {"auto": "sample"}  # exact plans have one curve
 LINKS = ("100mbit", "1gbit")
 DEVICES = ("equal", "half", "stutter")
 STOPS_S, BETWEEN_S = (1.0, 3.0), 20.0  # how long the last device stops, and for how long it runs before, on average
-RATES = (0.005, 0.01, 0.02, 0.05, 0.1)
 RECIPE = {
     "model.name": "cifar-quick",
     "microbatch": "8",
@@ -75,6 +73,13 @@ RECIPE = {
 }
 
 
+WHOLE: dict[str, Any] = {"rates": (0.005, 0.01, 0.02, 0.05, 0.1), "tuning": "1ep", "every": "0.25ep"}
+WHOLE |= {"updates": "600ba", "target": 0.3}
+SMALL: dict[str, Any] = {"rates": (0.05,), "tuning": "16ba", "every": "32ba", "updates": "64ba", "target": 0.85}
+SMALL |= {"methods": ["sample", "local SGD 16", "late 4, 2 rounds"], "links": ["100mbit"], "devices": ["equal"]}
+SMALL |= {"seeds": [0], "epochs": "64ba"}
+
+
 @dataclass(frozen=True)
 class Job:
     """One training, by its name a folder; it is done where `done.json` lies there."""
@@ -85,11 +90,7 @@ class Job:
     devices: str = "equal"
 
 
-class Quiet(Reporter):
-    """Says nothing."""
-
-
-_STOP = """
+STOP = """
 import os, random, signal, sys, time
 rank, (least, most), mean = int(sys.argv[1]), map(float, sys.argv[2:4]), float(sys.argv[4])
 numbers = random.Random(0)
@@ -102,21 +103,16 @@ while os.getppid() == rank:
 """
 
 
-def train_rank(job: Job, folder: Path, say: Say) -> dict[str, float]:
+def train_rank(job: Job, folder: Path, say: Say) -> int:
     """A rank's part of a training, gone on with if it has begun: bytes sent in all."""
-    (ranks, device), stops = join_ranks(600.0, "cpu"), None
-    if job.devices == "stutter" and ranks.rank == HOSTS - 1:
-        arguments = map(str, (os.getpid(), *STOPS_S, BETWEEN_S))
-        stops = subprocess.Popen([sys.executable, "-I", "-S", "-c", _STOP, *arguments])
+    ranks, device = join_ranks(600.0, "cpu")
     before = _sent_bytes()
     recipe = load_recipe("default", [f"{key}={value}" for key, value in job.settings.items()])
-    try:
-        Trainer(recipe, folder, reporter=Quiet(), resume=True, device=device, ranks=ranks, keep=False).run()
-    finally:
-        if stops is not None:
-            stops.kill()
-            stops.wait()
-    return {"sent": _sent_bytes() - before}
+    with ExitStack() as stack:
+        if job.devices == "stutter" and ranks.rank == HOSTS - 1:
+            stack.enter_context(harness.beside(STOP, os.getpid(), *STOPS_S, BETWEEN_S))
+        Trainer(recipe, folder, reporter=Reporter(), resume=True, device=device, ranks=ranks, keep=False).run()
+    return _sent_bytes() - before
 
 
 def _sent_bytes() -> int:
@@ -128,24 +124,19 @@ def _sent_bytes() -> int:
     return 0
 
 
-def cluster(link: str, devices: str) -> Cluster:
-    """The emulated hosts of a job."""
-    speeds = [0.5] * (HOSTS - 1) + [0.25 if devices == "half" else 0.5]
-    return Cluster(tuple(ClusterDevice(speed, f"host{number}") for number, speed in enumerate(speeds)), link)
-
-
-def do(job: Job, folder: Path) -> dict[str, Any]:
+def do(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     """What came of a job, done now or before: evaluations with their step and error, and bytes sent."""
-    place, done = folder / job.name, folder / job.name / "done.json"
+    place = options.folder / job.name
+    done = place / "done.json"
     if not done.exists():
         began = time.perf_counter()
-        if job.link:
-            with emulate(cluster(job.link, job.devices)) as places:
-                sent = _run(job, place, places)
-        else:
-            sent = _run(job, place, Places(1).of(HOSTS))
+        speeds = [0.5] * (HOSTS - 1) + [0.25 if job.devices == "half" else 0.5]
+        devices = tuple(ClusterDevice(speed, f"host{number}") for number, speed in enumerate(speeds))
+        cores = nullcontext(Places(1).of(HOSTS))
+        with emulate(Cluster(devices, job.link)) if job.link else cores as places:
+            sent = sum(run_ranks(train_rank, places, job, place, seconds=86400.0, quiet=True))
         training = Training()
-        add_evaluations(training, place, int(job.settings["batch"]))
+        add_evaluations(training, place, options.batch)
         rows = [evaluation.model_dump() for evaluation in training.evaluations]
         write_json(done, {"evaluations": rows, "sent": sent, "took_s": round(time.perf_counter() - began, 1)})
         harness.say(f"{job.name}: {rows[-1]['error']:.1%} wrong after {rows[-1]['step']:,} updates")
@@ -153,28 +144,28 @@ def do(job: Job, folder: Path) -> dict[str, Any]:
     return result
 
 
-def _run(job: Job, place: Path, places: Sequence[Place]) -> int:
-    results = run_ranks(train_rank, places, job, place, seconds=86400.0, quiet=True)
-    return sum(result["sent"] for result in results)
-
-
-def tuned(method: str, folder: Path, base: Mapping[str, str], options: argparse.Namespace) -> float:
-    """The rate with the least error on held-out training pictures after a short training."""
-    errors: dict[float, float] = dict.fromkeys(options.rates, 0.0)
-    for rate in options.rates if len(options.rates) > 1 else ():
-        settings = {**base, **METHODS[method], "optimizer.lr": str(rate), "epochs": options.tuning}
-        settings |= {"data.validation_fraction": "0.1", "evaluate_every": options.tuning}
-        errors[rate] = do(Job(f"rate-{options.batch}-{slug(method)}-{rate:g}", settings), folder)["evaluations"][-1][
-            "error"
-        ]
-    return min(errors, key=lambda rate: errors[rate])
-
-
 def slug(text: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in text.lower())
 
 
-def seconds_to(curve: Sequence[Mapping[str, float]], target: float) -> float | None:
+def settings_of(method: str, options: argparse.Namespace) -> dict[str, str]:
+    """Those of all jobs of a method."""
+    common = {"data.path": str(options.data), "parallel.devices": str(HOSTS), "batch": str(options.batch)}
+    return RECIPE | common | METHODS[method]
+
+
+def tuned(method: str, options: argparse.Namespace) -> float:
+    """The rate with the least error on held-out training pictures after a short training."""
+    errors: dict[float, float] = dict.fromkeys(options.rates, 0.0)
+    for rate in options.rates if len(options.rates) > 1 else ():
+        settings = settings_of(method, options) | {"optimizer.lr": str(rate), "data.validation_fraction": "0.1"}
+        settings |= {"epochs": options.tuning, "evaluate_every": options.tuning}
+        done = do(Job(f"rate-{options.batch}-{slug(method)}-{rate:g}", settings), options)
+        errors[rate] = done["evaluations"][-1]["error"]
+    return min(errors, key=lambda rate: errors[rate])
+
+
+def updates_to(curve: Sequence[Mapping[str, float]], target: float) -> float | None:
     """Updates to an error, in a line between evaluations; None where it is not reached."""
     before = {"step": 0.0, "error": 0.9}
     for now in curve:
@@ -185,93 +176,54 @@ def seconds_to(curve: Sequence[Mapping[str, float]], target: float) -> float | N
     return None
 
 
+def learn(report: harness.Report, options: argparse.Namespace) -> dict[str, float | None]:
+    """Rates and curves: for each method the median over the seeds of its updates to the error; None where one seed does
+    not reach it."""
+    reached: dict[str, float | None] = {}
+    report.header("method", "rate", "error at the end", f"updates to {options.target:.0%} error")
+    for method in dict.fromkeys(CURVE_OF.get(method, method) for method in options.methods):
+        rate = tuned(method, options)
+        settings = settings_of(method, options) | {"optimizer.lr": str(rate)}
+        settings |= {"epochs": options.epochs, "evaluate_every": options.every}
+        curves = []
+        for seed in options.seeds:
+            job = Job(f"curve-{options.batch}-{slug(method)}-{seed}", settings | {"seed": str(seed)})
+            curves.append(do(job, options)["evaluations"])
+        report.document["rates"][method], report.document["curves"][method] = rate, curves
+        numbers = [updates_to(curve, options.target) for curve in curves]
+        reached[method] = None if None in numbers else statistics.median(filter(None, numbers))
+        error, _ = harness.spread([100 * curve[-1]["error"] for curve in curves])
+        report.row(method, f"{rate:g}", f"{error} %", _number(reached[method]))
+    return reached
+
+
 def study(report: harness.Report, options: argparse.Namespace) -> None:
     """All jobs, and the tables as they come."""
-    folder, base = options.folder, RECIPE | {"data.path": str(options.data), "parallel.devices": str(HOSTS)}
-    base["batch"] = str(options.batch)
-    curves: dict[str, list[list[dict[str, float]]]] = {}
-    report.document |= {
-        "batch": options.batch,
-        "target": options.target,
-        "methods": METHODS,
-        "rates": {},
-        "curves": curves,
-        "times": [],
-    }
-    report.header("method", "rate", "error at the end", f"updates to {options.target:.0%} error")
-    for method in options.methods:
-        if (source := CURVE_OF.get(method, method)) not in curves:
-            rate = report.document["rates"][source] = tuned(source, folder, base, options)
-            settings = {**base, **METHODS[source], "optimizer.lr": str(rate), "epochs": options.epochs}
-            settings["evaluate_every"] = options.every
-            jobs = [
-                Job(f"curve-{options.batch}-{slug(source)}-{seed}", settings | {"seed": str(seed)})
-                for seed in options.seeds
-            ]
-            curves[source] = [do(job, folder)["evaluations"] for job in jobs]
-            ends, reached = [curve[-1]["error"] for curve in curves[source]], _reached(curves[source], options.target)
-            report.row(source, f"{rate:g}", harness.spread([100 * e for e in ends], 1)[0] + " %", _number(reached))
+    report.document |= {"batch": options.batch, "target": options.target, "methods": METHODS, "rates": {}, "curves": {}}
+    reached = learn(report, options)
     report.print("")
-    report.header(
-        "link", "devices", "method", "s an update", "kB an update and host", "s to the error", "times as soon"
-    )
-    for link, devices in ((link, devices) for link in options.links for devices in options.devices):
+    columns = ("s an update", "kB an update and host", "s to the error", "times as soon")
+    report.header("link", "devices", "method", *columns)
+    for link, devices in itertools.product(options.links, options.devices):
         exact_s = None
         for method in options.methods:
-            settings = {**base, **METHODS[method], "epochs": options.updates, "evaluate_every": options.updates}
-            settings["log_every"] = options.updates
-            result = do(Job(f"time-{options.batch}-{link}-{devices}-{slug(method)}", settings, link, devices), folder)
+            settings = settings_of(method, options)
+            settings |= dict.fromkeys(("epochs", "evaluate_every", "log_every"), options.updates)
+            job = Job(f"time-{options.batch}-{link}-{devices}-{slug(method)}", settings, link, devices)
+            result = do(job, options)
             last = result["evaluations"][-1]
             update_s, sent = last["train_s"] / last["step"], result["sent"] / HOSTS / last["step"]
-            reached = _reached(curves[CURVE_OF.get(method, method)], options.target)
-            to_s = None if reached is None else reached * update_s
+            updates = reached[CURVE_OF.get(method, method)]
+            to_s = None if updates is None else updates * update_s
             exact_s = to_s if method == "sample" else exact_s
             ratio = "" if to_s is None or exact_s is None else f"{exact_s / to_s:.2f}"
-            values = {
-                "link": link,
-                "devices": devices,
-                "method": method,
-                "update_s": update_s,
-                "sent": sent,
-                "to_s": to_s,
-            }
-            report.document["times"].append(values)
-            report.row(link, devices, method, f"{update_s:.3f}", f"{sent / 1e3:,.0f}", _number(to_s), ratio)
-
-
-def _reached(curves: Sequence[Sequence[Mapping[str, float]]], target: float) -> float | None:
-    """The median over the seeds; None where one does not reach it."""
-    numbers = [seconds_to(curve, target) for curve in curves]
-    return None if None in numbers else statistics.median(filter(None, numbers))
+            cells = (f"{update_s:.3f}", f"{sent / 1e3:,.0f}", _number(to_s), ratio)
+            figures = {"update_s": update_s, "sent": sent, "to_s": to_s}
+            report.row(link, devices, method, *cells, link=link, devices=devices, method=method, **figures)
 
 
 def _number(value: float | None) -> str:
     return "not reached" if value is None else f"{value:,.0f}"
-
-
-def picture(document: Mapping[str, Any], path: Path) -> None:
-    """Error over samples, and over time under each condition."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    conditions = list(dict.fromkeys((row["link"], row["devices"]) for row in document["times"]))
-    figure, axes = pyplot.subplots(1 + len(conditions), figsize=(7, 3 * (1 + len(conditions))), squeeze=False)
-    for number, condition in enumerate([None, *conditions]):
-        panel = axes[number][0]
-        for row in document["times"] if condition else [{"method": name} for name in document["curves"]]:
-            if condition in (None, (row.get("link"), row.get("devices"))):
-                scale = row["update_s"] if condition else document["batch"]
-                points = document["curves"][CURVE_OF.get(row["method"], row["method"])][0]
-                xs, ys = [p["step"] * scale for p in points], [p["error"] for p in points]
-                panel.plot(xs, ys, label=row["method"])
-        panel.set_xlabel("seconds: " + ", ".join(condition) if condition else "training samples")
-        panel.set_ylabel("test error")
-        panel.axhline(document["target"], color="grey", linewidth=0.5)
-    axes[0][0].legend(fontsize="x-small")
-    figure.tight_layout()
-    figure.savefig(path)
 
 
 def main() -> None:
@@ -286,23 +238,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="samples of an update, of all hosts (64)")
     parser.add_argument("--epochs", default="6ep", help="of a whole training")
     options = parser.parse_args()
-    options.rates, options.tuning, options.every = RATES, "1ep", "0.25ep"
-    options.updates, options.target = "600ba", TARGET
-    if options.small:
-        options.methods, options.links, options.devices = (
-            ["sample", "local SGD 16", "late 4, 2 rounds"],
-            ["100mbit"],
-            ["equal"],
-        )
-        options.rates, options.seeds, options.tuning, options.epochs = (0.05,), [0], "16ba", "64ba"
-        options.every, options.updates, options.target = "32ba", "64ba", 0.85
+    vars(options).update(SMALL if options.small else WHOLE)
     with harness.report(options.out) as report:
         options.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            study(report, options)
-        except RankFailed as error:
-            raise ConvoyError(str(error)) from error
-        picture(report.document, (options.out or options.folder / "study.json").with_suffix(".svg"))
+        study(report, options)
 
 
 if __name__ == "__main__":

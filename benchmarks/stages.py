@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from measuring import harness
 from measuring.cases import STAGED, Case
-from measuring.ranks import Limits, bits_per_second, run_ranks
+from measuring.ranks import bits_per_second, run_ranks
 from measuring.runs import SERIAL, Results, Runs
 from measuring.sides import AUTO, Arrangement, Predicted, Side, Timing, predict, train
 
@@ -41,11 +41,8 @@ def main() -> None:
     harness.choice(parser, "--cases", STAGED, STAGED)
     harness.choice(parser, "--peers", ("torch",), ("torch",))
     parser.add_argument("--devices", type=int, choices=list(SPEEDS), default=2)
-    parser.add_argument(
-        "--speeds",
-        type=lambda text: [float(part) for part in text.split(",")],
-        help="of the devices in place of equal ones, e.g. 1,0.5",
-    )
+    some = partial(harness.numbers, kind=float)
+    parser.add_argument("--speeds", type=some, help="of the devices in place of equal ones, e.g. 1,0.5")
     parser.add_argument("--link", metavar="RATE", default="1gbit", help="of every host, e.g. 200mbit")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which a side is given up")
     parser.add_argument("what", nargs="?", choices=("times", "exact"), default="times")
@@ -60,17 +57,11 @@ def main() -> None:
         report.machine.update({"cluster": str(cluster), "link_bits_per_second": rate})
         report.print(f"Emulated: {cluster}.\nAn all-reduce of two moved {rate / 1e9:.3f} Gbit/s each way.")
         for name in options.cases:
-            results = measured(STAGED[name], speeds, places, Path(profiles), options)
-            report.document.setdefault("cases", []).append(results.to_dict())
-            report.print(f"\n{results.markdown()}")
+            measured(STAGED[name], speeds, places, Path(profiles), options).show(report)
 
 
 def measured(
-    case: Case,
-    speeds: Sequence[float],
-    places: Sequence[EmulatedDevice],
-    profiles: Path,
-    options: argparse.Namespace,
+    case: Case, speeds: Sequence[float], places: Sequence[EmulatedDevice], profiles: Path, options: argparse.Namespace
 ) -> Results:
     """Predictions, trials, then rounds."""
     num, slow = len(places), set[str]()
@@ -79,14 +70,14 @@ def measured(
         on = places[:1] if side.kind == "serial" else places
         updates = 1 if trial else case.updates
         warm_up = 1 if any(side.label.startswith(label) for label in slow) else WARM_UP
-        limits = Limits(options.timeout)
-        return run_ranks(train, len(on), side, replace(case, updates=updates), warm_up, places=on, limits=limits)
+        asked = (side, replace(case, updates=updates), warm_up)
+        return run_ranks(train, len(on), *asked, places=on, seconds=options.timeout)
 
     runs = Runs(case, options.rounds, places, options.timeout, measure)
     runs.results.share = speeds[0]
     one = runs.one_device(keeps=True)
     asked = (case, (f"sample={num}", *case.divided.get(num, ())), one, profiles)
-    serial, predictions = run_ranks(predict, num, *asked, places=places, limits=Limits(5 * options.timeout))[0]
+    serial, predictions = run_ranks(predict, num, *asked, places=places, seconds=5 * options.timeout)[0]
     expected = {f"Convoy {each.name}": each for each in predictions}
     slow.update(label for label, each in expected.items() if each.seconds > SLOW)
 
@@ -104,8 +95,7 @@ def measured(
 
 def _convoy(runs: Runs, predictions: Sequence[Predicted], one: Arrangement) -> list[Side]:
     """A side for each plan, arranged as is best for it. A plan that comes twice is measured once."""
-    sides: list[Side] = []
-    known: set[str] = set()
+    sides, known = list[Side](), set[str]()
     case, way = runs.case, Arrangement(one.channels_last)
     for each in sorted(predictions, key=lambda each: each.name.startswith(AUTO)):
         if str(each.plan) in known:

@@ -240,17 +240,6 @@ def weights_that_call(case: Case, _: str) -> None:
     torch.save({"a": Call(case)}, case.folder / "weights.pth")
 
 
-def long_header(case: Case, _: str) -> None:
-    """A safetensors file whose header says that it has 1 TB."""
-    (case.folder / "weights.safetensors").write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
-
-
-def uneven(case: Case, _: str) -> None:
-    """Data of the case's own, of more than one size, so that they are read from their files again and again."""
-    shutil.copytree(case.shared / "data", case.folder / "data")
-    Image.effect_noise((40, 30), 90).convert("RGB").save(case.folder / "data/train/b/0.png")
-
-
 def cifar(case: Case, what: str) -> None:
     """A folder with CIFAR's Python files, all of which hold the same."""
     contents = {"endless": b"\x80\x04}(" + b"K\x01" + b"2\x86" * 60 + b"K\x01u."}

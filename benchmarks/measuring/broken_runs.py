@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,15 +16,20 @@ import yaml
 from convoy import resources as cores
 from convoy.bench.emulated import Cluster, ClusterDevice, EmulatedDevice, emulate
 from convoy.errors import ConvoyError
+from measuring import harness
 from measuring.slow_storage import missing, slow
 
-CONVOY = (sys.executable, "-m", "convoy")
 HEALTHY = "healthy"
 STORAGE_RATE = 6e6
 """Bytes a second of the slow storage: some 55 photographs of 110 kB."""
 _LINKS = 12
 """To each photograph, so that no epoch ends while a run is measured."""
 _PATIENCE_S = 10.0
+_BUSY = """
+import os, sys
+os.sched_setaffinity(0, [int(sys.argv[1])])
+while os.getppid() == int(sys.argv[2]): pass
+"""
 
 
 class CannotBeSetUpError(Exception):
@@ -55,7 +59,7 @@ class Surroundings:
                 except ConvoyError as error:
                     raise CannotBeSetUpError(str(error)) from error
             if self.busy:
-                stack.enter_context(_busy(available[0]))
+                stack.enter_context(harness.beside(_BUSY, available[0], os.getpid()))
             processes = stack.enter_context(_ended())
             for rank in range(max(len(devices), 1)):
                 processes.append(_start(command, folder, rank, devices, available))
@@ -64,10 +68,10 @@ class Surroundings:
                 codes = [process.wait(max(until - time.monotonic(), 0)) for process in processes]
             except subprocess.TimeoutExpired:
                 raise RunFailedError(f"took more than {seconds:.0f} s") from None
-            if any(codes):
-                rank = next(rank for rank, code in enumerate(codes) if code)
-                lines = (folder / f"err-{rank}").read_text(errors="replace").strip().splitlines()
-                raise RunFailedError(lines[-1] if lines else f"exit status {codes[rank]}")
+            for rank, code in enumerate(codes):
+                if code:
+                    lines = (folder / f"err-{rank}").read_text(errors="replace").strip().splitlines()
+                    raise RunFailedError(lines[-1] if lines else f"exit status {code}")
             return (folder / "out-0").read_text(encoding="utf-8")
 
 
@@ -109,18 +113,6 @@ def _ended() -> Iterator[list[subprocess.Popen[bytes]]]:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-@contextmanager
-def _busy(core: int) -> Iterator[None]:
-    """A process that computes all the time on one core."""
-    code = f"import os\nos.sched_setaffinity(0, [{core}])\nparent = {os.getpid()}\nwhile os.getppid() == parent: pass"
-    process = subprocess.Popen((sys.executable, "-I", "-S", "-c", code), stdin=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
 
 
 @dataclass(frozen=True)
@@ -190,8 +182,7 @@ class DataSets:
 
     def _packed(self) -> Path:
         source, folder = self.filled("{photos}")[0], self.work / "packed"
-        command = (*CONVOY, "data", "pack", source, str(folder), "--short-side", "64", "--raw")
-        subprocess.run(command, check=True, capture_output=True)
+        harness.run_convoy("data", "pack", source, str(folder), "--short-side", "64", "--raw")
         return folder
 
     def _slow(self) -> Path:

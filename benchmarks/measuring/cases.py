@@ -24,7 +24,7 @@ class Case:
     batch_norm: bool = False  # whether the network has batch norm
     dense: bool = False  # every pixel has a label, not every image
     passes: tuple[int, ...] = (32, 64)  # samples of a pass that are tried on one device, beside the whole batch
-    # tried on two devices beside `sample=2`, by their names in the table
+    # tried on two devices, by their names in the table; of parallel.py beside `sample=2`
     plans: Mapping[str, Plan] = field(default_factory=dict)
 
     # of cases with stages

@@ -59,6 +59,11 @@ class Counts:
     # where the host copies to the GPU; what it does not wait for is no synchronization as well
     uploads: list[Event] = field(default_factory=list)
 
+    def totals(self) -> dict[str, int]:
+        """How many of each."""
+        found = {name: getattr(self, name).total() for name in ("operations", "views", "host", "collectives")}
+        return {**found, "waits": len(self.synchronizations), "uploads": len(self.uploads)}
+
 
 class Counter(TorchDispatchMode):
     """While it is entered, `count` counts what is dispatched."""
@@ -185,23 +190,21 @@ class FakeGpu(Counter):
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __enter__(self) -> "FakeGpu":
-        for owner, name, value in (
-            *((torch.cuda, name, None) for name in ("synchronize", "set_device", "empty_cache", "set_rng_state")),
-            (torch.cuda, "current_device", 0),
-            (torch.cuda, "current_stream", _Stream()),
-            (torch.cuda, "stream", nullcontext()),
-            (FakeTensor, "record_stream", None),
-            (torch.cuda, "get_device_properties", SimpleNamespace(total_memory=80 * 2**30)),
-            (torch.cuda, "get_device_capability", (9, 0)),
-            (torch.cuda, "get_rng_state", torch.zeros(16, dtype=torch.uint8)),
-        ):
-            self._stack.enter_context(mock.patch.object(owner, name, lambda *_, value=value: value))
-        self._stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor))
-        self._stack.enter_context(mock.patch.object(torch.cuda, "Stream", _Stream))
-        self._stack.enter_context(mock.patch.object(torch.cuda, "Event", _Moment))
-        self._stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda tensor: tensor.cpu().tolist()))
-        self._stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", _place, create=True))
-        self._stack.enter_context(mock.patch.object(FakeTensor, "is_cuda", property(_is_here), create=True))
+        answers = {
+            **dict.fromkeys(("synchronize", "set_device", "empty_cache", "set_rng_state"), None),
+            "current_device": 0,
+            "current_stream": _Stream(),
+            "stream": nullcontext(),
+            "get_device_properties": SimpleNamespace(total_memory=80 * 2**30),
+            "get_device_capability": (9, 0),
+            "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        }
+        here: dict[str, Any] = {name: lambda *_, value=value: value for name, value in answers.items()}
+        of_fakes: dict[str, Any] = {"data_ptr": _place, "record_stream": lambda *_: None}
+        of_fakes |= {"tolist": lambda x: x.cpu().tolist(), "is_cuda": property(lambda x: x.device.type == "cuda")}
+        self._stack.enter_context(mock.patch.multiple(torch.cuda, Stream=_Stream, Event=_Moment, **here))
+        self._stack.enter_context(mock.patch.multiple(FakeTensor, create=True, **of_fakes))
+        self._stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda x: x))
         self._stack.enter_context(_guards())
         self._stack.enter_context(self._fake)
         super().__enter__()
@@ -264,11 +267,9 @@ def _reduced(gradient: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, ..
     return tuple(one if asked else None for one, asked in zip(_numbers(x, 4), wanted, strict=True))
 
 
+_STATISTICS = ("stats", "update_stats", "gather_stats", "gather_stats_with_counts")
 _SHAPES: dict[str, Callable[..., Any]] = {
-    "batch_norm_stats": lambda x, *_, **__: _numbers(x, 2),
-    "batch_norm_update_stats": lambda x, *_, **__: _numbers(x, 2),
-    "batch_norm_gather_stats": lambda x, *_, **__: _numbers(x, 2),
-    "batch_norm_gather_stats_with_counts": lambda x, *_, **__: _numbers(x, 2),
+    **{f"batch_norm_{name}": lambda x, *_, **__: _numbers(x, 2) for name in _STATISTICS},
     "batch_norm_elemt": lambda x, *_, **__: torch.empty_like(x),
     "batch_norm_backward_reduce": _reduced,
     "batch_norm_backward_elemt": lambda gradient, x, *_, **__: torch.empty_like(x),
@@ -328,10 +329,6 @@ def _guards() -> Iterator[None]:
 def _place(tensor: Tensor) -> int:
     """A number in place of the address, which fake memory has none of."""
     return int(tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize)
-
-
-def _is_here(tensor: Tensor) -> bool:
-    return tensor.device.type == "cuda"
 
 
 def _name(func: Any) -> str:

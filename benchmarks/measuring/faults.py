@@ -79,12 +79,12 @@ class Fault:
     def of(words: dict[str, Any], meanings: dict[str, str]) -> "Fault":
         """From a row of the table."""
 
-        def meant(text: str) -> str:
+        def meant(text: Any) -> Any:
+            if not isinstance(text, str):
+                return text
             return Template(Template(text).safe_substitute(meanings)).safe_substitute(python=sys.executable)
 
-        values: dict[str, Any] = {
-            key: meant(value) if isinstance(value, str) else value for key, value in words.items()
-        }
+        values = {key: meant(value) for key, value in words.items()}
         values["at"] = tuple(values.get("at", Fault.at))
         return Fault(**values)
 

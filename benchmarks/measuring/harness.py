@@ -1,7 +1,6 @@
 """What the programs share: options, what is measured on, sides in turn, tables and files, runs of `convoy train`."""
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -12,22 +11,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
+from convoy.bench.processes import RankFailed
+from convoy.bench.study import machine_facts
 from convoy.errors import ConvoyError
 
 T = TypeVar("T")
-PACKAGES = ("torch", "convoy-nn", "lightning", "accelerate")
+CPU = torch.device("cpu")
+CONVOY = (sys.executable, "-m", "convoy")
 
 
-def numbers(text: str) -> list[int]:
-    """Of an option: whole numbers with commas between."""
-    return [int(number) for number in text.split(",")]
+def numbers(text: str, kind: Callable[[str], Any] = int) -> list[Any]:
+    """Of an option: numbers with commas between."""
+    return [kind(number) for number in text.split(",")]
 
 
 def some(choices: Collection[str]) -> Callable[[str], list[str]]:
@@ -54,32 +57,19 @@ def parser(description: str | None, rounds: int | None = None) -> argparse.Argum
 
 def choice(made: argparse.ArgumentParser, name: str, choices: Collection[str], default: Collection[str]) -> None:
     """An option that takes some of these words."""
-    made.add_argument(name, type=some(choices), default=list(default), help=f"of {', '.join(choices)}; with commas")
-
-
-def row(*cells: object) -> str:
-    """A line of a Markdown table."""
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def header(*columns: str) -> str:
-    """The first two lines of a Markdown table."""
-    return f"{row(*columns)}\n{row(*('---' for _ in columns))}"
+    help = f"of {', '.join(choices)}; with commas".replace("%", "%%")
+    made.add_argument(name, type=some(choices), default=list(default), help=help)
 
 
 class Report:
     """What a program prints, line by line as it is known; kept where a file is asked for, with a document as JSON."""
 
     def __init__(self, out: Path | None) -> None:
-        self.document: dict[str, Any] = {"machine": describe()}
+        self.machine = describe()  # what it runs on, for more that is to be known of it
+        self.document: dict[str, Any] = {"machine": self.machine}
         self._out, self._lines = out, list[str]()
-        self.print(f"{self.machine['date']}: `{self.machine['command']}`\n\n{sentence(self.machine)}\n")
-
-    @property
-    def machine(self) -> dict[str, Any]:
-        """What it runs on, for more that is to be known of it."""
-        machine: dict[str, Any] = self.document["machine"]
-        return machine
+        machine = ", ".join(f"{key} {value}" for key, value in machine_facts(CPU).items())
+        self.print(f"{self.machine['date']}: `{self.machine['command']}`\n\n{machine}\n")
 
     def print(self, text: str) -> None:
         """A line or a table."""
@@ -93,22 +83,23 @@ class Report:
 
     def header(self, *columns: str) -> None:
         """The first two lines of a table."""
-        self.print(header(*columns))
+        self.row(*columns)
+        self.row(*("---" for _ in columns))
 
     def row(self, *cells: object, **values: Any) -> None:
         """A line of a table, and what the document has in it."""
         if values:
             self.document.setdefault("rows", []).append(values)
-        self.print(row(*cells))
+        self.print(f"| {' | '.join(map(str, cells))} |")
 
 
 @contextmanager
 def report(out: Path | None) -> Iterator[Report]:
-    """Errors of Convoy end the program with their sentence, and SIGTERM lets hosts and processes be cleaned up."""
+    """Errors end the program with their sentence, and SIGTERM lets hosts and processes be cleaned up."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield Report(out)
-    except ConvoyError as error:
+    except (ConvoyError, RankFailed) as error:
         raise SystemExit(f"{error}") from None
 
 
@@ -119,28 +110,9 @@ def say(text: str) -> None:
 
 def describe() -> dict[str, Any]:
     """Processor, cores, load, versions, command and date."""
-    versions = {}
-    for name in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    processors = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
-        "processor": (processors or [platform.machine()])[0],
-        "cores": len(os.sched_getaffinity(0)),
-        "load_before": round(os.getloadavg()[0], 2),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "versions": versions,
-    }
-
-
-def sentence(machine: dict[str, Any]) -> str:
-    """The same in one line."""
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    return f"{machine['cores']} cores of {machine['processor']}, Python {machine['python']}, {versions}"
+    facts = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(["python", *sys.argv])}
+    load, system = round(os.getloadavg()[0], 2), f"{platform.system()} {platform.release()}"
+    return {**facts, **machine_facts(CPU), "load_before": load, "system": system}
 
 
 def turns(sides: Mapping[str, T], rounds: int) -> Iterator[tuple[int, str, T]]:
@@ -171,6 +143,18 @@ def spread(values: Sequence[float], digits: int = 1) -> tuple[str, str]:
     return middle, f"{low}–{high}"
 
 
+@contextmanager
+def beside(code: str, *arguments: object) -> Iterator[None]:
+    """A Python program of its own, as long as the context lasts."""
+    command = (sys.executable, "-I", "-S", "-c", code, *map(str, arguments))
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
 def write_images(folder: Path, number: int, size: int) -> None:
     """Random grey pictures as files of MNIST's kind, which are kept in memory and need no decoding."""
     folder.mkdir()
@@ -184,10 +168,8 @@ def write_images(folder: Path, number: int, size: int) -> None:
 
 def run_convoy(*arguments: str, environment: Mapping[str, str] | None = None) -> str:
     """What the command says; a failure ends the benchmark with the command's own words."""
-    command = [sys.executable, "-m", "convoy", *arguments]
-    done = subprocess.run(
-        command, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False
-    )
+    command, variables = [*CONVOY, *arguments], {**os.environ, **(environment or {})}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"convoy {' '.join(arguments)}: {done.stderr.strip()[-2000:]}")
     return done.stdout + done.stderr
@@ -197,9 +179,8 @@ def train(
     model: str, data: Path, out: Path, updates: int, *flags: str, environment: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
     """The lines of training in the metrics of a `convoy train` without evaluations and checkpoints."""
-    settings = ["evaluate_every=100000ba", "checkpoint.every=100000ba"]
     command = ["train", model, "--data", str(data), "--out", str(out), "--epochs", f"{updates}ba"]
-    command += [part for setting in settings for part in ("--set", setting)]
+    command += ["--set", "evaluate_every=100000ba", "--set", "checkpoint.every=100000ba"]
     run_convoy(*command, *flags, environment=environment)
     return lines_of(out)
 

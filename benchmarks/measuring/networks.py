@@ -1,13 +1,14 @@
 """Networks that the package does not have: plans are tried on them that were tuned on none, and tables name some."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from convoy import models
+from convoy.models.resnet import DropPath
+from convoy.models.unet import UNet
 
 Size = int | tuple[int, int]
 Layers = list[nn.Module]
@@ -35,20 +36,6 @@ def conv(
 def head(channels: int, classes: int = 1000) -> Layers:
     """From images to logits."""
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)]
-
-
-class StochasticDepth(nn.Module):
-    """Leave out the branch of some samples (Huang et al., 2016), drawn as torchvision and timm do."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.p = p
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return x
-        kept = torch.empty(len(x), *[1] * (x.dim() - 1), dtype=x.dtype, device=x.device)
-        return x * kept.bernoulli_(1 - self.p).div_(1 - self.p)
 
 
 class Squeeze(nn.Module):
@@ -109,28 +96,22 @@ def mobilenet_v2(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
     return nn.Sequential(*layers, conv(inputs, 1280, 1, last=nn.ReLU6), *head(1280, num_classes))
 
 
-def resnext(
-    counts: Sequence[int], squeeze: bool = False, num_classes: int = 1000, in_channels: int = 3, groups: int = 32
-) -> nn.Module:
-    """ResNeXt (32x4d) of Xie et al. (2017), with squeeze and excitation if so said."""
+def resnext(middle_blocks: int = 6, squeeze: bool = False, num_classes: int = 1000, in_channels: int = 3) -> nn.Module:
+    """ResNeXt (32x4d) of Xie et al. (2017), 6 blocks in its third stage for 50 layers and 23 for 101, with squeeze and
+    excitation if so said."""
     layers: Layers = [conv(in_channels, 64, 7, 2), nn.MaxPool2d(3, 2, 1)]
     inputs = 64
-    for stage, count in enumerate(counts):
-        outputs, middle = 256 << stage, groups * 4 << stage
+    for stage, count in enumerate((3, 4, middle_blocks, 3)):
+        outputs, middle = 256 << stage, 128 << stage
         for block in range(count):
             stride = 2 if block == 0 and stage else 1
-            way: Layers = [conv(inputs, middle, 1), conv(middle, middle, 3, stride, groups=groups)]
+            way: Layers = [conv(inputs, middle, 1), conv(middle, middle, 3, stride, groups=32)]
             way.append(conv(middle, outputs, 1, last=None))
             way += [Squeeze(outputs, outputs // 16, nn.ReLU)] if squeeze else []
             shortcut = conv(inputs, outputs, 1, stride, last=None) if block == 0 else None
             layers.append(Residual(nn.Sequential(*way), shortcut, nn.ReLU()))
             inputs = outputs
     return nn.Sequential(*layers, *head(inputs, num_classes))
-
-
-def resnext50(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
-    """Images [N, in_channels, H, W] to logits [N, num_classes]."""
-    return resnext((3, 4, 6, 3), False, num_classes, in_channels)
 
 
 def efficientnet(
@@ -151,7 +132,7 @@ def efficientnet(
             squeeze = Squeeze(middle, (middle if wide else inputs) // 4, SILU)
             way = inverted(inputs, outputs, middle, size, step, SILU, [squeeze])
             if step == 1 and inputs == outputs:
-                way = Residual(nn.Sequential(way, *([StochasticDepth(0.2 * number / 16)] if drops else [])))
+                way = Residual(nn.Sequential(way, *([DropPath(0.2 * number / 16)] if drops else [])))
             layers.append(way)
             inputs, number = outputs, number + 1
     pool, flat, linear = head(channels(1280), num_classes)
@@ -175,7 +156,7 @@ class ConvNeXtBlock(nn.Module):
         self.norm = nn.LayerNorm(channels, eps=1e-6)
         self.perceptron = nn.Sequential(nn.Linear(channels, 4 * channels), nn.GELU(), nn.Linear(4 * channels, channels))
         self.scale = nn.Parameter(torch.full((channels, 1, 1), 1e-6))
-        self.drop = StochasticDepth(p)
+        self.drop = DropPath(p)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.perceptron(self.norm(self.depthwise(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
@@ -196,46 +177,6 @@ def convnext_t(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
         channels = out
     pool, flat, linear = head(768, num_classes)
     return nn.Sequential(*layers, pool, ChannelNorm(768, eps=1e-6), flat, linear)
-
-
-class UNet(nn.Module):
-    """Figure 1 of Ronneberger et al. (2015), padded so that the size stays, with a norm after each convolution.
-
-    Images [N, in_channels, H, W] to logits [N, num_classes, H, W]; H and W are multiples of 2 ** depth.
-    """
-
-    def __init__(
-        self, num_classes: int, in_channels: int, width: int, depth: int, groups: int = 0, convs: int = 2
-    ) -> None:
-        super().__init__()
-
-        def block(inputs: int, outputs: int) -> Iterator[nn.Module]:
-            for number in range(convs):
-                yield nn.Conv2d(outputs if number else inputs, outputs, 3, padding=1, bias=False)
-                yield nn.GroupNorm(groups, outputs) if groups else nn.BatchNorm2d(outputs)
-                yield RELU()
-
-        ways = list(pairwise(width * 2**level for level in range(depth + 1)))
-        self.stem = nn.Sequential(*block(in_channels, width))
-        self.down = nn.ModuleList(nn.Sequential(nn.MaxPool2d(2), *block(fine, coarse)) for fine, coarse in ways)
-        self.up = nn.ModuleList(nn.ConvTranspose2d(coarse, fine, 2, stride=2) for fine, coarse in reversed(ways))
-        self.joined = nn.ModuleList(nn.Sequential(*block(coarse, fine)) for fine, coarse in reversed(ways))
-        self.head = nn.Conv2d(width, num_classes, 1)
-
-    def forward(self, images: Tensor) -> Tensor:
-        scales = [self.stem(images)]
-        for down in self.down:
-            scales.append(down(scales[-1]))
-        x = scales.pop()
-        for up, joined in zip(self.up, self.joined, strict=True):
-            x = joined(torch.cat([scales.pop(), up(x)], 1))
-        logits: Tensor = self.head(x)
-        return logits
-
-
-def unet(num_classes: int = 10, in_channels: int = 3, width: int = 32, depth: int = 4, groups: int = 0) -> nn.Module:
-    """A U-Net with batch norm, or with group norm of so many groups; the paper's width is 64."""
-    return UNet(num_classes, in_channels, width, depth, groups)
 
 
 # Networks of published tables, of which only the shapes matter.
@@ -404,14 +345,14 @@ BUILT: dict[str, tuple[Made, int]] = {
     "inception-v4": (inception_v4, 299),
     "inception-bn": (inception_bn, 224),
     "inception-small": (inception_small, 28),
-    "resnext101": (partial(resnext, (3, 4, 23, 3)), 224),
-    "se-resnext101": (partial(resnext, (3, 4, 23, 3), True), 224),
+    "resnext101": (partial(resnext, 23), 224),
+    "se-resnext101": (partial(resnext, 23, True), 224),
     "efficientnet-b0": (partial(efficientnet, 1.0, 1.0), 224),
     "efficientnet-b4": (partial(efficientnet, 1.4, 1.8), 380),
     "efficientnet-wide-b0": (partial(efficientnet, 1.0, 1.0, True), 224),
     "efficientnet-wide-b4": (partial(efficientnet, 1.4, 1.8, True), 380),
     "ssd300": (Detector, 300),
-    "unet": (partial(UNet, 1, 3, 64, 5, convs=5), 192),
+    "unet": (partial(UNet, num_classes=1, width=64, depth=5, convs=5), 192),
     "alexnet-wide": (alexnet_wide, 227),
     "nin": (network_in_network, 227),
     "cifar": (partial(models.create, "resnet50-cifar"), 32),

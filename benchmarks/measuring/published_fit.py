@@ -18,7 +18,7 @@ import numpy as np
 from convoy.hardware.catalog import Device, device_named
 from convoy.hardware.data_parallel import Site, ring
 from convoy.hardware.speed import Array, Item, Software, Times, Work, arithmetic, times, units_of
-from measuring.published_rows import Row, family, lines, work
+from measuring.published_rows import Row, family, lines, number, work
 from measuring.published_schemes import several
 
 PRIORS_ONE = {"device ": 0.12, "framework ": 0.35, "bandwidth ": 0.3, "peak ": 0.5, "cudnn": 0.2}
@@ -58,24 +58,18 @@ def read_layers(folder: Path) -> list[Layers]:
         fw, fh, pw, ph, sw, sh = (int(row[f"{name}_{side}"]) for name in ("filter", "pad", "stride") for side in "wh")
         out = n * ((w + 2 * pw - fw) // sw + 1) * ((h + 2 * ph - fh) // sh + 1)
         item = Item("conv", out * k * c * fw * fh, n * c * w * h, out * k, k * c * fw * fh, fw * fh, c, k, 1)
-        ways = [_milliseconds(row[name]) for name in ("fwd_ms", "bwd_input_ms", "bwd_weight_ms")]
-        found.setdefault((names[row["gpu"]], precision), []).append((item, ways[0], ways[1] + ways[2]))
+        ways = [number(row[name]) for name in ("fwd_ms", "bwd_input_ms", "bwd_weight_ms")]
+        seconds = [math.nan if way is None else way / 1e3 for way in ways]
+        found.setdefault((names[row["gpu"]], precision), []).append((item, seconds[0], seconds[1] + seconds[2]))
     deep_bench = Software("deepbench", 7, False, True)
     layers = [_layers(name, precision, deep_bench, rows) for (name, precision), rows in found.items()]
     return [*layers, _profile(folder / "layer_profiles.csv")]
 
 
-def _milliseconds(text: str) -> float:
-    try:
-        return float(text) / 1e3
-    except ValueError:
-        return math.nan
-
-
 def _layers(name: str, precision: str, software: Software, rows: Sequence[tuple[Item, float, float]]) -> Layers:
     merged: dict[Item, tuple[Item, float, float]] = {row[0]: row for row in rows}
     forward, backward = (np.array([row[way] for row in merged.values()], dtype=np.float64) for way in (1, 2))
-    return Layers(device_named(name), precision, software, Work.of(merged, 0, 0, 0, 0, 1), forward, backward)
+    return Layers(device_named(name), precision, software, Work.of(list(merged), 0, 0, 0, 0, 1), forward, backward)
 
 
 def _profile(path: Path) -> Layers:
@@ -117,43 +111,38 @@ class Problem:
         """Residuals and their derivatives."""
         here = self.residuals(at)
         columns = []
-        for number in range(len(at)):
+        for place in range(len(at)):
             there = at.copy()
-            there[number] += 0.02
+            there[place] += 0.02
             columns.append((self.residuals(there) - here) / 0.02)
         return here, np.stack(columns, 1)
 
     def solve(self, steps: int = 8) -> tuple[Array, Array]:
         """The best coefficients for all rows, and the derivatives there."""
-        at = np.zeros(len(self.names))
-        slopes = np.zeros((0, 0))
-        for _ in range(steps):
+        at, slopes, longest = np.zeros(len(self.names)), np.zeros((0, 0)), math.inf
+        while steps and longest >= 0.01:
             here, slopes = self.jacobian(at)
-            move = self._move(at, here, slopes)
-            at = at + move * min(1.0, 1.0 / max(1e-9, float(np.abs(move).max())))
-            if np.abs(move).max() < 0.01:
-                break
+            at, longest = self._moved(at, here, slopes)
+            steps -= 1
         return at, slopes
 
     def without(self, group: int, start: Array, slopes: Array, steps: int = 3) -> Array:
         """The best coefficients without the rows of a source."""
-        keep = self.groups != group
-        if keep.all():
-            return start
-        at = start.copy()
-        for _ in range(steps):
-            move = self._move(at, self.residuals(at)[keep], slopes[keep])
-            at = at + move * min(1.0, 1.0 / max(1e-9, float(np.abs(move).max())))
-            if np.abs(move).max() < 0.005:
-                break
+        keep, at, longest = self.groups != group, start, math.inf
+        while steps and longest >= 0.005 and not keep.all():
+            at, longest = self._moved(at, self.residuals(at)[keep], slopes[keep])
+            steps -= 1
         return at
 
-    def _move(self, at: Array, here: Array, slopes: Array) -> Array:
+    def _moved(self, at: Array, here: Array, slopes: Array) -> tuple[Array, float]:
+        """One step further, and how far the coefficient that changes most would go."""
         # an error of several times the usual one is somebody's mistake: it votes less (Huber, 1964)
         robust = np.minimum(1.0, 2.5 / np.maximum(np.abs(here), 1e-9)) ** 0.5
         a, b = slopes * robust[:, None], here * robust
         ridge = np.asarray(1 / self.priors**2, dtype=np.float64)
-        return np.asarray(np.linalg.solve(a.T @ a + np.diag(ridge), -(a.T @ b + ridge * at)), dtype=np.float64)
+        move = np.asarray(np.linalg.solve(a.T @ a + np.diag(ridge), -(a.T @ b + ridge * at)), dtype=np.float64)
+        longest = float(np.abs(move).max())
+        return at + move * min(1.0, 1.0 / max(1e-9, longest)), longest
 
 
 def _prior(name: str, table: dict[str, float]) -> float:
@@ -188,7 +177,6 @@ def one_device(rows: Sequence[Row], layers: Sequence[Layers], sources: Sequence[
     names += sorted({f"bandwidth {one.device.generation}" for one in everywhere})
     names += sorted({f"device {one.device.name}" for one in everywhere})
     names += sorted({f"framework {one.software.framework}" for one in everywhere})
-    number = {source: place for place, source in enumerate(sources)}
     votes = np.array([copies[_alike(row)] ** -0.5 for row in used])
 
     def residuals(at: Array) -> Array:
@@ -207,7 +195,7 @@ def one_device(rows: Sequence[Row], layers: Sequence[Layers], sources: Sequence[
                 found.append(np.where(known, np.log(predicted / np.where(known, true, 1)), 0) * one.votes / 0.3)
         return np.concatenate(found)
 
-    groups = np.array([number[name(row)] for row in used] + [-1] * sum(2 * len(one.forward) for one in layers))
+    groups = np.array([sources.index(name(row)) for row in used] + [-1] * sum(2 * len(one.forward) for one in layers))
     return Problem(names, np.array([_prior(name, PRIORS_ONE) for name in names]), residuals, groups)
 
 
@@ -260,7 +248,6 @@ def several_devices(
     names += sorted({"link host" if through.search(link) else f"link {link}" for link in links})
     names += sorted({f"slower {row.software.framework}" for row, _ in used})
     names += sorted({f"feed {row.software.framework}" for row, _ in used if row.scheme.feed != "synthetic"})
-    number = {source: place for place, source in enumerate(sources)}
     votes = np.array([copies[_copy(row)] ** -0.5 for row, _ in used])
 
     def residuals(at: Array) -> Array:
@@ -275,7 +262,7 @@ def several_devices(
         sent = [math.log(sum(ring(one.size, one.count, one.site, factor)) / one.seconds) for one in collectives]
         return np.concatenate([np.array(found) * votes / 0.08, np.array(sent) * (30 / len(sent)) ** 0.5 / 0.08])
 
-    groups = np.array([number[name(row)] for row, _ in used] + [-1] * len(collectives))
+    groups = np.array([sources.index(name(row)) for row, _ in used] + [-1] * len(collectives))
     return Problem(names, np.array([_prior(name, PRIORS_SEVERAL) for name in names]), residuals, groups)
 
 

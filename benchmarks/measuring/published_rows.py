@@ -104,7 +104,7 @@ def read(path: Path) -> Iterator[Row]:
     rows, timed = list(lines(path)), path.parent / "scaling.csv"
     batches: dict[tuple[str, str, str], set[float]] = defaultdict(set)
     for row in lines(timed) if timed.exists() else rows:
-        if row["n_gpus"] == "1" and (images := _number(row["batch_per_gpu"])):
+        if row["n_gpus"] == "1" and (images := number(row["batch_per_gpu"])):
             batches[row["source"], row["model"], row["gpu"]].add(images)
     cards: dict[tuple[str, str], int] = {}
     for row in rows:
@@ -157,7 +157,7 @@ def _row(row: Columns, batches: Batches, cards: int) -> Row:
         network, refused = "alexnet", f"not one network: {row['model']}"
     if network == "alexnet":
         network = {"mxnet": "alexnet-wide", "theano": "alexnet-2012"}.get(framework, network)
-    images = _number(row["batch_per_gpu"]) or _usual_batch(row, network, device, precision)
+    images = number(row["batch_per_gpu"]) or _usual_batch(row, network, device, precision)
     return Row(
         key=tuple(row[key] for key in KEYS),
         network=network,
@@ -169,13 +169,14 @@ def _row(row: Columns, batches: Batches, cards: int) -> Row:
         count=count,
         site=_site(text, device, count),
         scheme=_scheme(text, row["scheme"]),
-        rate=_number(row.get("images_per_s", "")),
-        speedup=_number(row.get("speedup_vs_1", "")),
+        rate=number(row.get("images_per_s", "")),
+        speedup=number(row.get("speedup_vs_1", "")),
         refused=refused,
     )
 
 
-def _number(text: str | None) -> float | None:
+def number(text: str | None) -> float | None:
+    """In a cell; None where there is none."""
     try:
         return float(text or "")
     except ValueError:
@@ -224,9 +225,8 @@ def _site(text: str, device: Device, count: int) -> Site:
 
 def _scheme(text: str, words: str) -> Scheme:
     """How gradients were added, and what else bound the rate."""
-    found: dict[str, Any] = {"kind": "ring", "overlap": True, "fused": True, "itemsize": 4} | _first(
-        "schemes", text, {}
-    )
+    found: dict[str, Any] = {"kind": "ring", "overlap": True, "fused": True, "itemsize": 4}
+    found |= _first("schemes", text, {})
     found |= _together("exchanges", f"{text}\nkind: {found['kind']}")
     stages = re.search(r"PP n=(\d+) partitions, m=(\d+)", words)
     parts = int(stages[2]) if stages else 32 if found["kind"] == "pipeline" else 1

@@ -26,10 +26,9 @@ def several(one: Times, row: Row, given: Mapping[str, Coefficients], count: int 
     inside = between = exposed = slower = 0.0
     compiled = scheme.kind == "replicated" and row.software.compiled
     if count > 1 and scheme.kind != "none":
-        parameters = work(row.network).parameters
-        messages = (
-            max(1.0, parameters * scheme.itemsize / MESSAGE) if scheme.fused else float(work(row.network).tensors)
-        )
+        asked = work(row.network)
+        together = max(1.0, asked.parameters * scheme.itemsize / MESSAGE)
+        messages = together if scheme.fused else float(asked.tensors)
         inside, between = _exchange(row, count, messages, factor)
         exposed = inside + between
         if scheme.overlap and not compiled:

@@ -17,12 +17,10 @@ import torch.distributed as dist
 
 from convoy.bench import processes
 from convoy.bench.emulated import EmulatedDevice
-from convoy.bench.processes import RankFailed, Say
+from convoy.bench.processes import Say
 from convoy.errors import ConvoyError
-from convoy.resources import own_cores
+from convoy.resources import folders, own_cores
 from measuring import harness
-
-__all__ = ["Limits", "RankFailed", "bits_per_second", "memory_groups", "run_ranks"]
 
 PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "convoy", "lightning.fabric", "accelerate")
 ENVIRONMENT = {
@@ -30,15 +28,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
-_MEMORY = Path("/sys/fs/cgroup/memory")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a run may use."""
-
-    seconds: float = 600.0  # until it is ended
-    cgroups: tuple[Path, ...] = ()  # for each rank the control group that it joins, if it is to have one
 
 
 @dataclass(frozen=True)
@@ -64,21 +53,23 @@ def run_ranks(
     num: int,
     *args: Any,
     places: Sequence[EmulatedDevice] = (),
-    limits: Limits | None = None,
+    cgroups: Sequence[Path] = (),
+    seconds: float = 600.0,
     first_core: int = 0,
 ) -> list[Any]:
-    """What `function(*args)` returns on each of `num` ranks."""
+    """What `function(*args)` returns on each of `num` ranks, which join control groups if there are some, and are ended
+    after so many seconds."""
     os.environ.update(ENVIRONMENT)  # also of the server that forks them, which starts with the first call
-    limits, cores = limits or Limits(), own_cores()
+    cores = own_cores()
     limited = [
         _Place(
             cores[(first_core + rank) % len(cores)],
             places[rank] if places else None,
-            limits.cgroups[rank] if limits.cgroups else None,
+            cgroups[rank] if cgroups else None,
         )
         for rank in range(num)
     ]
-    return processes.run_ranks(_call, limited, function, args, seconds=limits.seconds, preload=PRELOAD)
+    return processes.run_ranks(_call, limited, function, args, seconds=seconds, preload=PRELOAD)
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], say: Say) -> Any:
@@ -103,15 +94,13 @@ def bits_per_second(num_bytes: int) -> float:
 def memory_groups(num: int, limit: int | None) -> Iterator[list[Path]]:
     """Control groups (Linux, version 1, root) for `num` processes, which are killed if they have more than the limit;
     gone when the context is left. By then the processes must have ended."""
-    lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines())
-    own = next((path for _, controllers, path in lines if "memory" in controllers.split(",")), None)
-    if own is None:
+    parent = next((folder for folder, version in folders("memory") if version == 1 and folder.is_dir()), None)
+    if parent is None:
         raise ConvoyError("the memory of a process cannot be limited here: that needs control groups version 1")
-    parent = _MEMORY / own.lstrip("/")
     made: list[Path] = []
     try:
         for number in range(num):
-            path = (parent if parent.is_dir() else _MEMORY) / f"convoy-{os.getpid()}-{number}"
+            path = parent / f"convoy-{os.getpid()}-{number}"
             try:
                 path.mkdir()
                 made.append(path)

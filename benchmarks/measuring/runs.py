@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from convoy.bench.emulated import EmulatedDevice
+from convoy.bench.processes import RankFailed
 from convoy.errors import ConvoyError
 from measuring import harness
 from measuring.cases import Case
-from measuring.ranks import Limits, RankFailed, run_ranks
+from measuring.ranks import run_ranks
 from measuring.sides import Arrangement, Side, Timing, try_arrangements
 
 SERIAL = "one device"
@@ -57,32 +58,28 @@ class Results:
         """The row of a side."""
         return next(row for row in self.rows if row.label == label)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        one = self.row(SERIAL).median
-        sides = [{**asdict(row), "median_s": row.median, "ratio": one / row.median} for row in self.rows]
-        return {**{key: value for key, value in vars(self).items() if key != "rows"}, "sides": sides}
-
-    def markdown(self) -> str:
-        """The table of the case."""
-        lines = [f"**{self.case}**: {self.network}, global batch {self.batch}", ""]
-        lines.append(harness.header("", "seconds an update", "ratio to one device", "min–max of the rounds", "how"))
+    def show(self, report: harness.Report) -> None:
+        """The tables of the case."""
         one = self.row(SERIAL)
+        sides = [{**asdict(row), "median_s": row.median, "ratio": one.median / row.median} for row in self.rows]
+        report.document.setdefault("cases", []).append({**vars(self), "rows": sides})
+        report.print(f"\n**{self.case}**: {self.network}, global batch {self.batch}\n")
+        report.header("", "seconds an update", "ratio to one device", "min–max of the rounds", "how")
         for row in self.rows:
             ratios = [alone / seconds for alone, seconds in zip(one.seconds, row.seconds, strict=False)]
             ends = f"{harness.spread(row.seconds, 3)[1]} s, ×{harness.spread(ratios, 2)[1]}"
-            ratio = f"{one.median / row.median:.2f}"
-            lines.append(harness.row(row.label, f"{row.median:.4f}", ratio, ends, row.arrangement))
+            report.row(row.label, f"{row.median:.4f}", f"{one.median / row.median:.2f}", ends, row.arrangement)
         if one.busy / self.share < QUIET:
             taken = 1 - one.busy / self.share
-            lines.append(f"\nOther programs took {taken:.0%} of the one device's core: measure again.")
-        lines += [f"\n{label}: skipped, {reason}" for label, reason in self.skipped.items()]
+            report.print(f"\nOther programs took {taken:.0%} of the one device's core: measure again.")
+        for label, reason in self.skipped.items():
+            report.print(f"\n{label}: skipped, {reason}")
         if rows := [row for row in self.rows if row.predicted is not None]:
-            lines += ["", harness.header("plan", "predicted s", "measured s", "error")]
-            figures = ((row.label, f"{row.predicted:.3f}", f"{row.median:.3f}", f"{row.error:+.1%}") for row in rows)
-            lines += [harness.row(*cells) for cells in figures]
-            lines.append(f"\nMean absolute error {statistics.mean(abs(row.error) for row in rows):.1%}.")
-        return "\n".join(lines)
+            report.print("")
+            report.header("plan", "predicted s", "measured s", "error")
+            for row in rows:
+                report.row(row.label, f"{row.predicted:.3f}", f"{row.median:.3f}", f"{row.error:+.1%}")
+            report.print(f"\nMean absolute error {statistics.mean(abs(row.error) for row in rows):.1%}.")
 
 
 @dataclass
@@ -102,7 +99,7 @@ class Runs:
 
     def one_device(self, keeps: bool) -> Arrangement:
         """The fastest arrangement of one device by itself."""
-        where: dict[str, Any] = {"places": self.places[:1] if keeps else (), "limits": Limits(self.seconds)}
+        where: dict[str, Any] = {"places": self.places[:1] if keeps else (), "seconds": self.seconds}
         seconds: dict[Arrangement, float] = run_ranks(try_arrangements, 1, self.case, keeps, **where)[0]
         for arrangement in seconds:
             self._note(f"{SERIAL}, {arrangement}", seconds[arrangement])
@@ -124,9 +121,7 @@ class Runs:
     def take_turns(self, sides: Sequence[Side], predicted: Callable[[Side], float | None] = lambda _: None) -> Results:
         """The rounds, beside what is predicted of the sides."""
         results = self.results
-        results.rows = [
-            Row(side.label, side.how, [], side.plan and str(side.plan), 1.0, predicted(side)) for side in sides
-        ]
+        results.rows = [Row(s.label, s.how, [], s.plan and str(s.plan), 1.0, predicted(s)) for s in sides]
         for number, label, side in harness.turns({side.label: side for side in sides}, self.rounds):
             timings = self._try(side, label, number, False) if label not in results.skipped else None
             if timings is not None:

@@ -5,10 +5,11 @@ A side is a way to train, as a user would write it: plain PyTorch on one device,
 """
 
 import contextlib
+import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,7 +32,8 @@ from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.network import network_of
 from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
-from convoy.planner.cost.costs import Costs
+from convoy.planner.cost.costs import Costs, Times
+from convoy.planner.cost.link import links_named
 from convoy.planner.cost.prediction import Scored
 from convoy.planner.planner import Question, make_plan, score
 from convoy.planner.store import ProfileStore
@@ -39,7 +41,7 @@ from convoy.planner.workload import Workload, workload_of
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import SCHEDULES
 from convoy.recipe.recipe import load_recipe
-from measuring import cases
+from measuring import cases, harness
 from measuring.cases import Case
 
 CPU = torch.device("cpu")
@@ -183,9 +185,8 @@ def batch(case: Case, arrangement: Arrangement) -> tuple[Tensor, Tensor]:
     return images.contiguous(memory_format=FORMATS[arrangement.channels_last]), labels
 
 
-def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """That of all sides."""
-    return SGD(parameters, lr=0.01, momentum=0.9)
+sgd = partial(SGD, lr=0.01, momentum=0.9)
+"""The optimizer of all sides."""
 
 
 def _serial(side: Side, case: Case) -> Update:
@@ -329,17 +330,18 @@ def try_arrangements(case: Case, keeps: bool = False) -> dict[Arrangement, float
         keep_freed_memory(CPU)
     sizes = [size for size in case.passes if size < case.batch] + [case.batch]
     first = sizes[min(1, len(sizes) - 1)]
-    found = {}
-    for channels_last in (True, False):
-        arrangement = Arrangement(channels_last, first).for_batch(case.batch)
-        found[arrangement] = _seconds(case, arrangement, first)
-    best = min(found.values())
-    formats = [one.channels_last for one, seconds in found.items() if seconds < 1.1 * best]
-    for channels_last in formats:
-        for size in sizes:
-            arrangement = Arrangement(channels_last, size).for_batch(case.batch)
-            if arrangement not in found:
-                found[arrangement] = _seconds(case, arrangement, size)
+    found: dict[Arrangement, float] = {}
+
+    def measure(channels_last: bool, size: int) -> None:
+        arrangement = Arrangement(channels_last, size).for_batch(case.batch)
+        if arrangement not in found:
+            found[arrangement] = _seconds(case, arrangement, size)
+
+    measure(True, first)
+    measure(False, first)
+    near = [one.channels_last for one, seconds in found.items() if seconds < 1.1 * min(found.values())]
+    for channels_last, size in itertools.product(near, sizes):
+        measure(channels_last, size)
     return found
 
 
@@ -349,14 +351,8 @@ def _seconds(case: Case, arrangement: Arrangement, size: int) -> float:
     update = updater(trained, *batch(case, arrangement), Arrangement(arrangement.channels_last))
     update()
     update()
-    start = time.perf_counter()
-    trained.optimizer.step()
-    step = time.perf_counter() - start
-    times = []
-    for _ in range(3 if size < 128 else 1):
-        start = time.perf_counter()
-        update()
-        times.append(time.perf_counter() - start)
+    step = harness.seconds_of(trained.optimizer.step)
+    times = [harness.seconds_of(update) for _ in range(3 if size < 128 else 1)]
     return (statistics.median(times) - step) * case.batch / size + step
 
 
@@ -409,10 +405,9 @@ def predict(
 
 
 def _workload(case: Case, arrangement: Arrangement, **options: Any) -> Workload:
-    images, _ = batch(case, arrangement)
     norm: Any = "microbatch" if case.microbatch else "sync"
     options |= {"name": case.name, "batch_norm": norm, "microbatch": case.microbatch}
-    return workload_of(build(case, arrangement), images, case.batch, **options)
+    return workload_of(build(case, arrangement), batch(case, arrangement)[0], case.batch, **options)
 
 
 def _predicted(name: str, best: Scored, case: Case, workload: Workload, costs: Costs) -> Predicted:
@@ -427,8 +422,9 @@ def _predicted(name: str, best: Scored, case: Case, workload: Workload, costs: C
     return Predicted(name, best.plan, best.seconds, best.passes if staged else 1, others)
 
 
-def stage_bytes(case: Case, plan: Plan, schedule: str, parts: int, costs: Costs) -> list[int]:
+def stage_bytes(case: Case, plan: Plan, schedule: str, parts: int) -> list[int]:
     """Bytes of weights, gradients, momentum and activations of each stage, as the planner predicts them."""
     workload: Workload = _workload(case, Arrangement(), passes=parts)
+    costs = Costs(lambda _: Times(), links_named("5gb/s", on_cpu=True)[0])
     found = score(replace(workload, schedules=(schedule,)), plan, costs, parts)  # type: ignore[arg-type]
     return [each.total for each in found.by_stage]

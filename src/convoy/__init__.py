@@ -8,7 +8,7 @@ A network becomes this rank's part of it by `parallelize`, and the training loop
 
 Beside it stand `plan` (the fastest plan for some devices, and why), `plan_on` (for devices that are not at hand),
 `save` and `load` (any plan to any other), `global_mean` and `penalty` (losses that are exact under every plan),
-`BatchSampler` and `evaluate`, and `load_run` for what `convoy train` has left. The guide is docs/your-own-loop.md.
+`BatchSampler` and `evaluate`. `train` is `convoy train` from Python; `load_run` its result. See docs/your-own-loop.md.
 """
 
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from convoy.late import lazily
 from convoy.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from convoy.cli.from_python import train as train
     from convoy.engine.parallelize import accumulate as accumulate
     from convoy.engine.parallelize import clip_grad_norm_ as clip_grad_norm_
     from convoy.engine.parallelize import explain as explain
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 # The public names by their modules: imported when they are first used, as `convoy --help` waits for neither them nor
 # torch.
 _NAMES = {
+    "cli.from_python": "train",
     "errors": "ConvoyError",
     "engine.parallelize": "accumulate clip_grad_norm_ explain forward_backward gradients local_samples parallelize",
     "engine.shards": "deferred",

@@ -80,9 +80,11 @@ def checksum(name: str) -> str:
 def check_own(name: str, file: Path, what: str = "function") -> None:
     """Refuse code that the file of a run or recipe names, as its `what`, where running it would run what is not the
     user's own: below the current folder, but in no installed package, as some have functions that run what they are
-    given."""
+    given. A network may also be one of Convoy's, timm's or torchvision's."""
     _add_current_folder()
-    origin = name.partition(":")[0]
+    origin, colon, _ = name.partition(":")
+    if what == "network" and (not colon or origin in ("timm", "torchvision")):
+        return
     is_file = origin.endswith(".py")
     for module in [origin] if is_file else accumulate(origin.split("."), "{}.{}".format):  # importing runs these
         spec = None

@@ -32,11 +32,19 @@ def own_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0), key=lambda core: (*_physical(core), core))
 
 
+_MOST_ON_A_CORE = 16
+
+
 def share(cores: Sequence[int], num_ranks: int, place: int, per_device: int | None) -> list[int]:
     """The cores of one of several ranks on a machine, which share `cores`: disjoint runs, evenly where `per_device` is
     None, or one core in turn where there are too few."""
     if per_device is None:
         per_device = len(cores) // num_ranks
+        if num_ranks > _MOST_ON_A_CORE * len(cores):  # their memory alone stalls a machine
+            raise ConvoyError(
+                f"{num_ranks} devices on {len(cores)} cores would compute in turns, more than {_MOST_ON_A_CORE} on a "
+                f"core: use at most {_MOST_ON_A_CORE * len(cores)}; {len(cores)} are as fast"
+            )
         if per_device == 0:
             return [cores[place % len(cores)]]
     elif per_device * num_ranks > len(cores):

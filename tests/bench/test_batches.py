@@ -16,12 +16,15 @@ from convoy.bench.batches import (
     BatchStudy,
     Search,
     agreement,
+    is_broken,
     next_rates,
     regimes,
 )
+from convoy.bench.branch import mean_loss
 from convoy.bench.jobs import Job, Outcome
 from convoy.errors import ConvoyError
 from convoy.recipe.recipe import load_recipe
+from convoy.run.records import MetricsLine
 from convoy.training.gradients import ADVICE
 
 BATCHES, NOISE = [32, 64, 128, 256, 512, 1024, 2048, 4096], 512
@@ -97,7 +100,11 @@ def test_the_best_rate_of_every_batch_is_found_and_the_study_goes_on(tmp_path: P
     new.save(tmp_path)
     (tmp_path / "a-branches").mkdir()
     (tmp_path / "a-branches" / "branches.json").write_text(json.dumps({"useful": 512}))
+    (tmp_path / "b-branches").mkdir()
+    (tmp_path / "b-branches" / "branches.json").write_text("{}")
     written = write_batches(tmp_path)
+    assert "b-branches/branches.json is damaged, and left out." in written.remarks
+    assert any("The target is of the test split" in line for line in written.remarks)
     page = written.report.read_text()
     for words in ("perfect scaling", "4 devices, predicted", "batches.csv"):
         assert words in page
@@ -105,6 +112,32 @@ def test_the_best_rate_of_every_batch_is_found_and_the_study_goes_on(tmp_path: P
     assert any(line.startswith("sgd: perfect scaling up to ") for line in written.remarks)
     (line,) = (line for line in written.remarks if "agree within a factor of two" in line)
     assert "512 by branches" in line and "768 by the gradient noise scale" in line
+
+
+def test_a_failure_that_says_nothing_of_the_rate_is_no_score(tmp_path: Path) -> None:
+    new, outcomes = study(tmp_path), dict[Path, Outcome]()
+    broken = Search(new, RECIPES, tmp_path, {}).jobs[0].out
+    (broken / "checkpoints").mkdir(parents=True)
+    outcomes[broken] = Outcome({}, "no space left on device")
+    run(new, tmp_path, outcomes)
+    assert {row.optimizer for row in new.rows} == {"lamb"} and len(new.rows) == len(BATCHES)
+    assert is_broken(outcomes[broken]) and (broken / "checkpoints").is_dir()
+
+
+def test_a_loss_over_lines_weighs_updates() -> None:
+    lines = [MetricsLine(split="train", step=n, epoch=n / 10, loss=loss) for n, loss in ((5, 9), (8, 1), (9, 3))]
+    assert mean_loss(lines, 0.5) == 1.5
+
+
+def test_a_batch_that_misses_the_target_is_said_to(tmp_path: Path) -> None:
+    new, outcomes = study(tmp_path), dict[Path, Outcome]()
+    run(new, tmp_path, outcomes)
+    of_sgd = [row for row in new.rows if row.optimizer == "sgd"]
+    of_sgd[-1].updates, of_sgd[-1].ends = math.inf, []
+    new.save(tmp_path)
+    written = write_batches(tmp_path)
+    assert BatchStudy.read(tmp_path).rows == new.rows and len(written.tables["batches"].rows) == len(new.rows) - 1
+    assert any("sgd did not reach the target at a batch of 4096" in line for line in written.remarks)
 
 
 def test_measures_that_differ_are_said_to(tmp_path: Path) -> None:

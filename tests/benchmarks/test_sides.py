@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from measuring.cases import STAGED, Case
-from measuring.ranks import Limits, run_ranks
+from measuring.ranks import run_ranks
 from measuring.sides import Arrangement, Side, train
 
 from convoy.plans.plan import Plan
@@ -22,12 +22,12 @@ def test_all_sides_do_the_same_updates() -> None:
     staged = [Side("", "convoy", plan=Plan.parse("stage=2"), parts=4, schedule="1f1b")]
     staged += [Side("", "torch", Arrangement(False), parts=4, schedule="gpipe", cuts=("up.1",))]
     for case, sides in ((TINY, passes), (UNET, staged)):
-        (serial,) = run_ranks(train, 1, Side("", "serial"), case, 0, limits=Limits(90))
+        (serial,) = run_ranks(train, 1, Side("", "serial"), case, 0, seconds=90)
         for side in sides:
-            timings = run_ranks(train, 1 if side.kind == "serial" else 2, side, case, 0, limits=Limits(90))
+            timings = run_ranks(train, 1 if side.kind == "serial" else 2, side, case, 0, seconds=90)
             if side.schedule:
                 timings = timings[-1:]
             losses = [sum(one.losses[update] for one in timings) / len(timings) for update in range(case.updates)]
             assert losses == pytest.approx(serial.losses, rel=1e-4), side
-    first, second = run_ranks(train, 2, Side("", "apart", samples=(6, 2)), UNET, 0, limits=Limits(90))
+    first, second = run_ranks(train, 2, Side("", "apart", samples=(6, 2)), UNET, 0, seconds=90)
     assert first.losses != second.losses

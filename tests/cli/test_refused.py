@@ -19,6 +19,7 @@ WITHOUT_TORCH = {
     "train lenet --deivces 2": "no such option --deivces: did you mean --device or --devices? see convoy train --help",
     f"{LENET} --plan smaple=2": "smaple is no strategy: did you mean sample?",
     f"{LENET} --out file/run --devices 2": "cannot write to",
+    f"{LENET} --devices 4096": "4096 devices on",
     "train mine:net:work.py --data mnist-mini --set batch=x": "batch is x",
     "train none --extend 8": "none holds no run, which --extend 8 needs: name a run's folder",
     "train none --extend 8 --resume": "--extend begins a new run, which convoy train NEW --resume goes on with",

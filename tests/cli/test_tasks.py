@@ -53,7 +53,9 @@ def test_every_command_trains_and_its_run_is_of_use(
         "loss.label_smoothing=0.1",
         "evaluation_views=2",
         "loss.name=mse",
-        "data.augment.function=mine.py:same",  # which would leave the masks where they are
+        "data.augment.function=mine.py:same",  # which would leave the masks where they are, as the next
+        "data.augment.trivial_augment=true",
+        "data.augment.rand_augment=n2-m9",
     ],
 )
 def test_what_a_task_cannot_have_is_refused(

@@ -1,10 +1,12 @@
 """Folders of pictures: which of them are splits, classes or neither, and which files are pictures."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from convoy.data import DataConfig, DataSet, open_data
+from convoy.data.dataset import difference
 from convoy.data.sources import split_of
 from convoy.errors import ConvoyError
 from data.made import encoded, names, opened, picture, write_folder
@@ -61,6 +63,12 @@ def test_three_splits_are_told_apart(tmp_path: Path) -> None:
     three = opened(make(tmp_path / "three", "train", "val", "test", classes=("a", "b"), num=4))
     assert (three.split, three.at_end().split) == ("validation", "test") and three.final is three.at_end().test
     assert [len(source) for source in (three.train, three.test, three.final or [])] == [8, 8, 8]
+    had = three.fingerprint
+    shutil.copytree(tmp_path / "three", tmp_path / "less", ignore=shutil.ignore_patterns("test"))
+    less = opened(tmp_path / "less").fingerprint
+    assert difference(less, had, later=True) == difference(less, had) == ("the number of final samples", "0", "8")
+    assert difference(had, had, later=True) is None and difference(had, less) is not None
+    assert difference(had, less, later=True) is None  # a run of before has not noted it
     two = opened(root := make(tmp_path / "two", "train", "test", classes=("a", "b"), num=10))
     assert (two.split, two.final, two.at_end()) == ("test", None, two)
     chosen = open_data(DataConfig(path=str(root)), selects=True)  # training samples are held out to choose by

@@ -78,3 +78,8 @@ def test_every_class_gives_its_share_to_what_is_held_out() -> None:
     assert held.sum() == round(125 * 0.1) and (np.abs(held - sizes * 0.1) < 1).all()
     first, again, other = (stratified_split(labels, 0.3, seed)[1].tolist() for seed in (1, 1, 2))
     assert first == again != other
+    parts = [stratified_split(labels, 0.1, 1, (part, 4)) for part in (1, 2, 3, 4)]
+    assert sorted(np.concatenate([test for _, test in parts])) == list(range(125))
+    for train, test in parts:
+        assert sorted([*train, *test]) == list(range(125))
+        assert (np.abs(np.bincount(labels[test], minlength=4) - sizes / 4) < 1).all()

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from convoy.data import DataConfig, pack
-from convoy.data.dataset import open_files
+from convoy.data.dataset import difference, open_files
 from convoy.data.packed import INDEX, Pack, PackOptions, damaged, unpack
 from convoy.errors import ConvoyError
 from data.made import (
@@ -51,6 +51,7 @@ def is_same(pack_folder: Path, source: Path, **options: Any) -> bool:
 def write_split(folder: Path) -> None:
     write_folder(folder / "train", ("a", "b"), num=8)
     write_folder(folder / "val", ("a", "b"), num=2)
+    write_folder(folder / "test", ("a", "b"), num=3)
 
 
 IN_MEMORY = {"augment": {"crop": "pad"}, "image_size": None}
@@ -71,11 +72,13 @@ def test_a_run_on_a_pack_sees_every_pixel_of_the_original_in_its_order(
     source, data = (opened(tmp_path / name) for name in ("source", "packed"))
     for fact in ("name", "classes", "image_size", "channels", "mean", "std", "resize"):
         assert getattr(data, fact) == getattr(source, fact)
-    assert data.test.labels.tolist() == source.test.labels.tolist()
+    assert difference(data.fingerprint, source.fingerprint, later=True) is None
+    for found, wanted in ((data, source), (data.at_end(), source.at_end())):
+        assert (found.split, found.test.labels.tolist()) == (wanted.split, wanted.test.labels.tolist())
     if kind != "split folder":
         return
     (tmp_path / "plain").mkdir()  # any reader of tars
-    for name in ("train-000000.tar", "test-000000.tar", "classes.txt"):
+    for name in ("train-000000.tar", "validation-000000.tar", "test-000000.tar", "classes.txt"):
         shutil.copy(tmp_path / "packed" / name, tmp_path / "plain" / name)
     assert opened(tmp_path / "plain").format == "webdataset" and is_same(tmp_path / "plain", tmp_path / "source")
     with tarfile.open(tmp_path / "plain" / "train-000000.tar") as tar:
@@ -119,7 +122,7 @@ def test_an_index_with_another_label_is_refused(copy: Path) -> None:
 def test_unpacking_gives_the_folder_back_under_the_originals_names(tmp_path: Path, whole: Path, photos: Path) -> None:
     back = tmp_path / "back"
     assert unpack(Pack.open(whole), back, None) == 21
-    for split, name, count in (("train", "train", 15), ("test", "val", 6)):
+    for split, name, count in (("train", "train", 15), ("validation", "val", 6)):
         files = [path for path in (back / split).rglob("*") if path.is_file()]
         assert len(files) == count
         for file in files:

@@ -39,6 +39,7 @@ MASKS = rows(*(f"{number}-mask.png" for number in range(6)))
     [
         (rows(*"aabbab"), "classification", ["a", "b"]),
         (rows(*"123120").replace("path,label\n", ""), "classification", ["0", "1", "2", "3"]),
+        (rows(*["b", "9" * 5000] * 3), "classification", ["9" * 5000, "b"]),
         (rows("a;b", "b", "", "c;a", "a", "c"), "multi-label", ["a", "b", "c"]),
         (rows("1", "2.5", "3", "4", "5", "-6"), "regression", ["label"]),
         (rows(*["1,2"] * 6).replace("label", "x,y"), "regression", ["x", "y"]),
@@ -65,6 +66,21 @@ def test_masks_go_where_their_pictures_go(crop: str, tmp_path: Path) -> None:
         there = batch.targets != 255
         assert torch.equal(batch.images[:, 0][there], 80 * batch.targets[there])
         assert (batch.images[:, 0][~there] == 0).all() and there.all() == (crop != "pad")
+    erasing = config(table, image_size=20, resize=24, channels=1, augment=augment | {"random_erasing": 1.0})
+    for batch, erased in zip(trained(section, batch=4), trained(erasing, batch=4), strict=True):
+        assert torch.equal(batch.targets, erased.targets) and not torch.equal(batch.images, erased.images)
+
+
+def test_an_absolute_path_is_of_the_picture_that_it_names(tmp_path: Path) -> None:
+    for place, grey in ("named", 10), ("other/pictures", 200):  # the latter is ../pictures of where the table lies
+        (tmp_path / place).mkdir(parents=True)
+        for number in range(3):
+            Image.new("L", (80, 80), grey).save(tmp_path / place / f"{number}.png")
+    table = write_table(tmp_path / "other" / "data", "")
+    table.write_text("\n".join(["path,label", *(f"{tmp_path}/pictures/{n}.png,{'aba'[n]}" for n in range(3))]))
+    (tmp_path / "pictures").symlink_to(tmp_path / "named")
+    (tmp_path / "link").symlink_to(table.parent)
+    assert open_data(config(tmp_path / "link")).train.load(0).getpixel((0, 0)) == 10
 
 
 SPLIT = "path,label,split\n0.png,a,train\n1.png,b,train\n2.png,a,val\n"
@@ -79,6 +95,11 @@ SPLIT = "path,label,split\n0.png,a,train\n1.png,b,train\n2.png,a,val\n"
         (SPLIT, {}, "line 3: no held-out row has the class 'b'"),
         (SPLIT + "3.png,b,val\n4.png,c,val\n", {}, "line 6: no training row has the class 'c'"),
         (SPLIT.replace("val", "later"), {}, "line 4: 'later' is no split"),
+        (SPLIT + "1.png,b,val\n./0.png,a,val\n", {}, "line 5: '1.png' is in val, and by line 3 in train"),
+        (rows("1.5", "1e38", "1e39"), {}, "line 4: '1e39' is beyond 3.4e+38, the largest number of float32"),
+        (rows("0-mask.png", "negative.tif"), {}, "negative.tif is a mask with the value -3"),
+        (rows("0-mask.png", "both.png"), {}, "are 0, 1, 2, 200, beside 255, which counts nowhere, but classes are"),
+        (rows("black.png", "black.png"), {}, "are 0, beside 255, which counts nowhere, but classes are numbered"),
         (rows("a", "b", ""), {"task": "classification"}, "line 4 has no label"),
         (rows("a", "b"), {"classes": ["a", "c"]}, "line 3: 'b' is none of data.classes"),
         (MASKS, {"classes": ["a", "b"]}, "0-mask.png has the value 2, but the classes are 0 to 1"),
@@ -95,7 +116,15 @@ def test_what_is_wrong_is_refused_in_a_sentence(
     table = write_table(tmp_path / "data", text)
     Image.new("L", (3, 2)).save(table.with_name("small.png"))
     Image.new("RGB", (40, 30)).save(table.with_name("color.png"))
+    Image.fromarray(np.array([[0, 200]], np.uint8).repeat(30, 0).repeat(20, 1)).save(table.with_name("both.png"))
+    Image.fromarray(np.array([[0, 255]], np.uint8).repeat(30, 0).repeat(20, 1)).save(table.with_name("black.png"))
+    Image.new("I", (40, 30), -3).save(table.with_name("negative.tif"))
     task = str(options.pop("task", "auto"))
     with pytest.raises(ConvoyError) as refused:
         open_data(DataConfig.model_validate({"path": str(table), **options}), task=task)
     assert words in str(refused.value)
+
+
+def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="classes names 'a' twice"):
+        config(tmp_path, classes=["a", "a", "b"])

@@ -9,7 +9,7 @@ from torch import nn
 
 from convoy.errors import ConvoyError
 from convoy.models import accepts, create
-from convoy.models.factory import check_own
+from convoy.own import check_own
 
 SOURCE = """
 import torch
@@ -117,12 +117,12 @@ def test_of_names_in_a_runs_file_only_the_users_own_are_trusted(
         for entry in [entry for entry in sys.modules if entry.startswith("convoy_own_")]:
             del sys.modules[entry]
         if name in TRUSTED:
-            check_own(name, run / "config.yaml")
+            check_own(name, run / "config.yaml", "network")
         else:
             with pytest.raises(ConvoyError, match=f"config.yaml names {name} as its network, .* give --trust-code"):
-                check_own(name, run / "config.yaml")
+                check_own(name, run / "config.yaml", "network")
         assert not (tmp_path / "mark").exists(), name
     monkeypatch.chdir(run)  # what lies in the run is not the user's own there, either
     with pytest.raises(ConvoyError, match="--trust-code"):
-        check_own("nets:net", Path("config.yaml"))
+        check_own("nets:net", Path("config.yaml"), "network")
     assert not (tmp_path / "mark").exists()

@@ -9,6 +9,7 @@ import pytest
 
 from convoy.recipe.recipe import check_names
 from convoy.run import trackers
+from convoy.run.directory import RunDirectory
 from training.scenarios import lines
 from whole_runs import recipe_of, train_here
 
@@ -103,6 +104,12 @@ def test_each_tracker_hears_every_line_once_over_a_stop_and_one_that_fails_stops
     assert [sentence for sentence in {*begun.said, *ended.said} if "fails" in sentence] == [
         "wandb fails (nobody answers): the training goes on, and it is tried again"
     ]
+
+
+def test_a_file_of_trackers_that_is_none_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "trackers.json").write_text("5")
+    with trackers.Trackers(RunDirectory(tmp_path), [], {}, print):
+        pass
 
 
 def test_a_tracker_that_is_not_installed_is_refused(data: Path) -> None:

@@ -17,10 +17,11 @@ from convoy.tasks.classification import Classification
 from convoy.tasks.multi_label import MultiLabel, average_precision
 from convoy.tasks.regression import Regression
 from convoy.tasks.segmentation import Segmentation
-from convoy.tasks.task import Task
+from convoy.tasks.task import Task, kept_of
 from convoy.training.evaluation import InputPipeline
 from ranks import run_ranks
 from training.scenarios import cores_as_before, session
+from whole_runs import train_here
 
 NUM, HELD_OUT = 24, 10
 PLANS = {"sample=2": ["parallel.shares=[3,1]"], "filter=2": [], "height=2": [], "stage=2": []}
@@ -109,6 +110,28 @@ def test_every_task_is_that_of_one_device(task: str, tmp_path: Path) -> None:
     assert off("sample=2", mistake=True) > 1e-5
 
 
+def digest(data: Path, out: Path, mistake: bool) -> str:
+    """Of the weights of a run with class weights; by a `mistake` their sum over pixels hangs on the devices."""
+    settings = {"model.name": "tasks.test_tasks:TinyUNet", "data.image_size": "16", "batch": "12", "epochs": "6ba"}
+    settings |= {"reproducible": "true", "data.augment.crop": "none", "data.workers": "0"}
+    settings |= {"loss.class_weights": "{'0': 0.3, '2': 1.7}"}
+    with ExitStack() as stack:
+        if mistake:
+            summed = lambda self, targets: self._pixel_weights(targets.long()).sum(dtype=torch.float64)  # noqa: E731
+            stack.enter_context(patch.object(Segmentation, "count", summed))
+            stack.enter_context(patch.object(Segmentation, "weighed", lambda self, count: count))
+        return train_here(data, out, settings).digest
+
+
+def test_class_weights_of_pixels_are_reproducible_to_the_last_bit(tmp_path: Path) -> None:
+    data = write_task(tmp_path / "data", "segmentation")
+    one, two, other = (
+        run_ranks(digest, num, data, tmp_path / f"{num}{mistake}", mistake)[0]
+        for num, mistake in ((1, False), (2, False), (2, True))
+    )
+    assert one == two != other
+
+
 def evaluated(task: Task, outputs: Tensor, targets: Tensor, num_parts: int) -> dict[str, float]:
     """The metrics of samples in batches of 3 at which some ranks take turns."""
     parts = [task.evaluation() for _ in range(num_parts)]
@@ -157,10 +180,16 @@ def test_class_weights_and_dice_have_their_formulas() -> None:
     terms = F.cross_entropy(logits, labels, reduction="none") * weights[labels]  # torch's mean differs with the parts
     torch.testing.assert_close((parts[0] + parts[1]) / 6, terms.mean())
     assert task.count(labels) is None
+    half = logits.bfloat16()
+    torch.testing.assert_close(task.loss(half, labels), task.loss(half.float(), labels), rtol=0, atol=0)
+    fine = Classification("abc", class_weights=torch.tensor([1.0039, 0.9961, 1.003], dtype=torch.float64))
+    torch.testing.assert_close(fine.loss(half, labels), fine.loss(half.float(), labels), rtol=0, atol=0)
     maps, masks = torch.randn(2, 3, 4, 4), torch.randint(0, 2, (2, 4, 4))
     chances, there = maps.softmax(1), F.one_hot(masks, 3).permute(0, 3, 1, 2)
     scores = 2 * (chances * there).sum((2, 3)) / (chances + there).sum((2, 3))
     wanted = 1 - scores[:, :2].mean()  # class 2 is nowhere
     torch.testing.assert_close(Segmentation("abc", loss_name="dice").loss(maps, masks), wanted)
     unlabelled = Segmentation("abc").loss(maps, torch.full((2, 4, 4), 255))
+    kept, _ = kept_of(maps, masks.byte())
+    assert kept.dtype == torch.uint8 and torch.equal(kept.long(), maps.argmax(1))
     assert unlabelled == 0 and Segmentation("abc").count(torch.full((2, 4, 4), 255)) == 0

@@ -17,6 +17,7 @@ from convoy.errors import ConvoyError
 from convoy.plans.compression import rounds_of
 from convoy.recipe.recipe import load_recipe
 from ranks import run_ranks
+from tasks.test_tasks import write_task
 from tiny import TinyPlain
 from training.scenarios import session
 
@@ -171,6 +172,21 @@ def plain(data: Path) -> dict[str, list[Tensor]]:
 SHARED = f"parallel.shares={list(SHARES)}"
 
 
+def test_until_its_start_averaging_is_exact_also_where_devices_have_other_numbers_of_pixels(tmp_path: Path) -> None:
+    data = write_task(tmp_path / "masks", "segmentation")
+    methods = {"exact": (), "post-local": (f"{LOCAL}2", f"{OUTER}start=8ba"), "local": (f"{LOCAL}2",)}
+    more = (
+        "model.name=tasks.test_tasks:TinyUNet",
+        "data.image_size=16",
+        "parallel.shares=[3,1]",
+        "batch=12",
+        "data.workers=0",
+    )
+    found, _ = run_ranks(trained, 2, data, methods, *more)
+    assert apart(found["post-local"], found["exact"]) < 1e-12
+    assert apart(found["local"], found["exact"]) > 1e-4
+
+
 def test_every_method_is_what_plain_pytorch_says(data: Path, plain: dict[str, list[Tensor]]) -> None:
     for found in run_ranks(trained, 2, data, METHODS, SHARED):
         distances = {name: apart(found[name], plain[name]) for name in METHODS}
@@ -252,7 +268,7 @@ def longest_update(data: Path, staleness: int, updates: int = 12) -> float:
     """Seconds of rank 0's longest update but the first two, while rank 1 stops for a while in one."""
     run = session(data, *BASE, f"{LOCAL}2", f"{OUTER}staleness={staleness}")
     step, seconds = run.step(), []
-    for update, batch in enumerate(run.batches(0, updates)):
+    for update, batch in enumerate(run.batches(0, UPDATES)):
         began = time.perf_counter()
         step(batch, update)
         if update == 4 and run.ranks.rank == 1:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.errors import ConvoyError, MachineError, TooLargeError
-from convoy.training import gradients
 from convoy.training.step import TrainingStep
 from ranks import run_ranks
 from training.scenarios import lines, refusals, store_of, summary
@@ -64,7 +63,7 @@ SKIP = {"model.name": "unfinite:Unfinite", "reproducible": "true", "epochs": "16
 def without_putting_back(data: Path, out: Path) -> Ended:
     """The running statistics keep what a bad update has put in."""
     with as_before() as patch:
-        patch.setattr(gradients.FiniteGuard, "restore", lambda self: None)
+        patch.setattr(TrainingStep, "_undoing", lambda self: lambda: None)
         return train_here(data, out, SKIP)
 
 
@@ -95,6 +94,12 @@ def test_the_end_says_where_it_began(data: Path, tmp_path: Path, num: int, plan:
         assert (" on rank 0 on host " in said) == (num > 1)
         assert said.endswith("(the newest checkpoint is of update 6)") and "(--set on_nan=skip)" in said
     assert stands(tmp_path / "run")[:2] == ("failed", said)
+
+
+def test_where_it_began_is_looked_for_with_the_same_layers_frozen(data: Path, tmp_path: Path) -> None:
+    settings = {"model.name": "tiny:TinyResidual", "optimizer.freeze": "[conv, 'block:20ba']", "optimizer.lr": "1e200"}
+    (said,) = refusals(data, tmp_path / "run", [settings | {"schedule.name": "constant", "schedule.warmup": "0ba"}])
+    assert said.startswith("the loss is nan in update 3, first in the output of layer head: ")
 
 
 def test_no_checkpoint_holds_what_is_not_finite(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_a_sampled_update_has_the_norms_of_the_gradients_of_its_samples(data: Pa
             gradients.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(plain.parameters()))]))
         small, big = (float(torch.stack(some).mean(0).square().sum()) for some in (gradients[:4], gradients))
         step = run.step()
-        step.noise = GradientNoise(1, run.division, run.ranks, {})
+        step.noise = GradientNoise(1, run.division, {})
         step(batch, 0)
     expected = dict(zip(("gradient_squared", "gradient_variance"), estimate(small, big, 4, 16), strict=True))
     assert step.noise.averages == pytest.approx(expected, rel=1e-9)
@@ -68,7 +68,7 @@ def sample(data: Path, settings: tuple[str, ...] = (), local: bool = False) -> d
         run = session(data, "model.name=tiny:TinyDouble", "microbatch=4", "optimizer.lr=0.01", *settings)
         run.model.train()
         step, averages = run.step(), dict[str, float]()
-        step.noise = GradientNoise(1, run.division, run.ranks, averages)
+        step.noise = GradientNoise(1, run.division, averages)
         for update, batch in enumerate(run.batches(0, 2)):
             step(batch, update)
         return averages

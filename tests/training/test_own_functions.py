@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from convoy.cli import main
 from convoy.data import DataConfig, open_data, training_batches
 from convoy.data.order import Order
-from training.scenarios import refusals
+from ranks import run_ranks
+from training.scenarios import refusals, summary
 from training.test_devices import distance, on_plan
-from whole_runs import train_here
+from whole_runs import as_before, train_here
 
 MINE = """
+import os
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -61,6 +65,22 @@ def first_wrong(outputs, targets):  # depends on the order of samples
 
 
 first_wrong.better = "lower"
+
+
+def of_process(outputs, targets):
+    return os.getpid()
+
+
+def drawn(outputs, targets):
+    return torch.rand(())
+
+
+def never(outputs, targets):
+    return float("nan")
+
+
+def images(outputs, targets):
+    return 0.5
 
 
 def noise(picture, rng):
@@ -112,6 +132,21 @@ def test_own_functions_train_and_measure_as_on_one_device(
         assert distance(tmp_path / "1", tmp_path / "serial") > 1e-6
 
 
+def test_all_ranks_go_on_by_the_same_value_of_a_metric(data: Path, tmp_path: Path, mine: Callable[[str], str]) -> None:
+    settings = {"epochs": "3ep", "metrics": f"[{mine('of_process')}]", "best": "of_process", "stop_after": "1ep"}
+    one, other = run_ranks(train_here, 2, data, tmp_path / "run", settings)
+    assert one.outcome.metrics == other.outcome.metrics
+
+
+def test_a_metric_without_a_value_chooses_nothing(data: Path, tmp_path: Path, mine: Callable[[str], str]) -> None:
+    command = f"train tiny:TinyNet --data {data} --batch 24 --epochs 3 --set threads=1 --set metrics=[{mine('never')}]"
+    with as_before():
+        assert main([*command.split(), *f"--best never --stop-after 1ep --out {tmp_path / 'run'}".split()]) == 0
+    ended = summary(tmp_path / "run")
+    assert (ended["status"], ended["steps"]) == ("finished", ended["total_steps"])
+    assert "never had no value in any evaluation: the last weights are delivered" in ended["notes"]
+
+
 def test_an_augmentation_is_the_same_with_any_number_of_workers(data: Path, mine: Callable[[str], str]) -> None:
     pictures = []
     for workers, function in ((0, "noise"), (2, "noise"), (0, None)):
@@ -135,6 +170,8 @@ def test_an_augmentation_is_the_same_with_any_number_of_workers(data: Path, mine
         ("loss.function", "failing", "failed with AttributeError"),
         ("loss.function", "focale", "has no 'focale': did you mean focal"),
         ("metrics", "noise", "the metric "),
+        ("metrics", "drawn", "the metric drawn of the same outputs was 0."),
+        ("metrics", "images", "images is a number in the metrics of classification already"),
         ("data.augment.function", "undetermined", "changes a picture otherwise each time"),
         ("data.augment.function", "as_floats", "gave float64 [28, 28, 1] for a picture, uint8 [28, 28, 1]"),
     ],

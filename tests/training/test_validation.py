@@ -7,6 +7,7 @@ import torch
 from convoy.run.directory import RunDirectory
 from convoy.training.state import delivered_weights
 from ranks import run_ranks
+from tiny import write_pictures
 from training.scenarios import Settings, lines, refusals, store_of, summary, weights
 from whole_runs import train_here
 
@@ -16,13 +17,14 @@ CHOSEN |= {"checkpoint.keep": "1", "schedule.name": "constant"}
 
 def test_the_best_weights_are_delivered_and_the_test_split_is_looked_at_once(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    ended = train_here(data, out, CHOSEN)
+    ended = train_here(data, out, CHOSEN | {"log_every": "5ba"})
     state = summary(out)
     scores = lines(out, "step", "macro_f1", split="validation")
     best = max(scores, key=lambda row: row[1])
     assert (state["best_step"], state["best"]) == tuple(best)
     assert state["steps"] == scores[-1][0] == best[0] + scores[0][0] < state["total_steps"]
     assert [row[0] for row in lines(out, "step", split="test")] == [state["steps"]]
+    assert lines(out, "step", split="train")[-1] == [state["steps"]] and state["steps"] % 5
     assert (state["split"], state["status"], state["num_train"]) == ("test", "finished", 86)
     assert state["metrics"]["top1"] == lines(out, "top1", split="test")[0][0] == ended.outcome.top1
     checkpoint = delivered_weights(store_of(out).load(best[0]))
@@ -46,9 +48,23 @@ def test_a_choice_goes_on_over_stops_on_other_devices(data: Path, tmp_path: Path
     assert train_here(data, parts, CHOSEN, True).digest == want.digest  # it is finished
 
 
+def test_where_the_best_weights_are_damaged_the_last_are_delivered(data: Path, tmp_path: Path) -> None:
+    train_here(data, out := tmp_path / "run", CHOSEN)
+    best, end = summary(out)["best_step"], summary(out)["steps"]
+    (shard,) = store_of(out).place(best).rglob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    (out / "weights.safetensors").unlink()
+    train_here(data, out, CHOSEN, resume=True)
+    assert any(f"step-{best:08d}, the best, is missing or damaged" in note for note in summary(out)["notes"])
+    last = delivered_weights(store_of(out).load(end))
+    assert all(torch.equal(tensor, last[name]) for name, tensor in weights(out).items())
+
+
 def test_a_metric_or_class_that_does_not_exist_is_refused_before_anything_is_written(
     data: Path, tmp_path: Path
 ) -> None:
+    (few,) = refusals(write_pictures(tmp_path / "few"), tmp_path / "run", [{"best": "top5", "data.image_size": "28"}])
+    assert few.endswith("of 3 classes has no top-5: best=top5 can be top1, macro_f1, loss"), few
     cases: list[Settings] = [{"best": "f2"}, {"loss.class_weights": "{kat: 2}"}, {"data.sampling": "{kat: 2}"}]
     unknown_metric, *unknown_classes = refusals(data, tmp_path / "run", cases)
     assert "classification has no metric 'f2': it has top1, top5, macro_f1, loss" in unknown_metric

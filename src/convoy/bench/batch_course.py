@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from convoy.bench.ask import GUESSES, Ask
-from convoy.bench.batches import LEAST, USUAL, BatchStudy, Search
+from convoy.bench.batches import LEAST, USUAL, BatchStudy, Search, is_broken
 from convoy.bench.jobs import Job, Jobs, Outcome
 from convoy.bench.measure import MeasurementTask, network_of
 from convoy.bench.processes import RankFailed, Say, reason_of, run_ranks
@@ -82,6 +82,9 @@ def study_batches(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
         study.save(ask.folder)
         jobs.say = say
         jobs.train(wanted)
+        if broken := [f"{out.name}: {outcome.failure}" for out, outcome in done.items() if is_broken(outcome)]:
+            which = f"{plural(len(broken), 'training')} failed, of which nothing follows for the rate"
+            raise ConvoyError(f"{which}; the same command tries again: {broken[0]}")
         if not study.reached():
             best = max(study.rows, key=lambda row: row.top1)
             why = f"the best was {best.top1:.2%} ({best.run})" if best.top1 else str(best.failure)

@@ -41,7 +41,7 @@ def write_batches(folder: Path) -> Written:
     records = [row.model_dump(exclude={"failure"}) | {"fewest": row.ends[0], "most": row.ends[-1]} for row in rows]
     table = Table([_cells(study, row) for row in rows], records, study.facts["model"])
     missing = list(_missing(study))
-    remarks = [line for line in (*_regimes(study), _agreement(study, folder), *_how(study)) if line]
+    remarks = [line for line in (*_regimes(study), *_agreement(study, folder), *_how(study)) if line]
     panels = [
         drawn(
             "updates", f"Updates to {target} test accuracy", partial(_over_batch, lines, "perfect scaling"), _NOTHING
@@ -53,18 +53,14 @@ def write_batches(folder: Path) -> Written:
         "name": "study of the batch",
         "title": units.shorten(study.facts["model"], 60),
         "subject": f"batches {', '.join(map(str, study.batches))}",
-        "status": "incomplete" if missing else "complete",
-        "status_kind": "warn" if missing else "good",
         "facts": [f"target {target}", str(study.machine.get("machine", ""))],
         "tiles": [Tile("Perfect scaling up to", str(batch), name) for name, batch in largest.items()],
-        "timed": False,
         "trained_lead": _LEAD,
         "trained_title": "Table",
         "trained_remarks": remarks,
         "missing": missing,
         "commands": study.commands,
         "machine": study.machine,
-        "cluster": "",
         "recipe": dump(study.facts["recipes"]).rstrip(),
     }
     report = render(folder, NAME, content, panels, {"batches.csv": table.csv()}, trained=table)
@@ -101,19 +97,28 @@ def _regimes(study: BatchStudy) -> Iterator[str]:
             yield f"{name}: {', '.join(f'{regime} up to {batch}' for regime, batch in largest.items())}."
 
 
-def _agreement(study: BatchStudy, folder: Path) -> str:
+def _agreement(study: BatchStudy, folder: Path) -> Iterator[str]:
     """What study, branches and noise scale say of the largest useful batch. Branches are those in the folder."""
-    branches = [json.loads(path.read_bytes())["useful"] for path in folder.glob("*/branches.json")]
+    branches = list[float]()
+    for path in sorted(folder.glob("*/branches.json")):
+        try:
+            branches.append(float(json.loads(path.read_bytes())["useful"]))
+        except (OSError, ValueError, LookupError, TypeError):
+            yield f"{path.parent.name}/{path.name} is damaged, and left out."
     scales = [row.noise_scale for row in study.rows if row.noise_scale]
     sizes = {"branches": branches, "the gradient noise scale": scales}
     medians = {name: statistics.median(numbers) if numbers else None for name, numbers in sizes.items()}
-    return agreement({"the study": study.critical()} | medians)
+    yield agreement({"the study": study.critical()} | medians)
 
 
 def _how(study: BatchStudy) -> Iterator[str]:
     tuned = "tuned by factors of two, from that of the neighboring batch, then of the square root of two"
     tuned = tuned if study.facts["tune"] else "by the optimizer's rule, not tuned"
     yield f"Rates are {tuned}. A training ends at {LONGEST:g} times the updates of the best rate so far."
+    yield (
+        "The target is of the test split at every evaluation, as time-to-accuracy is published; of a validation split "
+        "where the data have one, or data.validation_fraction holds one out."
+    )
     yield (
         "Time on one device is that of the training, without evaluations and checkpoints; on more it is divided by the "
         "speed-up that the planner predicts with assumed links."

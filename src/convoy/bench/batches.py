@@ -14,18 +14,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from convoy import units
 from convoy.bench.jobs import Job, Outcome
-from convoy.bench.records import Record, difference
-from convoy.errors import ConvoyError
-from convoy.files import write_text
+from convoy.bench.records import Record, StudyFile
 from convoy.recipe.optim import learning_rate, rate_factor
 from convoy.recipe.recipe import Recipe, load_recipe
 from convoy.recipe.schema import Duration
 from convoy.run.directory import RunDirectory
 from convoy.training.derived import resolve
+from convoy.training.gradients import ADVICE
 
 NAME = "batches.json"
 LONGEST = 2.0  # times the updates of the best rate so far, after which a training of another one ends
@@ -85,41 +84,14 @@ class BatchRow(Record):
     regime: str = ""
 
 
-class BatchStudy(Record):
+class BatchStudy(StudyFile):
     """The file of a study."""
 
-    model_config = ConfigDict(ser_json_inf_nan="constants")
-    facts: dict[str, Any]  # what all trainings share; they tell whether two studies can be in one folder
-    machine: dict[str, Any] = Field({})
-    commands: list[str] = Field([])
+    NAME, VERB = NAME, "convoy bench --batches"
     batches: list[int] = Field([])  # in rising order
     seeds: int = 1
     rows: list[BatchRow] = Field([])  # of which all is trained
     speedups: dict[int, dict[int, float]] = Field({})  # that the planner predicts: by batch, by devices
-
-    @staticmethod
-    def read(path: Path) -> "BatchStudy":
-        """The study in a file, or in the file that a folder has."""
-        if RunDirectory(path).is_run():
-            raise ConvoyError(f"{path} is a run, and no study of the batch: convoy bench --batches 32,64 makes one")
-        path = path / NAME if path.is_dir() else path
-        try:
-            return BatchStudy.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            raise ConvoyError(f"{path} is no study of convoy bench --batches, or damaged: name another") from error
-
-    @staticmethod
-    def open(folder: Path, facts: dict[str, Any]) -> "BatchStudy":
-        """The study that is in a folder, or a new one; a ConvoyError where there is another, or a run."""
-        if RunDirectory(folder).is_run():
-            raise ConvoyError(f"--out {folder} holds a training run, which a study would overwrite: give another --out")
-        study = BatchStudy.read(folder) if (folder / NAME).exists() else BatchStudy(facts=facts)
-        if unlike := difference(study.facts, facts):
-            raise ConvoyError(f"{folder / NAME} is of a study with {unlike}: give another --out, or remove it")
-        return study
-
-    def save(self, folder: Path) -> None:
-        write_text(folder / NAME, self.model_dump_json() + "\n")
 
     def reached(self, optimizer: str | None = None) -> list[BatchRow]:
         """The rows with the target, of one optimizer or of the one that needs fewest updates at each batch."""
@@ -196,7 +168,8 @@ class Search:
         def trained(place: int, seed: int = 0) -> Outcome | None:
             fewest = min((number for kind, number in scores.values() if kind == 0), default=expected)
             limit = longest if fewest == math.inf else max(2 * every, math.ceil(LONGEST * fewest))
-            return self._trained(recipe, rate_at(guess, place), seed, limit, every)
+            outcome = self._trained(recipe, rate_at(guess, place), seed, limit, every)
+            return None if outcome is not None and is_broken(outcome) else outcome  # says nothing of the rate
 
         while places := next_rates(scores) if tune else [0][len(scores) :]:
             outcomes = {place: trained(place) for place in places}
@@ -249,6 +222,11 @@ class Search:
 def rate_at(guess: float, place: int) -> float:
     """A rate, to four digits."""
     return float(f"{guess * 2 ** (place / 2):.4g}")
+
+
+def is_broken(outcome: Outcome) -> bool:
+    """Whether a training failed by something else than its rate."""
+    return outcome.failure is not None and ADVICE not in outcome.failure
 
 
 def _score(outcome: Outcome, place: int) -> Score:

@@ -1,6 +1,8 @@
 """The next stretch of a run in several batches: up to which the loss over samples stays what it is with small ones."""
 
 import statistics
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from convoy.recipe.recipe import load_recipe
 from convoy.recipe.schema import Duration
 from convoy.report.run_directory import read_metrics
 from convoy.run.directory import RunDirectory
+from convoy.run.records import MetricsLine
 from convoy.training.derived import resolve
 from convoy.training.gradients import ADVICE
 from convoy.training.resume import check_extension
@@ -60,6 +63,12 @@ def branches_of(run: Path, batches: list[int], epochs: float, at: int | None, fo
     return step, jobs
 
 
+def mean_loss(lines: Sequence[MetricsLine], after: float) -> float:
+    """That of the updates in lines after some epochs: each is the mean of those since the line before it."""
+    late = [pair for pair in pairwise(lines) if pair[1].loss is not None and (pair[1].epoch or 0) > after]
+    return statistics.fmean((line.loss or 0.0 for _, line in late), (line.step - before.step for before, line in late))
+
+
 def train_branches(run: Path, jobs: list[Job], epochs: float, runner: Jobs) -> dict[str, Any]:
     """Train all branches, and compare them by the mean training loss over the last half of the stretch, which are the
     same samples in all and more of them than a test has; None where the rate was too high."""
@@ -67,9 +76,7 @@ def train_branches(run: Path, jobs: list[Job], epochs: float, runner: Jobs) -> d
     for job in jobs:
         failure, loss = outcomes[job.out].failure, None
         if failure is None:
-            lines = read_metrics(job.out / "metrics.jsonl").train
-            middle = job.recipe.epochs.value - epochs / 2
-            loss = statistics.fmean(line.loss for line in lines if line.loss is not None and (line.epoch or 0) > middle)
+            loss = mean_loss(read_metrics(job.out / "metrics.jsonl").train, job.recipe.epochs.value - epochs / 2)
         elif ADVICE not in failure:
             raise ConvoyError(f"{job.out.name} was not trained: {failure}")
         row = {"batch": job.recipe.batch, "rate": job.recipe.optimizer.lr, "loss": loss}

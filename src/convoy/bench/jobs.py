@@ -87,8 +87,8 @@ class Jobs:
             while True:
                 jobs = {job.out: job for job in wanted(outcomes)}
                 waiting = [job for out, job in jobs.items() if out not in outcomes and out not in running]
-                if kept := {job.out: outcome for job in waiting if (outcome := _kept(job)) is not None}:
-                    outcomes |= kept
+                if earlier := {job.out: outcome for job in waiting if (outcome := kept(job.out)) is not None}:
+                    outcomes |= earlier
                     continue  # which may say more
                 for job in waiting:
                     if not self._start(job, running):
@@ -142,9 +142,9 @@ class Jobs:
             outcomes[out] = Outcome(RunDirectory(out).summary(), failure)
 
 
-def _kept(job: Job) -> Outcome | None:
-    """The outcome of a training that ended in an earlier call, for good."""
-    summary = RunDirectory(job.out).summary()
+def kept(out: Path) -> Outcome | None:
+    """The outcome of a training that ended in an earlier call, or on another host, for good."""
+    summary = RunDirectory(out).summary()
     failure = str(summary.get("error")) if summary.get("status") == "failed" else None
     if summary.get("status") == "finished" or (failure is not None and ADVICE in failure):
         return Outcome(summary, failure)

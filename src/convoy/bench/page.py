@@ -87,6 +87,8 @@ def render(
     trained: Table | None = None,
 ) -> Path:
     """Write the page of a study, whose file has a name, its pictures and its tables into its folder."""
+    status, kind = ("incomplete", "warn") if content["missing"] else ("complete", "good")
+    content = {"timed": False, "cluster": "", "status": status, "status_kind": kind, **content}
     files = {key: text.encode() for key, text in texts.items()}
     downloads = [Download.of(key, raw) for key, raw in {name: (folder / name).read_bytes(), **files}.items()]
     figures = []

@@ -6,7 +6,7 @@ Ranks return these records, and tables, sentences and pages are computed from th
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,9 +22,43 @@ COMPUTE, COMMUNICATION, INPUT, OPTIMIZER = "compute", "communication", "input", 
 
 
 class Record(BaseModel):
-    """A part of the file; keys that this version does not know are passed over."""
+    """A part of the file; keys that this version does not know are passed over. Numbers may be infinite, or none."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan="constants")
+
+
+class StudyFile(Record):
+    """The file of a study whose rows are computed anew from the run directories beside it."""
+
+    NAME: ClassVar[str]
+    VERB: ClassVar[str]
+    facts: dict[str, Any]  # what all trainings share; they tell whether two studies can be in one folder
+    machine: dict[str, Any] = Field({})
+    commands: list[str] = Field([])
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The study in a file, or in the file that a folder has."""
+        if RunDirectory(path).is_run():
+            raise ConvoyError(f"{path} is a run, and no study: {cls.VERB} makes one")
+        path = path / cls.NAME if path.is_dir() else path
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise ConvoyError(f"{path} is no study of {cls.VERB}, or damaged: name another") from error
+
+    @classmethod
+    def open(cls, folder: Path, facts: dict[str, Any]) -> Self:
+        """The study that is in a folder, or a new one; a ConvoyError where there is another, or a run."""
+        if RunDirectory(folder).is_run():
+            raise ConvoyError(f"--out {folder} holds a training run, which a study would overwrite: give another --out")
+        study = cls.read(folder) if (folder / cls.NAME).exists() else cls(facts=facts)
+        if unlike := difference(study.facts, facts):
+            raise ConvoyError(f"{folder / cls.NAME} is of a study with {unlike}: give another --out, or remove it")
+        return study
+
+    def save(self, folder: Path) -> None:
+        write_text(folder / self.NAME, self.model_dump_json() + "\n")
 
 
 Seconds = Annotated[float, AfterValidator(lambda value: round(value, 9))]

@@ -13,16 +13,18 @@ from collections.abc import Sequence
 
 import click
 
-import convoy
 from convoy.cli.options import HELP, LazyGroup, is_verbose
 from convoy.errors import ConvoyError, MachineError
 from convoy.failure import Failure, Kind, has_agent, leave_word, place_of
 from convoy.terminal import LOST, brief, printable, shortened, write_to_any
+from convoy.version import __version__
 
 VERBS = {
     "train": ("convoy.cli.train", "Train a network and write a report."),
     "plan": ("convoy.cli.plan", "Find the fastest plan for a network on some devices, and say why."),
     "bench": ("convoy.cli.bench", "Measure how training scales over devices and plans, beside other tools."),
+    "trials": ("convoy.cli.trials:trials", "Try values of the recipe in short trainings, one a device."),
+    "folds": ("convoy.cli.trials:folds", "Cross-validate: train without each part of the data in turn."),
     "branch": ("convoy.cli.branch", "Train the next stretch of a run with several batches, and compare."),
     "launch": ("convoy.cli.launch", "Train on several hosts: commands, or a job for Slurm or Kubernetes."),
     "doctor": ("convoy.cli.doctor", "Say what holds a training back, and which change would help most."),
@@ -42,7 +44,7 @@ VERBS = {
     verbs=VERBS,
     context_settings={**HELP, "max_content_width": 110},
 )
-@click.version_option(convoy.__version__, prog_name="convoy")
+@click.version_option(__version__, prog_name="convoy")
 def convoy_command() -> None:
     """Train convolutional networks, with the same result on every number of devices.
 
@@ -81,7 +83,7 @@ def _run(arguments: Sequence[str]) -> int:
     except ConvoyError as error:
         return _fail(str(error), 1 if isinstance(error, MachineError) else 2, arguments)
     except click.ClickException as error:
-        return _fail(_usage(error), 2, arguments)
+        return _fail(usage(error), 2, arguments)
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", 1, arguments)
     except Exception as error:
@@ -109,7 +111,8 @@ def _fail(sentence: str, status: int, arguments: Sequence[str]) -> int:
     return status
 
 
-def _usage(error: click.ClickException) -> str:
+def usage(error: click.ClickException) -> str:
+    """A sentence on what was typed wrong."""
     if isinstance(error, click.NoSuchOption):
         near = f"did you mean {' or '.join(sorted(error.possibilities))}? " if error.possibilities else ""
         end = f" {error.ctx.command_path} --help" if error.ctx is not None else " --help"

@@ -1,7 +1,9 @@
 """`convoy bench`: how training scales over the devices at hand, as a table and a report."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -82,24 +84,27 @@ def command(arguments: Sequence[str], /, as_json: bool, **values: Any) -> int:
         from convoy.bench.batch_page import write_batches
         from convoy.bench.course import measure
         from convoy.bench.page import write_files
-        from convoy.progress import ConsoleReporter
+
+    work, write = (measure, write_files) if ask.batches is None else (study_batches, write_batches)
+    return study(partial(work, ask), write, ask.folder, as_json)
+
+
+def study(work: Callable[..., Any], write: Callable[..., Any], folder: Path, as_json: bool, most: Any = None) -> int:
+    """Do the work of a study, write what came of it, and say it, with so many lines of a table at most."""
+    from convoy.progress import ConsoleReporter
 
     console = Console(stderr=True, highlight=False)
     try:
         with options.sigterm_as_interrupt(), ConsoleReporter(console) as reporter:
-            work = measure if ask.batches is None else study_batches
-            work(ask, reporter.prepare, lambda text: console.print(text, markup=False, soft_wrap=True))
+            work(reporter.prepare, lambda text: console.print(text, markup=False, soft_wrap=True))
     except KeyboardInterrupt:
-        click.echo(f"convoy: stopped; {ask.folder} keeps what was measured, the same command goes on", err=True)
+        click.echo(f"convoy: stopped; {folder} keeps what was measured, the same command goes on", err=True)
         return 1
-    written = (write_files if ask.batches is None else write_batches)(ask.folder)
+    written = write(folder)
     if as_json:
         tables = {name: table.records for name, table in written.tables.items()}
         click.echo(json.dumps({**tables, "remarks": written.remarks}, indent=2, allow_nan=False))
         return 0
-    for line in (line for table in written.tables.values() for line in table.lines()):
-        click.echo(line)
-    for sentence in written.remarks:
-        click.echo(sentence)
-    click.echo(f"report: {written.report}")
+    lines = (line for table in written.tables.values() for line in table.lines()[:most])
+    click.echo("\n".join([*lines, *written.remarks, f"report: {written.report}"]))
     return 0

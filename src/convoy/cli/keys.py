@@ -11,7 +11,6 @@ from convoy import own
 from convoy.documents import parse
 from convoy.errors import ConvoyError
 from convoy.files import expanded
-from convoy.late import waiting_for
 from convoy.recipe.recipe import Recipe, load_recipe
 from convoy.recipe.schema import field_at, number_type
 
@@ -109,13 +108,6 @@ def loaded(
 
 def check_own(recipe: Recipe, file: str | None, typed: Collection[str]) -> None:
     """Refuse code from elsewhere that a file names; what the command line names is the user's will."""
-    if file is None:
-        return
-    if ":" in recipe.model.name and not {"model", "model.name"} & set(typed):
-        with waiting_for("loading PyTorch"):
-            from convoy.models.factory import check_own  # with torch, for which no mistake is to wait
-
-        check_own(recipe.model.name, expanded(file))
-    for key, name in recipe.own_code().items():
-        if not any(f"{key}.".startswith(f"{option}.") for option in typed):
-            own.check_own(name, expanded(file))
+    for key, name in {"model.name": recipe.model.name, **recipe.own_code()}.items():
+        if file is not None and not any(f"{key}.".startswith(f"{option}.") for option in typed):
+            own.check_own(name, expanded(file), "network" if key == "model.name" else "function")

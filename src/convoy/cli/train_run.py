@@ -1,5 +1,6 @@
 """Runs `convoy train`: as one of several ranks, as what starts them, or alone; and prints how it goes."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,8 @@ def _answer(outcome: Outcome, ranks: Ranks, verbose: bool) -> int:
     if outcome.comparison is not None and outcome.comparison.update.predicted_s is not None:
         comparison = outcome.comparison
         say(comparison_text(comparison) if verbose else headline(comparison))
-    result = metric_in_words(outcome.best_metric, outcome.metrics[outcome.best_metric]).replace("top-1", "accuracy")
+    value = outcome.metrics.get(outcome.best_metric)
+    result = metric_in_words(outcome.best_metric, math.nan if value is None else value).replace("top-1", "accuracy")
     console.print(f"{outcome.split} {result}", style="bold")
     if ranks.rank == 0:
         folder = RunDirectory(out)

@@ -114,7 +114,7 @@ class BatchMaker:
             for planes, sample in zip(images, filled.samples.tolist(), strict=False):
                 self.own(planes, epoch, sample)
         if epoch is not None and (probability := self.geometry.augment.random_erasing):
-            erase(images, filled.samples, probability, self.seed, epoch)
+            erase(images[:, : self.channels], filled.samples, probability, self.seed, epoch)
         return filled
 
     def _filled(self, images: NDArray[np.uint8], samples: NDArray[np.int64], epoch: int | None) -> Filled:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -201,6 +202,7 @@ class DataConfig(_Section):
         "it has none)",
     )
     split_seed: int | None = Field(None, ge=0, lt=2**63, description="seed of that split (0)")
+    fold: tuple[int, int] | None = Field(None, description="[K, N]: hold out and evaluate part K of N (convoy folds)")
     repeats: int = Field(
         1,
         ge=1,
@@ -217,6 +219,8 @@ class DataConfig(_Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
+        if self.fold and (not 1 <= self.fold[0] <= self.fold[1] != 1 or self.validation_fraction is not None):
+            raise ValueError(f"fold is [K, N], K from 1 to N > 1, without validation_fraction, not {list(self.fold)}")
         if (self.mean is None) != (self.std is None):
             raise ValueError("mean and std belong together: give both or neither")
         if self.mean is not None and self.std is not None:
@@ -228,6 +232,8 @@ class DataConfig(_Section):
                 raise ValueError(f"mean and std have {len(self.mean)} numbers, but channels={self.channels}")
             if min(self.std) <= 0:
                 raise ValueError(f"std must be above 0, not {list(self.std)}")
+        if twice := [name for name, number in Counter(self.classes or ()).items() if number > 1]:
+            raise ValueError(f"classes names {twice[0]!r} twice: give each class a name of its own")
         if self.test is not None and self.train is None:
             raise ValueError(f"test={self.test} needs train, which says what to train on beside it")
         # Here, too, as a data set may take minutes to open, and a job is queued before that.

@@ -98,7 +98,7 @@ def open_data(
             "set data.path to the folder or file that holds all of them"
             + "".join(f" ({note})" for note in contents.notes)
         )
-    selects = selects and contents.validation is None and contents.test is not None
+    selects = config.fold is not None or (selects and contents.validation is None and contents.test is not None)
     has_split = contents.test is not None or contents.validation is not None
     if has_split and not selects and config.split_seed is not None and config.validation_fraction is None:
         raise ConvoyError(
@@ -114,7 +114,7 @@ def open_data(
     train, final = contents.train, contents.test
     if config.validation_fraction is not None or selects or (contents.test is None and contents.validation is None):
         train, test = _split(contents, config, notes)
-        final = contents.test or contents.validation
+        final = contents.test or contents.validation if config.fold is None else None  # which folds do not look at
     elif contents.validation is not None:
         test = contents.validation
     else:
@@ -165,13 +165,14 @@ _MARKS = {
 
 def difference(data: Mapping[str, Any], other: Mapping[str, Any], later: bool = False) -> tuple[str, str, str] | None:
     """The first difference between two fingerprints, in words, and the values on both sides where these say anything.
-    With `later`, a run goes on with `data`, which may have become a pack, and some of whose pictures may be mended."""
+    With `later`, a run goes on with `data`, which may have become a pack, some of whose pictures may be mended, and on
+    whose final test split it may have noted nothing."""
     same_format = data["format"] == other["format"]
     if not same_format and not later:
         return "the format", data["format"], other["format"]
     for key in _MARKS if same_format else ("samples", "labels"):
-        for split in ("training", "test", *({"final"} & {*data} & {*other})):
-            mark, other_mark = data[split].get(key), other[split].get(key)
+        for split in ("training", "test", *({"final"} & {*other, *(() if later else data)})):
+            mark, other_mark = data.get(split, {}).get(key), other.get(split, {}).get(key)
             is_mended = later and key == "sizes" and 2 * num_changed(mark, other_mark) <= len(other_mark)
             if mark != other_mark and not is_mended:
                 numbers = [f"{number or 0:,}" if key == "samples" else "" for number in (mark, other_mark)]
@@ -336,14 +337,14 @@ def _split(contents: Opened, config: DataConfig, notes: list[str]) -> tuple[Sour
     fraction = config.validation_fraction or DEFAULT_VALIDATION_FRACTION
     seed = config.split_seed if config.split_seed is not None else DEFAULT_SPLIT_SEED
     source = contents.train
-    if len(source) < 2:
-        raise ConvoyError(
-            f"{contents.name} has only {len(source)} picture: it cannot be split into training and validation"
-        )
-    train, test = stratified_split(source.labels, fraction, seed)
+    if len(source) < (config.fold or (1, 2))[1]:
+        raise ConvoyError(f"{contents.name} has too few pictures to hold some out for validation: it has {len(source)}")
+    train, test = stratified_split(source.labels, fraction, seed, config.fold)
     settings = f"(validation_fraction {fraction:g}, split_seed {seed})"
     last = contents.test or contents.validation
-    if last is None:
+    if config.fold is not None:
+        notes.append(f"fold {config.fold[0]} of {config.fold[1]} (split_seed {seed}): {len(test)} samples are held out")
+    elif last is None:
         held_out = f"{len(test)} of its {len(source)} samples are held out for validation"
         notes.append(f"{contents.name} has no split of its own: {held_out} {settings}")
     else:

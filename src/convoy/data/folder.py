@@ -22,11 +22,12 @@ _MOST_NAMES = 5
 
 
 class FolderSource(EncodedSource):
-    """Picture files below one folder, named relative to it."""
+    """Picture files, named relative to one folder; others, by absolute paths."""
 
     def __init__(self, root: Path, files: list[str], labels: NDArray[np.int64]) -> None:
         self._root = str(root)
-        self._files = SharedBytes(os.fsencode(file[len(self._root) :].lstrip(os.sep)) for file in files)
+        above = os.path.join(self._root, "")  # noqa: PTH118
+        self._files = SharedBytes(os.fsencode(file.removeprefix(above)) for file in files)
         self.labels = labels
 
     def name(self, sample: int) -> str:

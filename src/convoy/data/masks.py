@@ -27,8 +27,9 @@ def read_mask(source: EncodedSource, sample: int, ignored: int = UNLABELLED) -> 
         values = np.asarray(image)
     except (OSError, ValueError, SyntaxError) as error:
         raise BadImage(name, f"is a mask that cannot be read ({error})") from None
-    if values.size and int(values.max()) > UNLABELLED:
-        raise BadImage(name, f"is a mask with the value {int(values.max())}: classes are numbered from 0 to 254")
+    for value in (int(values.max(initial=0)), int(values.min(initial=0))):
+        if not 0 <= value <= UNLABELLED:
+            raise BadImage(name, f"is a mask with the value {value}: classes are numbered from 0 to 254")
     values = values.astype(np.uint8)
     return values if ignored == UNLABELLED else np.where(values == ignored, np.uint8(UNLABELLED), values)
 
@@ -43,10 +44,10 @@ def cut_mask(
     return UNLABELLED - (piece[:, ::-1] if mirror else piece)
 
 
-def check_masks(source: Source, classes: Sequence[str] | None, ignored: int, progress: Progress | None) -> int:
-    """The number of classes in the masks of a source; a ConvoyError names the first that has another size than its
-    picture, or values beyond the `classes`."""
-    masks, number = source.masks, 0
+def check_masks(source: Source, classes: Sequence[str] | None, ignored: int, progress: Progress | None) -> set[int]:
+    """The classes in the masks of a source; a ConvoyError names the first that has another size than its picture, or
+    values beyond the `classes`."""
+    masks, found = source.masks, set[int]()
     assert masks is not None
     for sample in range(len(source)):
         try:
@@ -58,13 +59,13 @@ def check_masks(source: Source, classes: Sequence[str] | None, ignored: int, pro
                 f"{masks.name(sample)} has {mask.shape[1]}×{mask.shape[0]} pixels, but its picture "
                 f"{source.name(sample)} has {size[0]}×{size[1]}: a mask has the size of its picture"
             )
-        largest = int(mask[mask != UNLABELLED].max(initial=0))
-        if classes is not None and largest >= len(classes):
+        values = set(np.flatnonzero(np.bincount(mask.ravel(), minlength=UNLABELLED)[:UNLABELLED]).tolist())
+        if classes is not None and (largest := max(values, default=0)) >= len(classes):
             raise ConvoyError(
                 f"{masks.name(sample)} has the value {largest}, but the classes are 0 to {len(classes) - 1}: name "
                 "more in data.classes, or say which value counts nowhere (data.ignore_index)"
             )
-        number = max(number, largest + 1)
+        found |= values
         if progress and (sample % 500 == 0 or sample == len(source) - 1):
             progress("looking at the masks", sample + 1, len(source))
-    return number
+    return found

@@ -126,14 +126,15 @@ class Order:
 
 
 def stratified_split(
-    labels: NDArray[np.int64], fraction: float, seed: int
+    labels: NDArray[np.int64], fraction: float, seed: int, fold: tuple[int, int] | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Indices to train on and to hold out, both ascending; at least one sample in each. Samples are lined up class by
     class, shuffled within a class, and every (1/fraction)-th is held out: of n samples n·fraction, rounded up or
-    down."""
+    down. With a fold of (k, n) it is every n-th from the k-th on, so that each sample is in one of n folds."""
     num = len(labels)
     num_test = min(max(round(num * fraction), 1), num - 1)
     line = np.lexsort((keys(seed, Purpose.SPLIT, 0, np.arange(num)), labels))
     place = np.arange(num, dtype=np.int64)
-    held_out = (place + 1) * num_test // num > place * num_test // num
+    every = (place + 1) * num_test // num > place * num_test // num
+    held_out = every if fold is None else place % fold[1] == fold[0] - 1
     return np.sort(line[~held_out]), np.sort(line[held_out])

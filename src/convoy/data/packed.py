@@ -1,9 +1,9 @@
 """Packs, which `convoy data pack` writes: what they are on disk, and how they are read, verified and unpacked.
 
-A pack is a folder of `train-000000.tar`, …, and `test-000000.tar`, … (`data-000000.tar`, … where the data set has no
-split of its own), which any reader of WebDataset takes, `classes.txt`, and `index.safetensors`: where every picture
-lies, its label, checksum and name. Samples have the numbers that they have in the original, so a run sees them in the
-same order.
+A pack is a folder of `train-000000.tar`, …, and the like of `validation` and `test` (`data-000000.tar`, … where the
+data set has no split of its own), which any reader of WebDataset takes, `classes.txt`, and `index.safetensors`: where
+every picture lies, its label, checksum and name. Samples have the numbers that they have in the original, so a run sees
+them in the same order.
 
 A picture is one `pread`, where Parquet reads a row group of a hundred or more. The index is written last. Until then
 the folder `.packing` says what is being packed, and keeps what is known of the shards that are complete, so that a pack
@@ -17,7 +17,7 @@ import tempfile
 import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,7 +39,8 @@ from convoy.terminal import printable
 INDEX, UNFINISHED = "index.safetensors", ".packing"
 VERSION = 1
 # Names in shards and index. `data` is of an original without a split, so that readers see no split in the name.
-SPLITS = (["train", "test"], ["data"])
+WHOLE = "data"
+SPLITS = ([WHOLE], ["train", "test"], ["train", "validation"], ["train", "validation", "test"])
 MASKS = "_masks"  # behind the name of a split: its masks, which are packed as pictures are
 PER_SHARD = 2048
 
@@ -114,7 +115,7 @@ class Pack(BaseModel, frozen=True):
     classes: list[_Name]  # by label
     task: str = "classification"
     options: PackOptions
-    statistics: dict[str, Statistics]  # by split: train and test, or data
+    statistics: dict[str, Statistics]  # by split, as `SPLITS` has them
     shards: dict[str, int]  # sizes in bytes, by name
     index: dict[str, int]  # CRC-32 of the arrays in the index, by name
 
@@ -206,8 +207,10 @@ class Pack(BaseModel, frozen=True):
 
     def contents(self) -> Opened:
         note = f"{shown(self.path)} is {self}; its samples come in the order of the original"
-        sources, side = [self.source(split) for split in self.splits], self.options.short_side
-        return Opened(self.name, self.classes, *sources, notes=(note,), short_side=side, task=self.task)
+        first, *others = self.splits
+        held_out, side = {split: self.source(split) for split in others}, self.options.short_side
+        contents = Opened.of(self.name, self.classes, {"train": self.source(first), **held_out}, (note,))
+        return replace(contents, short_side=side, task=self.task)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ Columns go by their names in the first row (`path`, `label`, and `split` where t
 import csv
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ TABLE = "labels.csv"  # in a folder
 SEPARATOR = ";"  # of the labels of a picture
 _PATHS = ("path", "image", "file", "filename", "file_name", "picture")
 _LABELS = ("label", "labels", "class", "mask", "target")
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,13 @@ def open_table(path: Path, config: DataConfig, progress: Progress | None, task: 
     columns, rows = _rows(table)
     kind = _kind(table, columns, rows) if task == "auto" else task
     root = table.parent
+    first_rows = dict[Path, _Row]()
     for row in rows:
+        if (other := first_rows.setdefault(root / row.path, row)).split != row.split:
+            raise ConvoyError(
+                f"{_place(table, row)}: {brief(row.path)!r} is in {row.split}, and by line {other.line} in "
+                f"{other.split}: take one of them out"
+            )
         for name in (row.path, row.labels[0]) if kind == "segmentation" else (row.path,):
             if not (root / name).is_file():
                 where = f"paths are relative to {shown(root)}"
@@ -62,8 +69,15 @@ def open_table(path: Path, config: DataConfig, progress: Progress | None, task: 
         _check_classes(table, kind, train, part)
     parts = [_source(root, kind, names, part) if part else None for part in by_split.values()]
     if kind == "segmentation":
-        number = max(check_masks(part, config.classes, config.ignore_index, progress) for part in parts if part)
-        names = names or [str(value) for value in range(max(number, 2))]
+        found = set().union(*(check_masks(one, config.classes, config.ignore_index, progress) for one in parts if one))
+        number = max(found, default=0) + 1
+        if not names and (number < 2 or not {*range(number)} <= found | {config.ignore_index}):
+            there = ", ".join(map(str, sorted(found))) or "none"
+            raise ConvoyError(
+                f"{shown(table)}: the values in the masks are {there}, beside {config.ignore_index}, which counts "
+                "nowhere, but classes are numbered 0, 1, 2, …: write them so, or name all in data.classes"
+            )
+        names = names or [str(value) for value in range(number)]
     first, validation, test = parts
     assert first is not None
     return Opened(table.parent.name or table.stem, names, first, test, validation=validation, task=kind)
@@ -165,13 +179,16 @@ def _names(table: Path, kind: str, columns: Sequence[str], rows: Sequence[_Row],
             return list(config.classes)
         if not labels:
             raise ConvoyError(f"{shown(table)} has no labels: write them behind the paths")
-        return sorted(labels, key=lambda label: (0, int(label), "") if label.isdecimal() else (1, 0, label))
+        digits = {label: label.lstrip("0") for label in labels if label.isdecimal()}  # int() takes 4,300 of them
+        return sorted(labels, key=lambda x: (0, len(digits[x]), digits[x]) if x in digits else (1, 0, x))
     if kind == "segmentation":
         return list(config.classes or ())
     for row in rows:
         for label in row.labels:
-            if _number(label) is None:
-                raise ConvoyError(f"{_place(table, row)}: {brief(label)!r} is no number, as regression needs: mend it")
+            number = _number(label)
+            if number is None or abs(number) > _LARGEST:
+                what = "no number" if number is None else f"beyond {_LARGEST:.3g}, the largest number of float32"
+                raise ConvoyError(f"{_place(table, row)}: {brief(label)!r} is {what}, as regression needs: mend it")
     names = list(config.classes or columns)
     if len(names) != len(columns):
         raise ConvoyError(f"data.classes names {len(names)} outputs, but {shown(table)} has {len(columns)}")
@@ -193,14 +210,14 @@ def _check_classes(table: Path, kind: str, train: Sequence[_Row], test: Sequence
 
 
 def _source(root: Path, kind: str, names: Sequence[str], rows: Sequence[_Row]) -> FolderSource:
-    def files(paths: Sequence[str]) -> list[str]:
-        return [f"{root}{os.sep}{os.path.relpath(path, root) if path.startswith(os.sep) else path}" for path in paths]
+    def files(paths: Iterable[str]) -> list[str]:
+        return [os.path.join(root, path) for path in paths]  # noqa: PTH118 (names are to stay as they are written)
 
     numbers = {name: number for number, name in enumerate(names)}
     labels = np.zeros(len(rows), np.int64)
     if kind == "classification":
         labels = np.array([numbers[row.labels[0]] for row in rows], np.int64)
-    source = FolderSource(root, files([row.path for row in rows]), labels)
+    source = FolderSource(root, files(row.path for row in rows), labels)
     if kind == "multi-label":
         source.values = np.zeros((len(rows), len(names)), np.float32)
         for place, row in enumerate(rows):
@@ -208,7 +225,7 @@ def _source(root: Path, kind: str, names: Sequence[str], rows: Sequence[_Row]) -
     elif kind == "regression":
         source.values = np.array([[float(label) for label in row.labels] for row in rows], np.float32)
     elif kind == "segmentation":
-        source.masks = FolderSource(root, files([row.labels[0] for row in rows]), labels)
+        source.masks = FolderSource(root, files(row.labels[0] for row in rows), labels)
     return source
 
 

@@ -10,14 +10,12 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from convoy import own
 from convoy.errors import ConvoyError, reason
 from convoy.graph.capture import unwrapped
 from convoy.models.registry import REGISTRY, ModelInfo, Registered, UnknownOptionError, check_name
@@ -239,13 +237,6 @@ class Factory:
 
     def function(self) -> Callable[..., Any]:
         return function_of(self.name, "a function or class that returns an nn.Module")
-
-
-def check_own(name: str, file: Path) -> None:
-    """Refuse a network that the file of a run or recipe names where building it would run code that is not the user's
-    own."""
-    if isinstance(find(name), Factory):
-        own.check_own(name, file, "network")
 
 
 def _check_sizes(name: str, model: nn.Module, request: Mapping[str, int | None]) -> None:

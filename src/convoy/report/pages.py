@@ -14,11 +14,11 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from PIL import Image
 
-import convoy
 from convoy import units
 from convoy.errors import ConvoyError
 from convoy.report import axes
 from convoy.terminal import printable
+from convoy.version import __version__
 
 LARGEST = 256  # pictures are shown at about 130 pixels; twice that is sharp on every screen
 
@@ -153,7 +153,7 @@ def render(template: str, styles: Sequence[str], scripts: Sequence[str], **conte
     assert loader is not None
     style, code = ("\n".join(loader.get_source(environment, name)[0] for name in names) for names in (styles, scripts))
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
-    content = {"over": "", "version": convoy.__version__, **content}
+    content = {"over": "", "version": __version__, **content}
     return environment.get_template(template).render(
         content,
         style=Markup(style),

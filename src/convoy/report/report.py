@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup, escape
 
-import convoy
 from convoy import units
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
@@ -24,6 +23,7 @@ from convoy.report.run_directory import Run, column, read_run
 from convoy.run.records import EvaluationFile, StageRecord
 from convoy.tasks.metric import metric_name, palette
 from convoy.terminal import printable
+from convoy.version import __version__
 
 MOST_BAD_IMAGES = 200
 LARGEST_MATRIX = 20  # more classes than this are not readable as a table on a page
@@ -106,7 +106,7 @@ def _content(run: Run) -> dict[str, Any]:
         },
         "restarts": _restarts(run),
         "download": Download.of("metrics.jsonl", run.metrics.raw) if run.metrics.raw else None,
-        "version": _text(run.environment.get("convoy")) or convoy.__version__,
+        "version": _text(run.environment.get("convoy")) or __version__,
     }
 
 

@@ -103,7 +103,7 @@ class _MLflow:
         self._client.set_terminated(self._id, ends.get(status, "KILLED"))
 
 
-class _Trackio:
+class _Trackio(_WandB):
     def __init__(self, run: Path, identity: str, parameters: Mapping[str, Any]) -> None:
         import trackio
 
@@ -111,9 +111,6 @@ class _Trackio:
         off = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         name = f"{run.name}-{identity}"  # by which it is resumed
         self._run = trackio.init(project, name=name, resume="allow", config=dict(parameters), **off)
-
-    def send(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
 
     def end(self, status: str, summary: Mapping[str, Any]) -> None:
         self._run.log({f"summary/{key}": value for key, value in summary.items()}, step=summary.get("steps"))
@@ -134,7 +131,8 @@ class Trackers:
         self._file = run.path / "trackers.json"
         self._state: dict[str, Any] = {"run": uuid.uuid4().hex[:8], "sent": {}}
         with suppress(OSError, ValueError):
-            self._state |= json.loads(self._file.read_text(encoding="utf-8"))
+            kept = json.loads(self._file.read_text(encoding="utf-8"))
+            self._state |= kept if isinstance(kept, dict) else {}
         self._read = dict.fromkeys(names, 0)  # bytes of the metrics that were looked at
         self._writing, self._ending = threading.Lock(), threading.Event()
         self._threads = {

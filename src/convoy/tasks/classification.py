@@ -1,9 +1,8 @@
 """A network that classifies pictures: its outputs are logits, of which the largest is its answer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -12,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.data import Batch
-from convoy.files import write_atomically
 from convoy.run import records
 from convoy.tasks.metric import LOSS, Metric
-from convoy.tasks.task import Evaluation, Task, precise, to_image
+from convoy.tasks.task import Evaluation, Task, of_classes, precise
 
 
 @dataclass
@@ -118,13 +116,10 @@ class ClassificationEvaluation(Evaluation):
 
     def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
         """Name, samples, precision and recall of each class: 0 to 1, None where there is nothing to divide."""
-        hits_of, samples_of, answers_of = (
-            x.tolist() for x in (self.confusion.diagonal(), self.confusion.sum(1), self.confusion.sum(0))
-        )
         return [
             {"class": name, "samples": samples, "precision": hits / answers if answers else None}
             | {"recall": hits / samples if samples else None}
-            for name, hits, samples, answers in zip(classes, hits_of, samples_of, answers_of, strict=True)
+            for name, (hits, samples, answers) in zip(classes, of_classes(self.confusion), strict=True)
         ]
 
     def calibration(self) -> list[records.CalibrationBin]:
@@ -135,26 +130,19 @@ class ClassificationEvaluation(Evaluation):
             for images, hits, total in bins
         ]
 
-    def save(self, run: Path, classes: list[str], name: Callable[[int], str]) -> dict[str, Any]:
-        """Write the pictures of the mistakes and return what goes into `evaluation.json`."""
-        (run / "mistakes").mkdir(exist_ok=True)
-        rows = []
-        for index, mistake in enumerate(self.mistakes):
-            picture = f"mistakes/{index:02d}.png"
-            write_atomically(run / picture, partial(to_image(mistake.picture).save, format="PNG"))
-            row = {key: getattr(mistake, key) for key in ("sample", "label", "predicted", "probability")}
-            rows.append(records.Mistake(name=name(mistake.sample), picture=picture, **row))
-        return records.EvaluationFile.model_construct(
-            classes=classes,
-            confusion=self.confusion.tolist(),
-            metrics={**self.metrics()},
-            images=self.num_images,
-            top1=self.top1,
-            top5=self.top5,
-            loss=self.loss,
-            mistakes=rows,
-            calibration=self.calibration(),
-        ).model_dump()
+    def _to_show(self) -> dict[str, Any]:
+        def record(wrong: WrongAnswer) -> Any:
+            row = {key: getattr(wrong, key) for key in ("sample", "label", "predicted", "probability")}
+            return partial(records.Mistake, **row)
+
+        return {
+            "per_class": [],  # they follow from the table
+            "confusion": self.confusion.tolist(),
+            "top1": self.top1,
+            "top5": self.top5,
+            "mistakes": [(wrong.sample, wrong.picture, record(wrong)) for wrong in self.mistakes],
+            "calibration": self.calibration(),
+        }
 
     def _add(self, batch: Batch, outputs: Tensor) -> tuple[float, float]:
         num_classes, logits, labels = len(self.confusion), outputs.cpu(), batch.targets

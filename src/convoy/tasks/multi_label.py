@@ -1,7 +1,7 @@
 """A network that says which of some labels a picture has, none or several: its outputs are logits, one for each."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from convoy.data import Batch
 from convoy.tasks.metric import LOSS, Metric
-from convoy.tasks.task import Evaluation, Task, in_turn, precise
+from convoy.tasks.task import Evaluation, Task, precise
 
 
 @dataclass
@@ -45,23 +45,17 @@ class MultiLabel(Task):
 
 @dataclass
 class MultiLabelEvaluation(Evaluation):
-    """Precision over all samples needs all of their probabilities: they are kept, by batch."""
+    """Precision over all samples needs all of their probabilities."""
 
     threshold: float
-    probabilities: list[Tensor] = field(default_factory=list)
-    targets: list[Tensor] = field(default_factory=list)
 
     task: ClassVar[str] = "multi-label"
+    keeps: ClassVar[bool] = True
 
     def _add(self, batch: Batch, outputs: Tensor) -> tuple[float, float]:
         logits = outputs.cpu()
-        self.probabilities.append(logits.sigmoid())
-        self.targets.append(batch.targets > 0.5)
         loss = F.binary_cross_entropy_with_logits(logits, batch.targets.to(logits.dtype), reduction="sum")
         return loss.item() / logits.shape[1], len(logits)
-
-    def _merged(self, parts: Sequence["MultiLabelEvaluation"]) -> dict[str, Any]:
-        return {name: in_turn([getattr(part, name) for part in parts]) for name in ("probabilities", "targets")}
 
     def _metrics(self) -> dict[str, float]:
         rows = self.per_class(())
@@ -77,9 +71,9 @@ class MultiLabelEvaluation(Evaluation):
 
     def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
         """Samples with the label, average precision, F1, precision and recall: None where nothing is to divide."""
-        if not self.targets:
+        if (kept := self._all_kept()) is None:
             return []
-        probabilities, targets = torch.cat(self.probabilities), torch.cat(self.targets)
+        probabilities, targets = kept[0].sigmoid(), kept[1] > 0.5
         answers = probabilities >= self.threshold
         rows = []
         for number, (scores, present, answer) in enumerate(zip(probabilities.T, targets.T, answers.T, strict=True)):

@@ -11,6 +11,7 @@ from convoy.data.loader import batch_maker
 from convoy.errors import ConvoyError, reason
 from convoy.own import function_of
 from convoy.recipe.recipe import Recipe
+from convoy.run.records import MetricsLine
 from convoy.tasks.metric import MetricOfAll
 from convoy.tasks.task import Task, kept_of
 
@@ -89,10 +90,12 @@ def add_own(task: Task, recipe: Recipe) -> None:
 def add_own_metrics(task: Task, recipe: Recipe) -> None:
     """Give a task the recipe's metrics alone, as an evaluation needs them."""
     task.own_metrics = tuple(map(OwnMetric, recipe.metrics))
-    names = [metric.name for metric in task.all_metrics]
+    names = [*(metric.name for metric in task.all_metrics), *MetricsLine.model_fields]
     for metric in task.own_metrics:
         if names.count(metric.name) > 1:
-            raise ConvoyError(f"{task.name} has a metric {metric.name} already: call the function by another name")
+            raise ConvoyError(
+                f"{metric.name} is a number in the metrics of {task.name} already: call the function by another name"
+            )
 
 
 def check_own_task(task: Task, recipe: Recipe, data: DataSet) -> None:
@@ -106,7 +109,12 @@ def check_own_task(task: Task, recipe: Recipe, data: DataSet) -> None:
     pixels = [data.image_size] * (task.num_dims - 2)
     logits = torch.randn(number, len(task.classes), *pixels, generator=generator)
     for metric in task.own_metrics:
-        metric(*kept_of(logits, targets))
+        one, other = (metric(*kept_of(logits, targets)) for _ in range(2))
+        if one != other and not (one != one and other != other):
+            raise ConvoyError(
+                f"the metric {metric.name} of the same outputs was {one:g} and then {other:g}: let it draw no random "
+                "numbers, or always the same ones"
+            )
     if isinstance(task.own_loss, OwnLoss):
         task.own_loss.check(logits, targets)
         if recipe.data.mix.on:

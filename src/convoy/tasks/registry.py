@@ -64,5 +64,6 @@ def _contradictions(recipe: Recipe, name: str) -> Iterator[str]:
             yield f"loss.{key} is for one-label classes, and these data are of {name}: leave it out"
     if kind is Segmentation and recipe.evaluation_views > 1:
         yield "evaluation_views would average masks that lie otherwise: leave it out for segmentation"
-    if kind is Segmentation and recipe.data.augment.function is not None:
-        yield "data.augment.function changes pictures and not their masks: leave it out for segmentation"
+    for key in ("function", "rand_augment", "trivial_augment"):
+        if kind is Segmentation and getattr(recipe.data.augment, key):
+            yield f"data.augment.{key} changes pictures and not their masks: leave it out for segmentation"

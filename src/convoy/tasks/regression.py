@@ -1,7 +1,7 @@
 """A network whose outputs are numbers, one or several for a picture."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from convoy.data import Batch
 from convoy.tasks.metric import LOSS, Metric
-from convoy.tasks.task import Evaluation, Task, in_turn, precise
+from convoy.tasks.task import Evaluation, Task, precise
 
 MOST_POINTS, MOST_OUTPUTS = 1000, 8  # of the plots of predicted over true
 
@@ -50,21 +50,14 @@ class Regression(Task):
 
 @dataclass
 class RegressionEvaluation(Evaluation):
-    """Its loss is the mean squared error. What was predicted is kept, by batch, for sums that no division changes."""
-
-    predicted: list[Tensor] = field(default_factory=list)  # float64 [samples, outputs], as the next
-    targets: list[Tensor] = field(default_factory=list)
+    """Its loss is the mean squared error. What was predicted is kept for sums that no division changes."""
 
     task: ClassVar[str] = "regression"
+    keeps: ClassVar[bool] = True
 
     def _add(self, batch: Batch, outputs: Tensor) -> tuple[float, float]:
-        self.predicted.append(outputs.cpu().double())
-        self.targets.append(batch.targets.double())
-        error = self.predicted[-1] - self.targets[-1]
+        error = outputs.cpu().double() - batch.targets.double()
         return float(error.square().mean(1).sum()), len(error)
-
-    def _merged(self, parts: Sequence["RegressionEvaluation"]) -> dict[str, Any]:
-        return {name: in_turn([getattr(part, name) for part in parts]) for name in ("predicted", "targets")}
 
     def _metrics(self) -> dict[str, float]:
         rows = self.per_class(())
@@ -73,9 +66,9 @@ class RegressionEvaluation(Evaluation):
 
     def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
         """Mean absolute and squared error of each output, and the share of its variance that is explained (R²)."""
-        if not self.targets:
+        if (kept := self._all_kept()) is None:
             return []
-        predicted, true = torch.cat(self.predicted), torch.cat(self.targets)
+        predicted, true = (numbers.double() for numbers in kept)
         error, spread = predicted - true, (true - true.mean(0)).square().sum(0)
         return [
             {
@@ -89,8 +82,8 @@ class RegressionEvaluation(Evaluation):
 
     def _to_show(self) -> dict[str, Any]:
         """True and predicted of each of the first outputs in turn, of at most so many samples, evenly spread."""
-        if not self.targets:
+        if (kept := self._all_kept()) is None:
             return {}
-        predicted, true = (torch.cat(parts)[:, :MOST_OUTPUTS] for parts in (self.predicted, self.targets))
+        predicted, true = (numbers[:, :MOST_OUTPUTS].double() for numbers in kept)
         chosen = torch.linspace(0, len(true) - 1, min(len(true), MOST_POINTS)).long()
         return {"points": torch.stack([true[chosen], predicted[chosen]], 2).flatten(1).tolist()}

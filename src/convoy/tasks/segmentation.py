@@ -4,6 +4,7 @@ pixel. Pixels of the value 255 in a mask are not labelled: they count nowhere.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor
 from convoy.data import Batch
 from convoy.data.masks import UNLABELLED
 from convoy.errors import ConvoyError
+from convoy.run import records
 from convoy.tasks.metric import LOSS, Metric, palette
-from convoy.tasks.task import Evaluation, Task, precise
+from convoy.tasks.task import Evaluation, Task, of_classes, precise
 
 NUM_WORST = 12
 
@@ -60,7 +62,9 @@ class Segmentation(Task):
         return self.class_weights.to(targets.device)[targets.where(labelled, 0)] * labelled
 
     def count(self, targets: Tensor) -> Tensor:
-        return self._pixel_weights(targets.long()).sum(dtype=torch.float64)
+        if self.class_weights is None:
+            return (targets != UNLABELLED).sum()
+        return torch.stack([(targets == number).sum() for number in range(len(self.classes))])
 
     def example(self, samples: int, image_size: int) -> Tensor:
         return torch.zeros(samples, image_size, image_size, dtype=torch.uint8)
@@ -134,17 +138,15 @@ class SegmentationEvaluation(Evaluation):
 
     def per_class(self, classes: Sequence[Any]) -> list[dict[str, Any]]:
         """The share of a class of all pixels, intersection over union and Dice; None for one that is nowhere."""
-        hits_of, pixels_of, answers_of = (
-            x.tolist() for x in (self.confusion.diagonal(), self.confusion.sum(1), self.confusion.sum(0))
-        )
+        total = max(int(self.confusion.sum()), 1)
         return [
             {
                 "class": name,
-                "pixels": pixels / max(sum(pixels_of), 1),
+                "pixels": pixels / total,
                 "iou": hits / (pixels + answers - hits) if pixels + answers else None,
                 "dice": 2 * hits / (pixels + answers) if pixels + answers else None,
             }
-            for name, hits, pixels, answers in zip(classes, hits_of, pixels_of, answers_of, strict=True)
+            for name, (hits, pixels, answers) in zip(classes, of_classes(self.confusion), strict=True)
         ]
 
     def _to_show(self) -> dict[str, Any]:
@@ -153,7 +155,8 @@ class SegmentationEvaluation(Evaluation):
         def strip(poor: PoorPicture) -> Tensor:
             return torch.cat([poor.picture.expand(3, -1, -1), in_color(poor.mask), in_color(poor.answer)], 2)
 
-        return {"pictures": [(poor.sample, poor.accuracy, strip(poor)) for poor in self.worst]}
+        shown = [(poor.sample, strip(poor), partial(records.ShownPicture, score=poor.accuracy)) for poor in self.worst]
+        return {"pictures": shown}
 
 
 def in_color(mask: Tensor) -> Tensor:

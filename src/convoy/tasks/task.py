@@ -26,15 +26,20 @@ class Evaluation(ABC):
     """What a network does on a whole split, or on one part of it: the batches that a rank takes in turn."""
 
     task: ClassVar[str]
+    keeps: ClassVar[bool] = False  # whether the task's own numbers are functions of all outputs and targets
     # By batch: the loss summed over what counts, and how much counts. Their quotient is the loss of the split.
     losses: list[float] = field(default_factory=list, kw_only=True)
     counts: list[float] = field(default_factory=list, kw_only=True)
     num_images: int = field(default=0, kw_only=True)  # that count: those that could not be read count nowhere
     bad: list[tuple[int, str]] = field(default_factory=list, kw_only=True)  # these, with the reason
-    # By batch, outputs and targets for metrics that are functions of all of them; None where there are none such.
+    # By batch, outputs and targets for numbers that are functions of all of them; None where there are none such.
     kept: list[tuple[Tensor, Tensor]] | None = field(default=None, kw_only=True)
     own: dict[str, float] = field(default_factory=dict, kw_only=True)  # values of these metrics
     seconds: float = field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.keeps and self.kept is None:
+            self.kept = []
 
     def add(self, batch: Batch, outputs: Tensor) -> None:
         """Count the samples of a batch; `outputs` are those of the main head, at least float32."""
@@ -64,9 +69,9 @@ class Evaluation(ABC):
             **parts[0]._merged(parts),
         )
 
-    @abstractmethod
     def _merged(self, parts: Sequence[Self]) -> dict[str, Any]:
         """The fields of the task's own, of all parts together."""
+        return {}
 
     @property
     def loss(self) -> float:
@@ -86,11 +91,18 @@ class Evaluation(ABC):
 
     def measure(self, metrics: Sequence[MetricOfAll]) -> None:
         """Compute metrics that are functions of all outputs and targets."""
+        if (tensors := self._all_kept()) is not None:
+            self.own = {metric.name: metric(*tensors) for metric in metrics}
+        if not self.keeps:
+            self.kept = None
+
+    def _all_kept(self) -> tuple[Tensor, Tensor] | None:
+        """The outputs and targets of all samples; None where there are none."""
         batches = [pair for pair in self.kept or () if len(pair[1])]
-        if batches:
-            outputs, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
-            self.own = {metric.name: metric(outputs, targets) for metric in metrics}
-        self.kept = None
+        if not batches:
+            return None
+        outputs, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+        return outputs, targets
 
     def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
         """A row of numbers for each class, where the task has such."""
@@ -100,30 +112,37 @@ class Evaluation(ABC):
         """Write the pictures that a report shows into the run, and return what goes into `evaluation.json`; `name` is
         that of a sample."""
         (run / "mistakes").mkdir(exist_ok=True)
-        to_show, pictures = self._to_show(), list[records.ShownPicture]()
-        for index, (sample, score, pixels) in enumerate(to_show.pop("pictures", ())):
-            picture = f"mistakes/{index:02d}.png"
-            write_atomically(run / picture, partial(to_image(pixels).save, format="PNG"))
-            pictures.append(records.ShownPicture(name=name(sample), score=score, picture=picture))
+        to_show = {"per_class": self.per_class(classes), **self._to_show()}
+        for shown in (to_show[kind] for kind in ("pictures", "mistakes") if kind in to_show):
+            for index, (sample, pixels, record) in enumerate(shown):
+                picture = f"mistakes/{index:02d}.png"
+                write_atomically(run / picture, partial(to_image(pixels).save, format="PNG"))
+                shown[index] = record(name=name(sample), picture=picture)
         return records.EvaluationFile.model_construct(
             task=self.task,
             classes=classes,
             metrics={**self.metrics()},
             images=self.num_images,
             loss=self.loss,
-            per_class=self.per_class(classes),
-            pictures=pictures,
             **to_show,
         ).model_dump()
 
     def _to_show(self) -> dict[str, Any]:
-        """What else a report shows: `points` of a plot, or `pictures`: sample, score and pixels of each."""
+        """What else a report shows; of `pictures` and `mistakes` the sample, the pixels and what makes a record."""
         return {}
 
 
 def kept_of(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """What a metric of all samples is given: of pictures of logits the classes alone, as all would be too many."""
-    return outputs.argmax(1) if outputs.dim() > 2 else outputs, targets
+    if outputs.dim() == 2:
+        return outputs, targets
+    return outputs.argmax(1).to(targets.dtype), targets.clone()  # uint8; a view would keep the pictures as well
+
+
+def of_classes(confusion: Tensor) -> list[list[int]]:
+    """Hits, samples and answers of each class, whose true labels are in the rows."""
+    rows: list[list[int]] = torch.stack([confusion.diagonal(), confusion.sum(1), confusion.sum(0)], 1).tolist()
+    return rows
 
 
 def in_turn(lists: Sequence[list[Any]]) -> list[Any]:
@@ -179,12 +198,18 @@ class Task(ABC):
         """The mean loss of a head over what counts; 0 where nothing does."""
 
     def count(self, targets: Tensor) -> Tensor | None:
-        """How much the loss of these samples is the mean over, a scalar; None where that is their number."""
+        """How much the loss of these samples is the mean over, in whole numbers, which add up to the same in any order:
+        a scalar, or [classes] where classes have weights; None where that is the number of samples."""
         return None
+
+    def weighed(self, count: Tensor) -> Tensor:
+        """How much a count counts, a scalar in float64."""
+        weights = self.class_weights
+        return count.double() if weights is None else (count * weights.to(count.device, torch.float64)).sum()
 
     def _weights(self, outputs: Tensor) -> Tensor | None:
         """The class weights where the outputs are, in float32 at least."""
-        return None if self.class_weights is None else precise(self.class_weights.to(outputs.device, outputs.dtype))
+        return None if self.class_weights is None else self.class_weights.to(outputs.device, precise(outputs).dtype)
 
     def score(self, outputs: Any, targets: Tensor) -> Tensor | None:
         """A number that says how good these answers are, summed over the samples, for the metrics of training."""

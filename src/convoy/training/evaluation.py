@@ -100,7 +100,7 @@ def evaluate(
     part, num_parts, samples = ranks.sample_rank, ranks.num_sample_ranks, range(len(data.test))
     batches = evaluation_batches(data, recipe.data, batch=size, part=part, num_parts=num_parts, pin_memory=on_gpu)
     evaluation = task.evaluation()
-    evaluation.kept = [] if task.own_metrics else None
+    evaluation.kept = [] if task.own_metrics else evaluation.kept
     with closing(batches), evaluating(model), torch.no_grad():
         for number, batch in enumerate(batches):
             current.to("evaluation")
@@ -122,7 +122,13 @@ def evaluate(
             evaluation.add(batch, outputs)
     evaluation.seconds = time.perf_counter() - start
     total = evaluation.total(ranks.gather_samples(evaluation))
-    total.measure(task.own_metrics)
+    if task.own_metrics:  # they say how all ranks go on, and need not be the same on each
+
+        def measured() -> dict[str, float]:
+            total.measure(task.own_metrics)
+            return total.own
+
+        total.own, total.kept = ranks.first(measured), None
     return total
 
 

@@ -69,8 +69,9 @@ class Exchange:
 
     def __init__(self, network: Network, recipe: Recipe, first: int = 0) -> None:
         self.network, self._recipe, self._first, section = network, recipe, first, recipe.parallel
-        # The loss is to be the mean over this rank's own samples, and its optimizer's state its own: local SGD alone.
-        self.local_mean = section.local_sgd is not None
+        self.local_mean = (
+            section.local_sgd is not None
+        )  # weights and the optimizer's state are this rank's own, at last
         self.version = network.sample_rank if self.local_mean else 0  # which of the optimizer's states is this rank's
         self.is_due = False  # whether gradients of passes are there that no exchange has taken with it
         self.every = None if section.local_sgd == "auto" else section.local_sgd  # updates of a round, once known
@@ -82,7 +83,7 @@ class Exchange:
         reduced = network.reduced()
         # Parameters whose approximate sum or mean goes over the sample axes, in the order of the network
         merged = {p for p, of_p in reduced if axes and axes <= set(of_p) and p.requires_grad}
-        self._share = 1.0  # what a rank's gradient or way is multiplied by, so that those of all add up to the mean
+        self._share = 1.0  # what a rank's way is multiplied by, so that those of all add up to the mean
         self._merged = [parameter for parameter in parameters.values() if parameter in merged]
         self._reduced = [(p, tuple(sorted(set(of_p) - axes)) if p in merged else of_p) for p, of_p in reduced]
         self._group = network.groups.of(axes)
@@ -193,16 +194,20 @@ class Exchange:
             return nullcontext()
         return WholeNorms(self._split, self.network.groups)
 
+    def is_local(self, update: int) -> bool:
+        """Whether this rank's loss in an update is the mean over its own samples."""
+        return self.local_mean and update >= self._first
+
     def merge(self, update: int) -> None:
         """Before an update: add up the gradients that a method sends otherwise than exactly, or before weights are
         averaged in their place."""
         if self._gradients is None:
             return
-        if self.local_mean and update >= self._first:
+        if self.is_local(update):
             self._average = self._average or self._new_average()
             return
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._merged]
-        totals = self._gradients.start(torch._foreach_mul(gradients, self._share))()
+        totals = self._gradients.start(gradients)()
         for parameter, total in zip(self._merged, totals, strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(total)
@@ -364,11 +369,6 @@ class FiniteGuard:
 
     def __init__(self, network: Network, ranks: Ranks, gradients: bool) -> None:
         self._network, self._ranks, self._gradients = network, ranks, gradients
-        self._buffers: list[Tensor] = []
-
-    def begin(self) -> None:
-        """An update begins: keep what it changes before the weights."""
-        self._buffers = [buffer.clone() for buffer in self._network.model.buffers()]
 
     def passes(self, losses: Sequence[Tensor]) -> bool:
         """Whether the update may be made; `losses` are those of this rank's passes."""
@@ -381,12 +381,6 @@ class FiniteGuard:
         # one read of the device, whatever the number of layers
         fine = not numbers or bool(torch.isfinite(torch.stack(numbers)).all())
         return not self._ranks.any(not fine)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put back what the update has changed."""
-        for buffer, before in zip(self._network.model.buffers(), self._buffers, strict=True):
-            buffer.copy_(before)
 
     def explain(self, update: int, losses: Sequence[Tensor], again: Callable[[], object]) -> str:
         """What is not finite in an update, counted from 0, and in which layer on which ranks that begins, the same on

@@ -93,7 +93,7 @@ class MetricsWriter:
         self._failed = False
         self._append({events: beginning(first_step + 1)})
 
-    def write(self, split: str, step: int, epoch: float, time_s: float, **values: float | int | None) -> None:
+    def write(self, split: str, step: int, epoch: float, time_s: float, /, **values: float | int | None) -> None:
         self._check(step)
         line = {"split": split, "step": step, "epoch": round(epoch, 6), "time_s": round(time_s, 4), **values}
         finite = {f"{split}/{k}": float(v) for k, v in values.items() if v is not None and math.isfinite(v)}
@@ -270,7 +270,7 @@ class Log:
             f"loss {result.loss:.4f} over {result.num_images:,} images"
         )
 
-    def _write(self, split: str, done: int, **values: float | int | None) -> None:
+    def _write(self, split: str, done: int, /, **values: float | int | None) -> None:
         time_s = self.time()
         if self._metrics is not None:
             self._metrics.write(split, done, self._epoch(done), time_s, **values)

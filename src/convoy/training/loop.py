@@ -15,7 +15,7 @@ from typing import NoReturn, Self
 
 import torch
 
-from convoy.checkpoint.files import Checkpoint, values_explained
+from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError, values_explained
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.collectives import start_gather_ints
 from convoy.comm.position import current
@@ -27,7 +27,7 @@ from convoy.planner.comparison import Comparison
 from convoy.progress import Reporter
 from convoy.run.directory import RunDirectory
 from convoy.run.records import RunProgress
-from convoy.tasks.metric import metric_in_words
+from convoy.tasks.metric import metric_in_words, metric_name
 from convoy.tasks.task import Evaluation
 from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver, Timetable
 from convoy.training.evaluation import StoppedError
@@ -41,7 +41,6 @@ from convoy.training.resume import (
     extended,
     identity,
     load_latest,
-    load_step,
     moved_data,
     state_at_end,
 )
@@ -326,7 +325,7 @@ class Loop:
         step, asking.lag = session.step(), session.state.exchange.lag
         if step.recorded is not None:
             step.recorded.tell = self.tell
-        step.noise = GradientNoise(session.noise_every, session.division, session.ranks, self.progress.noise)
+        step.noise = GradientNoise(session.noise_every, session.division, self.progress.noise)
         with closing(session.batches(self.done, self.total - self.done)) as batches:
             recorder.ask(self.done, step.noise.due(self.done))
             for batch in batches:
@@ -374,10 +373,7 @@ class Loop:
     def _after_update(self) -> None:
         """What is due now: a line of metrics, an evaluation, a checkpoint."""
         if self.done == self._line_at:
-            self._log.collect()
-            if self._log.sums.num_updates:
-                self._check_loss(self._log.sums.mean_loss)
-            self._log.train(self.done)
+            self._write_line()
             self._line_at = self._next_line()
         elif time.perf_counter() > self._log.shown + SHOW_EVERY_S:
             self._log.show(self.done)
@@ -387,6 +383,14 @@ class Loop:
             self._evaluate()
         if self.saver.due(self.done) and self.done < self.total:
             self._save()
+
+    def _write_line(self) -> None:
+        """A line of metrics on the updates since the last one, if there are any. All ranks call it."""
+        self._log.collect()
+        if self._log.sums.num_updates:
+            self._check_loss(self._log.sums.mean_loss)
+        if self._log.sums.num_updates or self._log.sums.left_out:
+            self._log.train(self.done)
 
     def _next_line(self) -> int:
         """The update after which the next line of metrics comes; 0 after the last."""
@@ -416,27 +420,26 @@ class Loop:
         except StoppedError:
             self.progress.to_evaluate = True
             return
-        self.progress.to_evaluate, self._evaluated = False, self.done
-        metrics = result.metrics()  # the same on all ranks, as the counts of all are added up
-        if metrics.get("top1", 0.0) >= (self.session.recipe.target or math.inf):
-            self.progress.reached = self.progress.is_over = True
-            self._log.collect()
-            if self._log.sums.num_updates:
-                self._log.train(self.done)
+        recipe, progress, metric = self.session.recipe, self.progress, self.session.metric
+        progress.to_evaluate, self._evaluated = False, self.done
+        metrics = result.metrics()  # the same on all ranks
+        value = metrics.get(metric.name, math.nan)
+        improves = metric.improves(value, progress.best)
+        reached = metrics.get("top1", 0.0) >= (recipe.target or math.inf)
+        waited = self.done - (self.done if progress.best_step is None else progress.best_step)
+        gives_up = waited >= self._patience and not (improves or reached or self.is_over)
+        if reached or gives_up:
+            progress.is_over, progress.reached = True, progress.reached or reached
+            self._write_line()
         for sample, reason in result.bad:
             self.progress.add_bad(self.session.data.test.name(sample), reason, self.session.data.split)
         self._log.evaluation(self.done, result, self.session.data.split)
-        metric = self.session.metric
-        value = metrics.get(metric.name, math.nan)
-        if metric.improves(value, self.progress.best):
-            self.progress.best, self.progress.best_step = value, self.done
+        if improves:
+            progress.best, progress.best_step = value, self.done
             self._save()
-        elif not self.is_over and self.done - (self.progress.best_step or 0) >= self._patience:
-            self.progress.is_over = True
-            than = f"{self._best_in_words()} of update {self.progress.best_step}"
-            self.tell(
-                f"ends after {self.done:,} updates: nothing better than {than} in {self.session.recipe.stop_after}"
-            )
+        elif gives_up:
+            than = f"{self._best_in_words()} of update {progress.best_step}"
+            self.tell(f"ends after {self.done:,} updates: nothing better than {than} in {recipe.stop_after}")
 
     def _best_in_words(self) -> str:
         value = math.nan if self.progress.best is None else self.progress.best
@@ -447,14 +450,20 @@ class Loop:
         beside that for validation. All ranks call it."""
         session, best = self.session, self.progress.best_step
         which, checkpoint = "last", None
-        if session.recipe.selects and best is not None:
+        if session.recipe.selects and best is None:
+            name = metric_name(session.metric.name)
+            self.tell(f"{name} had no value in any evaluation: the last weights are delivered")
+        elif session.recipe.selects and best is not None:
             which = f"best ({self._best_in_words()})"
-            checkpoint = load_step(self.store, best, session.ranks) if best != self.done else None
+            try:
+                if best != self.done:
+                    checkpoint, _ = load_latest(self.store, self.identity, session.ranks, best)
+            except DamagedCheckpointError:
+                place = self.store.place(best)
+                self.tell(f"{place}, the best, is missing or damaged: the last weights are delivered")
+                which = "last"
             if checkpoint is not None:
                 session.state.unpack(checkpoint, self.tell)
-            elif best != self.done:
-                self.tell(f"the best weights, of update {best:,}, were not saved: the last are delivered")
-                which = "last"
         if checkpoint is None and session.data.final is None:
             return
         try:
@@ -478,7 +487,8 @@ class Loop:
         epochs = self.done / self.session.quantities.updates_per_epoch
         how = f"reached after {self.done:,} updates, {epochs:.3g} epochs and {progress.train_s:.3g} s of training"
         if not progress.reached:
-            how = f"not reached: the best was {self._best_in_words()}, after {progress.best_step:,} updates"
+            best = f": the best was {self._best_in_words()}, after {progress.best_step:,} updates"
+            how = f"not reached{best if progress.best_step is not None else ''}"
         self.tell(f"target of {target:.2%} {how}")
 
     def _save(self) -> None:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from convoy.comm.ranks import Ranks
 from convoy.training.division import Division
 
 # A pass of one microbatch takes longer than its part of a merged one, and one that is not replayed longer still.
@@ -41,7 +40,6 @@ class GradientNoise:
 
     every: int  # updates from one that is sampled to the next; 0 samples none
     division: Division  # of the batch
-    ranks: Ranks
     averages: MutableMapping[str, float]  # kept over a stop
 
     def due(self, update: int) -> bool:

@@ -1,11 +1,13 @@
 """Brings back what a run delivered: its recipe, its trained network, and how pictures are prepared for it."""
 
+import html
+import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +29,6 @@ from convoy.data.sources import relabel
 from convoy.data.transforms import Geometry
 from convoy.engine.coupling import graph_of
 from convoy.errors import ConvoyError
-from convoy.models.factory import check_own
 from convoy.recipe.recipe import Recipe, load_recipe
 from convoy.run.directory import RunDirectory
 from convoy.tasks.own import add_own_metrics
@@ -110,16 +111,26 @@ def _image_of(array: object) -> Image.Image:
     return Image.fromarray(array.reshape(array.shape[:2]) if grey else array)
 
 
+class Page(NamedTuple):
+    """The report of a run, which a notebook shows."""
+
+    path: Path
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.path.read_text(encoding="utf-8"))
+        return f'<iframe srcdoc="{page}" width="100%" height="800" style="border: 0"></iframe>'
+
+
 @dataclass(frozen=True)
 class TrainedRun:
     """What a run has delivered, or would have at a checkpoint."""
 
     path: Path  # the run directory
-    recipe: Recipe  # how it was trained; its network begins with no weights of others
-    network: nn.Module  # with the weights (averaged ones where the recipe has `ema`), in evaluation mode, on the CPU
-    transform: Transform  # prepares a picture for the network
-    classes: list[str]  # names, by the network's outputs
-    network_input: NetworkInput
+    recipe: Recipe = field(repr=False)  # how it was trained; its network begins with no weights of others
+    network: nn.Module = field(repr=False)  # with the weights (or averaged ones, `ema`), evaluating, on the CPU
+    transform: Transform = field(repr=False)  # prepares a picture for the network
+    classes: list[str] = field(repr=False)  # names, by the network's outputs
+    network_input: NetworkInput = field(repr=False)
     changed: str = ""  # the first layer that the code makes otherwise than when the weights were written
     trust_code: bool = False  # metrics that the recipe names may be from anywhere
 
@@ -127,6 +138,21 @@ class TrainedRun:
     def task(self) -> Task:
         """What the network was trained for."""
         return create_task(self.recipe, self.classes, self.network_input.task)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """How the run ended: `summary.json`."""
+        return RunDirectory(self.path).summary()
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`, on updates and evaluations."""
+        lines = RunDirectory(self.path).metrics.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines if line.endswith("}")]  # a killed run's last may be half there
+
+    def report(self) -> Page:
+        """The page of the run, as the command left it (`convoy report` writes it again)."""
+        return Page(self.path / "report.html")
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -209,7 +235,7 @@ def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None, 
         source = CheckpointStore(run.checkpoints).place(checkpoint_step(run, checkpoint))
     recipe = settle(load_recipe(str(run.config)), torch.device("cpu")).recipe  # runs keep what was settled
     if not trust_code:
-        check_own(recipe.model.name, run.config)
+        own.check_own(recipe.model.name, run.config, "network")
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"weights": None})})
     network_input = NetworkInput.of_run(run)
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -279,7 +305,7 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
         number = summary.get("num_train", 0) + summary.get("num_test", 0)
         # The run's own data, moved: what it was trained on counts nowhere.
         if (len(data.test), data.classes) == (number, run.classes):
-            split = {key: getattr(run.recipe.data, key) for key in ("validation_fraction", "split_seed")}
+            split = {key: getattr(run.recipe.data, key) for key in ("validation_fraction", "split_seed", "fold")}
             data = open_data(_settings(run, path, split), task=task)
             notes = list(data.notes)
         else:
@@ -300,7 +326,7 @@ def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfi
     settings = {"path": path, "format": "auto", **dict.fromkeys(("validation_fraction", "split_seed", "train", "test"))}
     settings |= {key: getattr(run.network_input, key) for key in ("image_size", "resize", "channels", "mean", "std")}
     settings["classes"] = tuple(run.classes) if run.task.name != "classification" else None
-    return run.recipe.data.model_copy(update={**settings, **split})
+    return run.recipe.data.model_copy(update={"fold": None, **settings, **split})
 
 
 def evaluate_run(run: TrainedRun, data: DataSet, device: torch.device, ranks: Ranks | None = None) -> Evaluation:

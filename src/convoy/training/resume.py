@@ -58,21 +58,6 @@ def load_latest(
     return replace(checkpoint, tensors=ranks.broadcast_tensors(latest.tensors if latest is not None else None)), refused
 
 
-def load_step(store: CheckpointStore, step: int, ranks: Ranks) -> Checkpoint | None:
-    """The checkpoint of an update, on every rank; None where it is not there. All ranks call it."""
-    loaded: Checkpoint | None = None
-
-    def read() -> Checkpoint | None:
-        nonlocal loaded
-        loaded = store.load(step) if step in store.steps() else None
-        return replace(loaded, tensors={}) if loaded is not None else None
-
-    checkpoint = ranks.first(read)
-    if checkpoint is None:
-        return None
-    return replace(checkpoint, tensors=ranks.broadcast_tensors(loaded.tensors if loaded is not None else None))
-
-
 def check_run(run: RunDirectory, recipe: Recipe, resume: bool) -> bool:
     """Whether there is a run to go on with; a ConvoyError where this recipe may not, or the folder is taken or cannot
     be written.
@@ -202,36 +187,23 @@ def differences(recipe: Recipe, begun: Recipe, free: Sequence[str] = ()) -> Iter
             yield key, now.get(key), before.get(key)
 
 
-# Keys that came later, with what runs of before had in effect: their checksum is without them.
-ADDED: dict[str, Any] = {
-    **dict.fromkeys(("extends", "extends_at", "target", "lookahead", "model.whiten", "loss.target_threshold")),
-    **dict.fromkeys(("loss.class_weights", "data.sampling", "best", "stop_after")),
-    **{f"data.{key}": None for key in ("decoder", "augment.padding", "evaluation_size", "progressive")},
-    "evaluation_views": 1,
-    "optimizer.groups": [],
-    "optimizer.freeze": [],
-    "optimizer.layer_decay": None,
-    "data.repeats": 1,
-    "task": "auto",
-    "loss.threshold": 0.5,
-    "data.classes": None,
-    "data.ignore_index": 255,
-    "loss.name": "cross-entropy",
-    "parallel.averaging.start": "0ba",
-    **dict.fromkeys(("parallel.averaging.outer_momentum", "parallel.averaging.staleness"), 0),
-    "parallel.averaging.outer_lr": 1.0,
-    "parallel.averaging.outer_nesterov": False,
-    "loss.function": None,
-    "data.augment.function": None,
-    "metrics": [],
-    "data.augment.trivial_augment": False,
-    "data.augment.random_erasing": 0.0,
-}
+# Keys that came later, whose defaults are what runs of before had in effect: their checksum is without these.
+ADDED = (
+    *("extends", "extends_at", "target", "lookahead", "best", "stop_after", "task", "evaluation_views", "metrics"),
+    *("model.whiten", "optimizer.groups", "optimizer.freeze", "optimizer.layer_decay"),
+    *(f"loss.{key}" for key in ("target_threshold", "class_weights", "threshold", "name", "function")),
+    *(f"data.{key}" for key in ("sampling", "decoder", "evaluation_size", "progressive", "repeats", "classes")),
+    *("data.ignore_index", "data.fold"),
+    *(f"data.augment.{key}" for key in ("padding", "function", "trivial_augment", "random_erasing")),
+    *(f"parallel.averaging.{key}" for key in ("start", "outer_momentum", "staleness", "outer_lr", "outer_nesterov")),
+)
 
 
 def identity(recipe: Recipe, num_train: int, num_test: int) -> str:
     """A checksum of all that defines the result of a run: the recipe's keys, and how many samples the data has."""
-    fixed = {key: v for key, v in leaves(recipe) if not _is_below(key, FREE) and (key, v) not in ADDED.items()}
+    usual = dict(leaves(Recipe.model_validate({"data": {"path": "any"}, "model": {"name": "any"}})))
+    later = {key: usual[key] for key in ADDED}
+    fixed = {key: v for key, v in leaves(recipe) if not _is_below(key, FREE) and (key, v) not in later.items()}
     text = json.dumps([fixed, num_train, num_test], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -331,7 +303,10 @@ def state_at_end(recipe: Recipe, data: DataSet, ranks: Ranks) -> tuple[Checkpoin
     if recipe.extends_at is not None:  # the same place in the data, in updates of this batch
         begins = max(1, round(done * now.updates_per_epoch / ended.updates_per_epoch))
         notes.append(f"begins with the state of {old.path} after {done:,} updates of {begun.batch}")
-        return replace(checkpoint, step=begins), notes
+        values = checkpoint.values
+        if values.get("ema"):  # updates that an average has seen
+            values = {**values, "ema": round(values["ema"] * begins / done)}
+        return replace(checkpoint, step=begins, values=values), notes
     rates = f"{ended.schedule.lr(done - 1):.3g} at its end, {now.schedule.lr(done):.3g} from here on"
     notes.append(
         f"begins with the state of {old.path} after {done:,} updates"

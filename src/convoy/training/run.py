@@ -313,6 +313,7 @@ def trace_back(session: Session, store: CheckpointStore, identity: str, error: N
     session.model.train()
     with contextlib.closing(session.batches(begin, error.by - begin)) as batches:
         for update, batch in enumerate(batches, begin):
+            session.train_in(update)
             result = step(batch, update)
             if result.bad is not None:
                 return f"{result.bad}: {ADVICE}{SKIP} ({error.saved})"

@@ -18,8 +18,10 @@ from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE
 from convoy.recipe.parallel_config import check_shares, plan_of
 from convoy.recipe.recipe import LossConfig, Recipe
+from convoy.tasks.metric import metric_name
 from convoy.tasks.own import add_own, check_own_task
 from convoy.tasks.registry import create_task
+from convoy.tasks.task import Task
 from convoy.training.build import TriedNetwork, build_for, divisible_sizes, has_batch_norm, on_meta
 from convoy.training.derived import check_batch, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import divide
@@ -91,7 +93,7 @@ def set_up(
         check_augmentation(data, recipe.data, recipe.seed)
         check_own_task(task, recipe, data)
     if recipe.best is not None:
-        task.metric(recipe.best)
+        check_best(task, recipe.best)
     tried = TriedNetwork.of(recipe, model, shape, device, change, task)
     tried.probe = replace(tried.probe, on_device=sharing)
     notes += [*settled.notes, *_without_heads(tried, explicit_keys)]
@@ -112,6 +114,16 @@ def set_up(
     session = assemble(ready, choose_plan(ready, rivals, say) if plan is None else ChosenPlan(plan))
     session.notes += _of_recording(session, explicit_keys)
     return session
+
+
+def check_best(task: Task, name: str) -> None:
+    """Refuse a metric that a task does not have, or never a value of, such as top-5 of five classes."""
+    has = {*task.evaluation().metrics(), *(metric.name for metric in task.own_metrics)}
+    if task.metric(name).name not in has:
+        raise ConvoyError(
+            f"{task.name} of {len(task.classes)} classes has no {metric_name(name)}: best={name} can be "
+            f"{', '.join(metric.name for metric in task.all_metrics if metric.name in has)}"
+        )
 
 
 def _of_recording(session: Session, explicit_keys: Collection[str]) -> list[str]:

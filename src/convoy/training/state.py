@@ -92,7 +92,8 @@ class SlowWeights(AveragedWeights):
         self.num_updates += 1
         if self.num_updates % self._config.every:
             return
-        remaining = (1 - self._config.step) * (self.num_updates / self._total_updates) ** self._config.power
+        share = min(1.0, self.num_updates / self._total_updates)
+        remaining = (1 - self._config.step) * share**self._config.power
         slow, fast = list(self.averages.values()), list(_floating(model).values())
         torch._foreach_lerp_(slow, fast, 1 - remaining)
         torch._foreach_copy_(fast, slow)

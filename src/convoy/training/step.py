@@ -104,21 +104,21 @@ class TrainingStep:
         self.num_samples = self.recipe.batch
         self._mixing = self.recipe.data.mix if self.recipe.data.mix.on else None
         self._autocast = autocast_of(self.recipe, self.pipeline.device)
-        self._recorded_size: torch.Size | None = None  # height and width of the pictures of the recording
+        self._own_mean = False  # the loss is the mean over this rank's own samples, not those of the global batch
+        self._recorded_as: Any = None  # height and width of the pictures of the recording, and whose mean it takes
 
     def __call__(self, batch: Batch, update: int) -> Update:
         """Do weight update number `update` (counted from 0) with this rank's samples of a global batch."""
         current.update = update
         self.mark("rest")
-        if self.guard is not None:
-            self.guard.begin()
+        undo = self._undoing() if self.guard is not None else None
         noise = self.noise if self.noise is not None and self.noise.due(update) else None
         small = self._microbatch_norm(noise, batch, update) if noise is not None else 0.0
         result = self._whole_gradient(batch, update)
-        if self.guard is not None and not self.guard.passes(result.losses):
-            self.guard.restore()
+        if self.guard is not None and undo is not None and not self.guard.passes(result.losses):
+            undo()
             bad = self.guard.explain(update, result.losses, lambda: self._whole_gradient(batch, update, replays=False))
-            self._undo(self.guard)
+            undo()
             self.exchange.updated(update, self.schedule.lr(update))
             return Update(self.num_samples, bad=bad)
         if noise is not None:
@@ -142,13 +142,12 @@ class TrainingStep:
 
     def _microbatch_norm(self, noise: GradientNoise, batch: Batch, update: int) -> float:
         """The squared norm of the mean gradient of the first microbatch, by a pass that changes nothing."""
-        guard, passes = FiniteGuard(self.network, noise.ranks, gradients=False), self.passes
-        guard.begin()
+        undo, passes = self._undoing(), self.passes
         self.passes = noise.one.passes(1)
         self.exchange.divide(noise.one, 1)
         self._whole_gradient(batch, update, replays=False)
         norm = self._squared_norm() * (self.num_samples / noise.one.sizes[0]) ** 2
-        self._undo(guard)
+        undo()
         self.passes = passes
         self.exchange.divide(noise.division, len(passes))
         return norm
@@ -156,9 +155,17 @@ class TrainingStep:
     def _squared_norm(self) -> float:
         return (float(self.exchange.norm()) / (self.scaler.get_scale() if self.scaler.is_enabled() else 1.0)) ** 2
 
-    def _undo(self, guard: FiniteGuard) -> None:
-        guard.restore()
-        self.optimizer.zero_grad(set_to_none=True)
+    def _undoing(self) -> Callable[[], None]:
+        """What puts back all that passes change from now on: buffers and gradients."""
+        kept = [buffer.clone() for buffer in self.network.model.buffers()]
+
+        @torch.no_grad()
+        def undo() -> None:
+            for buffer, before in zip(self.network.model.buffers(), kept, strict=True):
+                buffer.copy_(before)
+            self.optimizer.zero_grad(set_to_none=True)
+
+        return undo
 
     def microbatch_seconds(self, ranks: Ranks) -> list[float]:
         """Seconds of a microbatch on the slowest rank of each part of the batch, by passes that change nothing. All
@@ -168,7 +175,7 @@ class TrainingStep:
         pass, which is left out. What layers exchange is in it, so under plans that divide layers, or with batch norm
         over the global batch, ranks that wait for others look slower than they are.
         """
-        guard, batch = FiniteGuard(self.network, ranks, gradients=False), random_batch(self)
+        undo, batch = self._undoing(), random_batch(self)
         last_part = "backward" if self.recipe.reproducible else "gradient"
         ends: list[float] = []
 
@@ -179,14 +186,13 @@ class TrainingStep:
                 ends.append(time.perf_counter())
 
         seconds = []
-        guard.begin()
         self.separate, self.mark = True, mark
         for number in range(_WARM_UP + _MEASURED):
             began = time.perf_counter()
             self._whole_gradient(batch, number)
             seconds.append(ends[-1] - began)
         self.separate, self.mark = False, current.to
-        self._undo(guard)
+        undo()
         microbatches = sum(len(piece.microbatches[self.rank]) for piece in self.passes)
         medians = ranks.gather((ranks.sample_rank, statistics.median(seconds[_WARM_UP:]) / max(1, microbatches)))
         return [max(s for part, s in medians if part == number) for number in range(ranks.num_sample_ranks)]
@@ -194,12 +200,12 @@ class TrainingStep:
     def _whole_gradient(self, batch: Batch, update: int, replays: bool = True) -> Update:
         """Leave the gradient of the global batch in the parameters."""
         self.optimizer.zero_grad(set_to_none=True)
-        targets = self.pipeline.targets(batch)
+        targets, self._own_mean = self.pipeline.targets(batch), self.exchange.is_local(update)
         inputs = partial(self._input, batch, targets, self._global_count(targets), update)
         if self.recorded is None or not (replays and self.records) or self.separate:
             return self._passes(update, inputs)
-        if batch.images.shape[2:] != self._recorded_size:
-            self._recorded_size = batch.images.shape[2:]
+        if self._recorded_as != (form := (batch.images.shape[2:], self._own_mean)):
+            self._recorded_as = form
             self.recorded.record_anew()
         tensors = [tensor for piece in self.passes for tensor in inputs(piece)]
         self.mark("forward")
@@ -290,7 +296,7 @@ class TrainingStep:
                     stage.backward_pass(running.flight, then=flights)
         self.mark("rest")
         if loss is not None and len(running.targets):
-            result.losses.append(loss.detach() * self._share if self.exchange.local_mean else loss.detach())
+            result.losses.append(loss.detach() * self._share if self._own_mean else loss.detach())
             score = self.task.score(running.outputs, running.targets)
             if score is not None:
                 result.scores.append(score)
@@ -305,7 +311,7 @@ class TrainingStep:
         count = self.task.counted(targets) if self._mixing is None else None
         if count is None:
             return None
-        axes = () if self.exchange.local_mean else self.network.sample_axes
+        axes = () if self._own_mean else self.network.sample_axes
         return all_reduce(count.double(), self.network.groups.of(axes))
 
     def _input(
@@ -317,7 +323,8 @@ class TrainingStep:
         end = start + len(part)
         images, targets = self.pipeline(batch, start, end), targets[start:end]
         if global_count is not None and (count := self.task.counted(targets)) is not None:
-            return images, targets, torch.where(global_count > 0, count / global_count, 0)
+            whole, own = self.task.weighed(global_count), self.task.weighed(count)
+            return images, targets, torch.where(whole > 0, own / whole, 0)
         if self._mixing is None:
             return images, targets
         return mix(
@@ -336,7 +343,7 @@ class TrainingStep:
         loss = self.task.loss(outputs, targets)
         if share is not None:
             return loss * share.to(loss.dtype)
-        whole = self.num_samples * self._share if self.exchange.local_mean else self.num_samples
+        whole = self.num_samples * self._share if self._own_mean else self.num_samples
         return loss * (len(targets) / whole) if len(targets) < whole else loss
 
 

@@ -2,7 +2,8 @@
 mean of weights that every rank has changed by itself for some updates.
 
 A compressor leaves something out. Each rank keeps that and sends it with its next tensors (error feedback: Seide et
-al., 1-bit SGD, 2014; Karimireddy et al., 2019), so that over time nothing is lost.
+al., 1-bit SGD, 2014; Karimireddy et al., 2019), so that over time nothing of its own is lost; a sum in bf16 is rounded
+on its way, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -99,7 +100,8 @@ class CompressedSum:
         sums = whole_sum([*products, *rest], self._group)()
         bases = [torch.linalg.qr(p).Q for p in sums[: len(divided)]]
         parts = [m.T @ p for m, p in zip(matrices, bases, strict=True)]
-        self._factors = whole_sum(parts, self._group)() if parts else []
+        # Copies begin where memory is aligned, as they do after a resume: products of matrices may depend on that.
+        self._factors = [x.clone() for x in whole_sum(parts, self._group)()] if parts else []
         result, sent, others = list(tensors), list(tensors), iter(sums[len(divided) :])
         for i, p, q, part in zip(divided, bases, self._factors, parts, strict=True):
             result[i], sent[i] = (p @ q.T).view(tensors[i].shape), (p @ part.T).view(tensors[i].shape)
