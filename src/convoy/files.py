@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -62,10 +63,11 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def csv_line(row: Iterable[Any]) -> str:
-    """A line of CSV. A text that a spreadsheet would take for a formula has a `'` before it; None is left empty."""
-    line = io.StringIO()
+    """A line of CSV. A text that a spreadsheet would take for a formula, and is no number, has a `'` before it; None is
+    left empty."""
+    line, formula = io.StringIO(), r"(?![+-]\d+(\.\d+)?\Z)[=+\-@]"
     csv.writer(line, lineterminator="\n").writerow(
-        f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value for value in row
+        f"'{value}" if isinstance(value, str) and re.match(formula, value) else value for value in row
     )
     return line.getvalue()
 

@@ -43,7 +43,7 @@ class ConsoleReporter(Reporter):
 
     def prepare(self, what: str, done: int, total: int) -> None:
         if not self.console.is_terminal:
-            self.advance(done, f"{what} ({done} of {total})")
+            self.advance(done, f"{what} ({done} of {total})" if total > 1 else what)
         elif done >= total:
             self.end()
         elif self._bar is None:

@@ -43,8 +43,8 @@ def test_speed_up_efficiency_and_days(tmp_path: Path) -> None:
 
 def test_spreadsheets_find_no_formula_and_latex_no_command() -> None:
     for text in ("=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)"):
-        (row,) = csv.DictReader(io.StringIO(csv_of([{"configuration": text, "step_s": -0.5}]), newline=""))
-        assert row == {"configuration": f"'{text}", "step_s": "-0.5"}
+        (row,) = csv.DictReader(io.StringIO(csv_of([{"configuration": text, "step_s": "-0.500000"}]), newline=""))
+        assert row == {"configuration": f"'{text}", "step_s": "-0.500000"}
     assert csv_of([{"configuration": "\t=1\r=2\x1b"}]) == "configuration\n\\t=1\\r=2\\x1b\n"
     assert escaped(r"\input{/etc/passwd}") == r"\textbackslash{}input\{/etc/passwd\}"
     assert escaped("50% & $x_1^2$ #~") == r"50\% \& \$x\_1\textasciicircum{}2\$ \#\textasciitilde{}"

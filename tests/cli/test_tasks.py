@@ -36,12 +36,14 @@ def test_every_command_trains_and_its_run_is_of_use(
     assert row[BEST[task]] == pytest.approx(summary["metrics"][BEST[task]], rel=1e-5)
     assert len(row["classes"]) == {"regression": 2}.get(task, 3)
     answers = call(["predict", "run", f"{folder}/0.png", f"{folder}/1.png"]).out.splitlines()
+    assert "'" not in "".join(answers), "a number is no formula, even one below zero"
     number = {"regression": "value", "segmentation": "share"}.get(task, "probability")
     assert answers[0] == f"file,rank,class,{number}" and len(answers) == 1 + 2 * len(row["classes"])
     page = Path("run/report.html").read_text()
     assert ("What it confuses" in page) == (task == "classification")
     assert ("Worst pictures" in page) == (task == "segmentation")
-    assert ("Predicted over true" in page) == (task == "regression")
+    assert page.count('<figure id="plot-points-') == {"regression": 2}.get(task, 0)
+    assert page.count('class="swatch"') == {"segmentation": 3}.get(task, 0)
 
 
 @pytest.mark.parametrize(

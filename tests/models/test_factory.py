@@ -29,6 +29,9 @@ def forwards(num_classes=10, **kwargs):
 def passes_on(**kwargs):
     return Net(**kwargs)
 
+def needs_both(num_classes, in_channels, image_size):
+    return Net(num_classes, in_channels)
+
 def only_classes(num_classes):
     return Net(num_classes)
 
@@ -57,6 +60,7 @@ def test_classes_channels_and_options_reach_the_factory_or_must_already_be_so(mo
     net = create(f"{module}:Net", num_classes=7, in_channels=1, width=6)
     assert net(torch.zeros(2, 1, 8, 8)).shape == (2, 7) and net[0].out_channels == 6
     assert create(f"{module}:Net")[3].out_features == 10, "None leaves the factory its own defaults"
+    assert create(f"{module}:needs_both")[3].out_features == 1000, "no data say how many: as many as ImageNet has"
     for name in ("convoy_own_package.small:Net", f"{module}:Namespace.inner"):
         assert isinstance(create(name), nn.Module)
     assert create(f"{module}:fixed", num_classes=5, in_channels=3)[3].out_features == 5

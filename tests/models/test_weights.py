@@ -94,6 +94,9 @@ REFUSED: dict[str, tuple[str, Callable[[State, Path], None]]] = {
     "no.pth does not exist": ("no.pth", lambda state, path: None),
     "half.safetensors cannot be read as weights": ("half.safetensors", truncated),
     "it holds Python code or objects": ("code.pth", saved(lambda state: {"a": Malicious()})),
+    "(it is no whole file of torch.save, or holds more than tensors)": (
+        *("bad.py", lambda state, path: path.write_text("print(1)")),
+    ),
     "less.pth does not fit LeNet: it lacks classifier.0.bias; give": (
         *("less.pth", saved(lambda state: {k: value for k, value in state.items() if k != "classifier.0.bias"})),
     ),

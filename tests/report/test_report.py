@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from convoy.planner.comparison import GRADIENTS
 from convoy.report.report import render, write_report
 from convoy.report.run_directory import read_run
 from convoy.run.directory import RunDirectory
-from report.made_runs import CONFIG, ENVIRONMENT, comparison, complete_run, evaluation, summary, write_run
+from report.made_runs import CONFIG, ENVIRONMENT, comparison, complete_run, evaluation, metrics, summary, write_run
 from report.pages import HOSTILE, Page, harmless
 
 
@@ -39,6 +40,20 @@ def test_a_complete_run_has_every_part_and_the_same_bytes_again(tmp_path: Path) 
     (run / "mistakes" / "00.png").unlink()
     (run / "metrics.jsonl").unlink()
     assert "picture missing" in page(run).words and "No metrics have been recorded yet" in page(run).words
+
+
+def test_the_metric_that_decides_comes_first_and_ones_own_are_everywhere(tmp_path: Path) -> None:
+    lines = [line | {"err": 0.2, "kappa": 0.7} if line["split"] == "test" else line for line in metrics()]
+    own = {"err": 0.1875, "kappa": 0.72}
+    text = CONFIG + "metrics: ['mine.py:kappa', 'mine.py:err']\n"
+    run = complete_run(
+        tmp_path, lines=lines, config=text, results=summary(best_metric="err", best_step=62, metrics=own)
+    )
+    shown = page(run)
+    assert re.search(r"Test err18.75%.*Test accuracy93.4.*Test kappa72.00%", shown.words)
+    assert "lenet has err 18.75% on 1,000 test images" in shown.words and "Bold: the best err." in shown.words
+    plots = [figure["id"] for figure in shown.all("figure")]
+    assert plots[:2] == ["plot-metric-err-updates", "plot-metric-err-time"] and "plot-metric-kappa-time" in plots
 
 
 def test_names_of_strangers_are_text_and_nothing_else(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ class StudyFile(Record):
     @classmethod
     def read(cls, path: Path) -> Self:
         """The study in a file, or in the file that a folder has."""
+        if RunDirectory(path).is_run():
+            raise ConvoyError(f"{path} is a run, and no study: {cls.VERB} makes one")
         path = path / cls.NAME if path.is_dir() else path
         try:
             return cls.model_validate_json(path.read_bytes())

@@ -90,6 +90,7 @@ def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> in
         recipe = load_recipe("default", ["model.name=lenet", f"data.path={path}", *one_by_one, *settings])
         data = open_data(recipe.data, task=recipe.task)
     form = str(Pack.open(folder).options) if data.format == "pack" else ""
+    outputs = list(data.classes) if as_json else ", ".join(data.classes)  # of regression
     rows = []
     bad: list[str] = []
     splits = {"train": data.train, data.split: data.test, **({"test": data.final} if data.final else {})}
@@ -99,7 +100,7 @@ def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> in
             "format": data.format,
             "split": split,
             "images": len(source),
-            "classes": len(data.classes),
+            **({"outputs": outputs} if data.task == "regression" else {"classes": len(data.classes)}),
             "input": f"{data.channels}×{data.image_size}×{data.image_size}",
         }
         if check:

@@ -70,6 +70,8 @@ def patterns_as_yaml(text: str) -> str:
 def weights_as_yaml(text: str) -> str:
     """`a=1,b=3` as YAML; a word stays what it is."""
     if "=" not in text:
+        if re.match(r"[-+.\d]", text):
+            raise click.BadParameter(f"{text!r} is neither balanced, nor effective, nor weights, such as A=1,B=3.")
         return text
     pairs = [pair.rpartition("=") for pair in text.split(",")]
     return json.dumps({name.strip(): parse(weight, f"the weight of {name}") for name, _, weight in pairs})

@@ -37,7 +37,7 @@ from convoy.recipe.recipe import Recipe
 from convoy.report.plan_page import machines_page, plan_page
 from convoy.terminal import Console
 from convoy.training import choose_device
-from convoy.training.build import choose_trained, divisible_sizes
+from convoy.training.build import choose_trained, divisible_sizes, make_lazy
 from convoy.training.division import divide
 from convoy.training.precision import check_precision, set_numerics, settle
 from convoy.training.workloads import schedules_of, workload_of_recipe
@@ -82,6 +82,7 @@ def _network(
     torch.manual_seed(recipe.seed)
     model = models.create(name, num_classes=request.classes, in_channels=recipe.data.channels, **settings)
     channels = recipe.data.channels or (usual[0] if usual is not None else models.image_channels(model))
+    make_lazy(model, (channels, size, size))
     notes += choose_trained(model, recipe)
     return model.to(device).train(), (channels, size, size), notes
 

@@ -83,10 +83,14 @@ class TrainRequest(SimpleNamespace):
         if near:
             return ConvoyError(f"{folder} holds no run: did you mean {folder.with_name(near[0])}?")
         # a run that was stopped before its first update left nothing
-        return ConvoyError(f"{folder} holds no run, which {option} needs: begin one by its first command, without it")
+        return ConvoyError(f"{folder} holds no run, which {option} needs: name a run's folder, or begin one without it")
 
     def _extend(self, more: str) -> None:
         """Take over the recipe of the run that is to be made longer."""
+        if self.resume and self.out is None:
+            raise ConvoyError(
+                "--extend begins a new run, which convoy train NEW --resume goes on with: give one of them"
+            )
         old = RunDirectory(Path(self.model or ""))
         if self.model is None or not old.is_run():
             raise self._no_run(f"--extend {more}")
@@ -96,8 +100,6 @@ class TrainRequest(SimpleNamespace):
             raise ConvoyError(
                 "--epochs contradicts --extend, which says for how long to train on: leave one of them out"
             )
-        if self.resume and self.out is None:
-            raise ConvoyError("--extend begins a new run: go on with that one by convoy train NEW --resume")
         self.begins_with, self.model, self.recipe = old.path, None, str(old.config)
         self.overrides += [f"epochs={new_length(old, more)}", f"extends={old.path}"]
 

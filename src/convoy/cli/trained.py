@@ -281,7 +281,7 @@ def _show_evaluation(name: str, result: "Evaluation", names: Sequence[str], clas
     elif form == "csv":
         click.echo(csv_of(rows or [row]), nl=False)
     else:
-        options.show([row], right=list(row)[1:], formats=FORMATS)
+        options.show([row], right=list(row)[1:], formats=dict.fromkeys(result.own, "{:.4g}".format) | FORMATS)
         if rows:
             click.echo()
             options.show(rows, right=list(rows[0])[1:], formats=FORMATS)

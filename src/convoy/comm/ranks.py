@@ -45,7 +45,8 @@ def from_json(text: bytes) -> Any:
 
 
 def _content(tensor: Tensor) -> list[Any]:
-    return [tensor.dtype, list(tensor.shape), tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()]
+    numbers = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)  # of one number strides may be 0
+    return [tensor.dtype, list(tensor.shape), numbers.view(torch.uint8).numpy().tobytes()]
 
 
 def _tensor(dtype: torch.dtype, shape: list[int], content: bytes) -> Tensor:

@@ -54,6 +54,7 @@ def takes(function: Callable[..., Any], keyword: str, by_name: bool = False) -> 
     return is_named or (not by_name and inspect.Parameter.VAR_KEYWORD in kinds.values())
 
 
+_USUAL = {"num_classes": 1000, "in_channels": 3, "image_size": 224}  # where a function needs them, and nobody says
 DOWNLOADS = {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "weights", "weights_backbone"}
 
 
@@ -195,7 +196,8 @@ def _refuse_downloads(name: str, options: Mapping[str, Any]) -> None:
 @dataclass(frozen=True)
 class Factory:
     """A function or class of the user's that returns an `nn.Module`. It gets `num_classes` and `in_channels` where its
-    signature has them; where it has not, the network it returns must already have what was asked for."""
+    signature has them, those of ImageNet where it needs them and there are no data; where it has not, the network it
+    returns must already have what was asked for."""
 
     name: str
 
@@ -213,7 +215,9 @@ class Factory:
                 raise UnknownOptionError(self.name, option, parameters(function), "leave it out")
         request = {"num_classes": num_classes, "in_channels": in_channels}
         sizes = {key: value for key, value in request.items() if takes(function, key, by_name=True)}
-        keywords = {key: value for key, value in request.items() if value is not None and takes(function, key)}
+        required = {key for key, each in parameters(function).items() if each.default is each.empty}
+        keywords = {key: usual for key, usual in _USUAL.items() if key in required}
+        keywords |= {key: value for key, value in request.items() if value is not None and takes(function, key)}
         model = self._call(function, keywords, options)
         if not isinstance(model, nn.Module):
             raise ConvoyError(f"{self.name} returned {type(model).__name__}: it has to return an nn.Module")

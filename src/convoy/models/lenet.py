@@ -23,7 +23,7 @@ class LeNet(nn.Module):
         super().__init__()
         if image_size not in (28, 32):
             raise ConvoyError(
-                f"lenet reads images of 28x28 or 32x32 pixels, not {image_size}x{image_size}: resize them to 32"
+                f"lenet reads images of 28x28 or 32x32 pixels, not {image_size}x{image_size}: --image-size 32"
             )
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 6, kernel_size=5, padding=2 if image_size == 28 else 0),  # C1: 6 maps of 28x28

@@ -125,6 +125,8 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def _why(error: Exception) -> str:
     forbidden = re.search(r"GLOBAL (\S+)", str(error))
+    if forbidden is None and "weights_only" in str(error):  # which advises to run what the file holds
+        return "it is no whole file of torch.save, or holds more than tensors"
     return f"it holds Python code or objects, {forbidden[1]}, which are not loaded" if forbidden else reason(error)
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from importlib import resources
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
@@ -333,6 +333,11 @@ class Recipe(Section):
         for key, every in (("evaluate_every", self.evaluate_every), ("checkpoint.every", self.checkpoint.every)):
             if isinstance(every, Duration) and every.longer_than(self.epochs):
                 yield f"{key}={every} is longer than {length}: once, at the end"
+        if self.stop_after is not None and self.stop_after.longer_than(self.epochs):
+            yield f"stop_after={self.stop_after} has no effect: it is longer than {length}"
+        for part, _, end in (part.partition(":") for part in self.optimizer.freeze):
+            if end and Duration.parse(end).longer_than(self.epochs):
+                yield f"optimizer.freeze={part}:{end} is longer than {length}: {part} is never trained"
         if (sentence := self.mixing_without_partners()) is not None:
             yield sentence
         if self.checkpoint.every != "auto" and self.checkpoint.mtbf != CheckpointConfig().mtbf:
@@ -469,6 +474,8 @@ def check_names(recipe: Recipe) -> None:
         check_name(weights)
     elif weights is not None and not expanded(weights).exists():
         raise ConvoyError(f"weights file {recipe.model.weights} does not exist: check the path")
+    if (loss := recipe.loss.function) in get_args(LossConfig.model_fields["name"].annotation):
+        raise ConvoyError(f"loss {loss!r} names no function: for the built-in one: --set loss.name={loss}")
     for key, name in recipe.own_code().items():
         own.check_name(name, {"loss": "loss", "data": "augment"}.get(key.partition(".")[0], "metric"))
     existing(recipe.data.path)

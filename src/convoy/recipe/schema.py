@@ -131,7 +131,7 @@ _FOR_PEOPLE = {
     "a valid integer": "a whole number",
     "a valid array": "a list in square brackets",
     "a valid string": "text; put it in quotes if it looks like a number",
-    "an object": "a section with keys of its own",
+    "an object": "a section with keys of its own, as {A: 1, B: 3}",
     "a valid ": "a ",
     " or be ": " or ",
     "'": "",
@@ -246,6 +246,8 @@ def _explain(details: Sequence[ErrorDetails], place: _Place, model: type[BaseMod
     close = difflib.get_close_matches(value, re.findall("'(.*?)'", must) or place.kinds, 1)
     for words, for_people in _FOR_PEOPLE.items():
         must = must.replace(words, for_people)
+    if key == "target" and isinstance(number := details[0]["input"], int | float) and 1 < number <= 100:
+        must += f": write {number / 100:g}"
     return f"{key} is {value or 'empty'}, but must {must}{f'; did you mean {close[0]}?' if close else ''}"
 
 

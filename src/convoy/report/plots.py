@@ -85,26 +85,28 @@ def draw_panels(run: Run) -> list[Panel]:
     averaged = ", averaged weights" if run.setting("ema.decay") else ""
     tested = run.metrics.split + (", slow weights" if run.setting("lookahead.every") else averaged)
 
-    def compared(name: str, title: str, values: Sequence[np.ndarray], unit: str = "") -> list[Panel]:
-        """A quantity of both splits over updates and over time."""
+    def compared(name: str, title: str, key: str, errors: str = "") -> list[Panel]:
+        """A quantity of both splits over updates and over time; of shares that are right the errors, in a unit."""
+        values = [100 * (1 - column(lines, key)) if errors else column(lines, key) for lines in (train, test)]
         learnt = PlotLine("train", train, values[0], ax.TRAIN, width=1.1)
         curves = [learnt, PlotLine(tested, test, values[1], ax.TEST, DASHED, "o")]
         against: tuple[Against, ...] = ("updates", "time")
         return [
-            drawn(f"{name}-{x}", f"{title} over {x}", partial(_compare, run, curves, x, unit), NOTHING) for x in against
+            drawn(f"{name}-{x}", f"{title} over {x}", partial(_compare, run, curves, x, errors), NOTHING)
+            for x in against
         ]
 
-    metric = run.summary.best_metric or ""
-    if run.task == "classification":
-        results = compared(
-            "error", "Top-1 error", [100 * (1 - column(lines, "top1")) for lines in (train, test)], ", %"
-        )
-    else:
-        results = compared("metric", metric_name(metric), [column(lines, metric) for lines in (train, test)])
-    points = [drawn("points", "Predicted over true", partial(_points, run), NOTHING)] if run.evaluation.points else []
+    named = [panel for name in run.named for panel in compared(f"metric-{name}", metric_name(name), name)]
+    first = 2 * (run.summary.best_metric in run.named)  # over updates and over time
+    points = [
+        drawn(f"points-{place}", f"Predicted over true: {name}", partial(_points, run, place), NOTHING)
+        for place, name in enumerate(run.evaluation.classes[: len([*run.evaluation.points, []][0]) // 2])
+    ]
     return [
-        *compared("loss", "Loss", [column(lines, "loss") for lines in (train, test)]),
-        *results,
+        *named[:first],
+        *compared("loss", "Loss", "loss"),
+        *(compared("error", "Top-1 error", "top1", ", %") if run.task == "classification" else []),
+        *named[first:],
         drawn("learning-rate", "Learning rate over updates", partial(_learning_rate, run), NOTHING),
         drawn("speed", "Speed and data wait over time", partial(_speed, run), NOTHING),
         *points,
@@ -176,11 +178,11 @@ def _calibration(run: Run, title: str) -> Drawing:
     return f"Expected calibration error {error}. {rows}.", figure
 
 
-def _points(run: Run, title: str) -> Drawing:
-    """What a regression says of the test split, over what is true."""
-    points = np.array(run.evaluation.points, dtype=np.float64)
+def _points(run: Run, place: int, title: str) -> Drawing:
+    """What a regression says of the test split, over what is true, of the output at a place."""
+    points = np.array(run.evaluation.points, dtype=np.float64)[:, 2 * place : 2 * place + 2]
     figure = ax.new_figure()
-    axes = ax.add_axes(figure, title, f"true {run.evaluation.classes[0]}", above=ax.TITLE)
+    axes = ax.add_axes(figure, title, f"true {run.evaluation.classes[place]}", above=ax.TITLE)
     ends = [np.nanmin(points), np.nanmax(points)]
     axes.plot(ends, ends, color=ax.MUTED, linewidth=0.8)
     axes.plot(points[:, 0], points[:, 1], "o", color=ax.TEST, markersize=3, alpha=0.5)

@@ -43,7 +43,7 @@ def about(run: Run) -> list[str]:
     time = "" if summary.time_s is None else f" in {units.duration(summary.time_s)}"
     plan = f", plan {units.shorten(_plan(run), 90)}" if devices > 1 and _plan(run) else ""
     where = f" on {units.plural(devices, 'device')}{plan}"
-    if run.results:
+    if run.decides:
         best, value = next(iter(run.results.items()))
         of = f" on {units.plural(images, f'{split} image')}" if images else ""
         sentences = [f"{model} has {metric_in_words(best, value)}{of}{length}{time}{where}."]
@@ -242,23 +242,27 @@ def _results(run: Run) -> Iterator[Tile]:
     summary, images = run.summary, num_test_images(run)
     top1, top5, loss = (last_result(run, name) for name in ("top1", "top5", "loss"))
     split, of_evaluations = (summary.split or run.metrics.split).capitalize(), run.metrics.split
-    if run.results:
-        for name, value in run.results.items():
-            words, _, figure = metric_in_words(name, value).rpartition(" ")
-            yield Tile(f"{split} {words}", figure, f"{split.lower()} split", main=name == next(iter(run.results)))
+    named = list[Tile]()
+    for name, value in run.results.items():
+        words, _, figure = metric_in_words(name, value).rpartition(" ")
+        named.append(Tile(f"{split} {words}", figure, f"{split.lower()} split", main=run.decides and not named))
+    yield from named[: run.decides]
+    if run.task != "classification":
+        yield from named[1:]
         return
     places = units.percent_places(images)
     note = "not tested yet" if top1 is None else ""
     if top1 is not None and images:
         low, high = units.wilson(top1, images)
         note = f"95 % interval {units.decimal(100 * low, places)} to {units.percent(high, places)}"
-    yield Tile(f"{split} accuracy", units.percent(top1, places), note, main=True)
+    yield Tile(f"{split} accuracy", units.percent(top1, places), note, main=not run.decides)
+    yield from named[run.decides :]
     number = sum(line.top1 is not None for line in run.metrics.test)
     if summary.best_top1 is not None and number > 1:
         at = f"update {units.count(summary.best_step)}, " if summary.best_step is not None else ""
         best = units.percent(summary.best_top1, places)
         yield Tile(f"Best {of_evaluations} accuracy", best, f"{at}the highest of {number} evaluations")
-    if top5 is not None and len(run.evaluation.classes) not in range(1, 20):
+    if top5 is not None and "top5" not in run.results and len(run.evaluation.classes) not in range(1, 20):
         yield Tile("Top-5 accuracy", units.percent(top5, places), f"{split.lower()} split")
     if (error := run.evaluation.calibration_error) is not None:
         yield Tile("Calibration error", units.percent(error), "expected, over 15 ranges of probability")

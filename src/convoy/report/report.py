@@ -21,7 +21,7 @@ from convoy.report.plots import draw_panels
 from convoy.report.remarks import about, bench_command, num_test_images, remarks, result_tiles, status
 from convoy.report.run_directory import Run, column, read_run
 from convoy.run.records import EvaluationFile, StageRecord
-from convoy.tasks.metric import metric_name
+from convoy.tasks.metric import metric_name, palette
 from convoy.terminal import printable
 from convoy.version import __version__
 
@@ -88,8 +88,9 @@ def _content(run: Run) -> dict[str, Any]:
         "hardest": table.hardest(12) if many else [],
         "mistakes": _mistakes(run.path, evaluation),
         "task": run.task,
-        "metric": run.summary.best_metric,
-        "metric_name": metric_name(run.summary.best_metric or ""),
+        "named": {name: metric_name(name) for name in run.named},
+        "best_name": metric_name(run.summary.best_metric or "top1") if run.decides else "",
+        "colors": [f"rgb({red},{green},{blue})" for red, green, blue in palette()],
         "class_columns": [
             name if (name := metric_name(key)) != key else key.capitalize()
             for key in next(iter(run.evaluation.per_class), {})
@@ -145,7 +146,8 @@ def _tests(run: Run) -> list[dict[str, Any]]:
     for line in run.metrics.test:
         number = int(train_steps.searchsorted(line.step, side="right"))
         train_loss = train[number - 1].loss if number else None
-        rows.append({"line": line, "train_loss": train_loss, "best": line.top1 is not None and line.top1 == best})
+        is_best = line.step == run.summary.best_step if run.decides else line.top1 is not None and line.top1 == best
+        rows.append({"line": line, "train_loss": train_loss, "best": is_best})
     return rows
 
 

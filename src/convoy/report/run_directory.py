@@ -110,11 +110,24 @@ class Run:
 
     @property
     def results(self) -> dict[str, float]:
-        """The latest metrics of another task than classification, by name: the one that says which is best first."""
+        """The latest metrics by name, the one that says which is best first; of classification those of `named`."""
         metrics = {**self.summary.metrics, **self.evaluation.metrics}
         names = sorted(metrics, key=lambda name: (name != self.summary.best_metric, name == "loss"))
         numbers = {name: number for name in names if (number := metrics[name]) is not None}
-        return {} if self.task == "classification" else numbers
+        shown = self.named if self.task == "classification" else numbers
+        return {name: numbers[name] for name in shown if name in numbers}
+
+    @property
+    def named(self) -> list[str]:
+        """The metrics with curves by their names: the one that says which is best, and the user's; not the accuracy."""
+        own = [name.rpartition(":")[2].rpartition(".")[2] for name in map(str, self.setting("metrics") or ())]
+        names = [self.summary.best_metric or "top1", *own]
+        return [name for name in dict.fromkeys(names) if self.task != "classification" or name not in ("top1", "loss")]
+
+    @property
+    def decides(self) -> bool:
+        """Whether one of `results` says which weights are best, and not the accuracy."""
+        return bool(self.results) and (self.task != "classification" or self.summary.best_metric in self.results)
 
     def setting(self, key: str) -> Any:
         """The value of a dotted key of the configuration, or None."""

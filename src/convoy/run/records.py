@@ -175,7 +175,7 @@ class EvaluationFile(Record):
     task: str = "classification"
     metrics: dict[str, Number] = {}
     per_class: list[dict[str, str | int | float | None]] = []
-    points: list[Annotated[list[Number], Field(min_length=2, max_length=2)]] = []  # of a plot: true and predicted
+    points: list[Annotated[list[Number], Field(min_length=2)]] = []  # of plots: true and predicted of each output
     pictures: list[ShownPicture] = []
     classes: list[str] = []
     confusion: list[list[Annotated[int, Field(ge=0, le=2**53)]]] = []

@@ -1,6 +1,7 @@
-"""Numbers of an evaluation: their names, which of two is better, and how people read them."""
+"""Numbers of an evaluation: their names, which of two is better, and how people read them; the colors of masks."""
 
 from abc import ABC, abstractmethod
+from colorsys import hsv_to_rgb
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -45,3 +46,9 @@ def metric_in_words(name: str, value: float, places: int = 2) -> str:
     """A metric's value for people: `top-1 93.25%`, `MAE 0.1234`."""
     words = metric_name(name)
     return f"{words} {value:.4g}" if name in _AS_NUMBERS or not 0 <= value <= 1 else f"{words} {value:.{places}%}"
+
+
+def palette() -> list[list[int]]:
+    """Red, green and blue: black for class 0, others by hues a golden angle apart, grey where nothing is known."""
+    hues = [[int(255 * part) for part in hsv_to_rgb(place * 0.618034 % 1, 1, 1)] for place in range(1, 255)]
+    return [[0, 0, 0], *hues, [128, 128, 128]]

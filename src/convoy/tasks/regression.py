@@ -13,7 +13,7 @@ from convoy.data import Batch
 from convoy.tasks.metric import LOSS, Metric
 from convoy.tasks.task import Evaluation, Task, precise
 
-MOST_POINTS = 1000  # of the plot of predicted over true
+MOST_POINTS, MOST_OUTPUTS = 1000, 8  # of the plots of predicted over true
 
 
 @dataclass
@@ -81,9 +81,9 @@ class RegressionEvaluation(Evaluation):
         ]
 
     def _to_show(self) -> dict[str, Any]:
-        """Of the first output, at most so many samples, evenly spread."""
+        """True and predicted of each of the first outputs in turn, of at most so many samples, evenly spread."""
         if (kept := self._all_kept()) is None:
             return {}
-        predicted, true = (numbers[:, 0].double() for numbers in kept)
+        predicted, true = (numbers[:, :MOST_OUTPUTS].double() for numbers in kept)
         chosen = torch.linspace(0, len(true) - 1, min(len(true), MOST_POINTS)).long()
-        return {"points": torch.stack([true[chosen], predicted[chosen]], 1).tolist()}
+        return {"points": torch.stack([true[chosen], predicted[chosen]], 2).flatten(1).tolist()}

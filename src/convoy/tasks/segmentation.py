@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +15,7 @@ from convoy.data import Batch
 from convoy.data.masks import UNLABELLED
 from convoy.errors import ConvoyError
 from convoy.run import records
-from convoy.tasks.metric import LOSS, Metric
+from convoy.tasks.metric import LOSS, Metric, palette
 from convoy.tasks.task import Evaluation, Task, of_classes, precise
 
 NUM_WORST = 12
@@ -161,8 +160,5 @@ class SegmentationEvaluation(Evaluation):
 
 
 def in_color(mask: Tensor) -> Tensor:
-    """A mask for people: black for class 0, other classes by hues a golden angle apart, grey where nothing is known."""
-    hues = np.arange(256) * 0.618034 % 1
-    palette = 255 * np.clip(np.abs((hues[:, None] * 6 + np.array([0, 4, 2])) % 6 - 3) - 1, 0, 1)
-    palette[0], palette[UNLABELLED] = 0, 128
-    return torch.from_numpy(palette.astype(np.uint8)[mask.numpy()]).permute(2, 0, 1)
+    """A mask for people."""
+    return torch.tensor(palette(), dtype=torch.uint8)[mask.long()].permute(2, 0, 1)

@@ -78,6 +78,13 @@ class NetworkInput:
         return {**asdict(self), "mean": list(self.mean), "std": list(self.std)}
 
 
+def make_lazy(model: nn.Module, image_shape: tuple[int, int, int]) -> None:
+    """Let a pass make the parameters that hang on the images."""
+    if any(map(is_lazy, model.parameters())):
+        with evaluating(model), torch.no_grad():
+            model(torch.zeros(1, *image_shape))
+
+
 def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Module, list[str]]:
     """The recipe's network for some classes and channels, initialized from the seed, with its weights loaded, and notes
     on what was done to it.
@@ -95,9 +102,7 @@ def build_model(recipe: Recipe, given: DataSet | NetworkInput) -> tuple[nn.Modul
             )
     torch.manual_seed(recipe.seed)
     model = models.create(section.name, num_classes=len(given.classes), in_channels=given.channels, **options)
-    if any(map(is_lazy, model.parameters())):  # a pass makes them
-        with evaluating(model), torch.no_grad():
-            model(torch.zeros(1, given.channels, given.image_size, given.image_size))
+    make_lazy(model, (given.channels, given.image_size, given.image_size))
     prepare_given(model, needs_numbers=not torch.empty(0).is_meta)  # of other ranks than the first
     if section.weights is not None and recipe.extends is None:  # all weights are those of the other run then
         notes += models.load_weights(model, section.weights, models.published(section.weights))
@@ -181,7 +186,7 @@ def _build_for(
 ) -> tuple[nn.Module, list[str]]:
     if ranks.num == 1:
         return build_model(recipe, given)
-    weights = on_meta(recipe, len(given.classes))
+    weights = on_meta(recipe, len(given.classes), given.channels)
     is_large = weights is not None and sum(weight.nbytes for weight in weights.parameters()) >= LARGE
     if not is_large and (plan is None or "stage" not in plan.mesh.names):
         return build_model(recipe, given)
@@ -200,14 +205,13 @@ def _build_for(
     return model, [*notes, f"every device builds all of {recipe.model.name} before it takes its part, as {refused}"]
 
 
-def on_meta(recipe: Recipe, num_classes: int | None = None) -> nn.Module | None:
+def on_meta(recipe: Recipe, num_classes: int | None = None, channels: int | None = None) -> nn.Module | None:
     """The recipe's network without contents, if need be with its own number of classes; None where it cannot be so."""
     section = recipe.model
     try:
         with torch.device("meta"):
-            return models.create(
-                section.name, num_classes=num_classes, in_channels=recipe.data.channels, **section.options
-            )
+            channels = channels or recipe.data.channels
+            return models.create(section.name, num_classes=num_classes, in_channels=channels, **section.options)
     except ConvoyError:
         raise
     except Exception:  # a network of others, which reads its tensors or makes them elsewhere

@@ -71,6 +71,9 @@ def set_up(
     sharing = gpus.count(gpu) if gpu else ranks.on_host  # ranks that share the memory of the GPU, or of the host
     quantities = resolve(recipe, len(data.train))
     notes += left_out_of_epochs(recipe.batch, len(data.train))
+    every = recipe.parallel.local_sgd
+    if isinstance(every, int) and every > quantities.total_updates and ranks.num > 1:
+        notes.append(f"parallel.local_sgd={every} is more than {quantities.total_updates} updates: once, at the end")
     model, build_notes = build_for(recipe, data, plan, ranks)
     notes += build_notes
     if recipe.batch_norm != "microbatch" and not has_batch_norm(model):
