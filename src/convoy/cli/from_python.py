@@ -19,9 +19,9 @@ from convoy.training.restore import TrainedRun, load_run
 
 
 def train(model: str | None = None, *, settings: Mapping[str, Any] = {}, **options: Any) -> TrainedRun:
-    """Train as `convoy train` does, in other processes, and show the progress; the run, as `load_run` gives it::
+    """Train as `convoy train` does, in other processes, and show the progress; the run, as `load_run` gives it.
 
-        run = convoy.train("resnet18", data="photos", devices=2, epochs="5ep", **{"optimizer.lr": 0.1})
+    >>> run = convoy.train("resnet18", data="photos", devices=2, epochs="5ep", **{"optimizer.lr": 0.1})
 
     The options are those of `convoy train --help`, with underscores for dashes, and True for one that has no value;
     `settings` are keys of the recipe, as for `--set`, of which those with a dot may stand among the options. A network
