@@ -65,7 +65,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 def csv_line(row: Iterable[Any]) -> str:
     """A line of CSV. A text that a spreadsheet would take for a formula, and is no number, has a `'` before it; None is
     left empty."""
-    line, formula = io.StringIO(), r"(?![+-]\d+(\.\d+)?\Z)[=+\-@]"
+    line, formula = io.StringIO(), r"(?![+-]\d+(\.\d+)?(e[+-]?\d+)?\Z)[=+\-@]"
     csv.writer(line, lineterminator="\n").writerow(
         f"'{value}" if isinstance(value, str) and re.match(formula, value) else value for value in row
     )

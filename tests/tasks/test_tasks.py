@@ -110,6 +110,25 @@ def test_every_task_is_that_of_one_device(task: str, tmp_path: Path) -> None:
     assert off("sample=2", mistake=True) > 1e-5
 
 
+def all_metrics(data: Path, settings: list[str]) -> tuple[dict[str, float], int]:
+    """The metrics of the first weights, and the number of rows of its classes."""
+    with cores_as_before():
+        found = session(data, "batch=12", "microbatch=3", "data.workers=0", "data.image_size=16", *settings)
+        result = found.evaluate()
+        return result.metrics(), len(result.per_class(found.data.classes))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_metric_of_ones_own_stands_beside_those_of_the_task(task: str, tmp_path: Path) -> None:
+    data = write_task(tmp_path / task, task)
+    (tmp_path / "mine.py").write_text("def samples(outputs, targets):\n    return len(outputs)\n")
+    settings = [f"model.name=tasks.test_tasks:{'TinyUNet' if task == 'segmentation' else 'TinyTask'}"]
+    metrics, rows = run_ranks(all_metrics, 1, data, settings)[0]
+    settings.append(f"metrics=[{tmp_path / 'mine.py'}:samples]")
+    for found, rows_too in run_ranks(all_metrics, 2, data, settings):
+        assert found == pytest.approx(metrics | {"samples": HELD_OUT}, rel=1e-9) and rows_too == rows > 0
+
+
 def digest(data: Path, out: Path, mistake: bool) -> str:
     """Of the weights of a run with class weights; by a `mistake` their sum over pixels hangs on the devices."""
     settings = {"model.name": "tasks.test_tasks:TinyUNet", "data.image_size": "16", "batch": "12", "epochs": "6ba"}

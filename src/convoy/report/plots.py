@@ -98,9 +98,10 @@ def draw_panels(run: Run) -> list[Panel]:
 
     named = [panel for name in run.named for panel in compared(f"metric-{name}", metric_name(name), name)]
     first = 2 * (run.summary.best_metric in run.named)  # over updates and over time
+    outputs = run.evaluation.classes[: len(run.evaluation.points[0]) // 2] if run.evaluation.points else []
     points = [
         drawn(f"points-{place}", f"Predicted over true: {name}", partial(_points, run, place), NOTHING)
-        for place, name in enumerate(run.evaluation.classes[: len([*run.evaluation.points, []][0]) // 2])
+        for place, name in enumerate(outputs)
     ]
     return [
         *named[:first],

@@ -89,12 +89,10 @@ class Evaluation(ABC):
     def _metrics(self) -> dict[str, float]:
         """Those of the task's metrics."""
 
-    def measure(self, metrics: Sequence[MetricOfAll]) -> None:
-        """Compute metrics that are functions of all outputs and targets."""
-        if (tensors := self._all_kept()) is not None:
-            self.own = {metric.name: metric(*tensors) for metric in metrics}
-        if not self.keeps:
-            self.kept = None
+    def measured(self, metrics: Sequence[MetricOfAll]) -> dict[str, float]:
+        """The values of metrics that are functions of all outputs and targets, by name."""
+        tensors = self._all_kept()
+        return {} if tensors is None else {metric.name: metric(*tensors) for metric in metrics}
 
     def _all_kept(self) -> tuple[Tensor, Tensor] | None:
         """The outputs and targets of all samples; None where there are none."""

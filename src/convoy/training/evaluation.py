@@ -123,12 +123,8 @@ def evaluate(
     evaluation.seconds = time.perf_counter() - start
     total = evaluation.total(ranks.gather_samples(evaluation))
     if task.own_metrics:  # they say how all ranks go on, and need not be the same on each
-
-        def measured() -> dict[str, float]:
-            total.measure(task.own_metrics)
-            return total.own
-
-        total.own, total.kept = ranks.first(measured), None
+        total.own = ranks.first(lambda: total.measured(task.own_metrics))
+        total.kept = total.kept if total.keeps else None
     return total
 
 

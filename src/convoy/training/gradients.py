@@ -69,9 +69,8 @@ class Exchange:
 
     def __init__(self, network: Network, recipe: Recipe, first: int = 0) -> None:
         self.network, self._recipe, self._first, section = network, recipe, first, recipe.parallel
-        self.local_mean = (
-            section.local_sgd is not None
-        )  # weights and the optimizer's state are this rank's own, at last
+        # With local SGD, and with nothing else, weights and the optimizer's state become this rank's own.
+        self.local_mean = section.local_sgd is not None
         self.version = network.sample_rank if self.local_mean else 0  # which of the optimizer's states is this rank's
         self.is_due = False  # whether gradients of passes are there that no exchange has taken with it
         self.every = None if section.local_sgd == "auto" else section.local_sgd  # updates of a round, once known
