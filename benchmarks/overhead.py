@@ -40,10 +40,11 @@ from convoy.data.pixels import PixelSource
 from convoy.engine.network import network_of
 from convoy.engine.parallelize import local_samples, parallelize
 from convoy.progress import ConsoleReporter
-from convoy.recipe.optim import create_optimizer, learning_rate
+from convoy.recipe.optim import learning_rate
 from convoy.recipe.recipe import Recipe, load_recipe
 from convoy.terminal import Console
 from convoy.training import Trainer
+from convoy.training.optimizer import create_optimizer
 
 
 def bare_loop(recipe: Recipe, data: DataSet, updates: int) -> float:

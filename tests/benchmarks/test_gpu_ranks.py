@@ -18,12 +18,13 @@ from convoy import models
 from convoy.data import AugmentConfig, DataConfig, DataSet, Order, training_batches
 from convoy.data.pixels import PixelSource
 from convoy.plans.plan import Plan
-from convoy.recipe.optim import Schedule, create_optimizer
+from convoy.recipe.optim import Schedule
 from convoy.recipe.recipe import load_recipe
 from convoy.tasks.registry import create_task
 from convoy.training.division import divide
 from convoy.training.evaluation import InputPipeline
 from convoy.training.gradients import Exchange, divided_network
+from convoy.training.optimizer import create_optimizer
 from convoy.training.precision import Scaler
 from convoy.training.state import RunState
 from convoy.training.step import TrainingStep

@@ -15,8 +15,8 @@ from convoy.planner.cost.step import step_tasks
 from convoy.planner.measured import ASSUMED_LINKS
 from convoy.planner.workload import workload_of
 from convoy.plans.plan import Plan
-from convoy.recipe.fine_tuning import layer_scales
 from convoy.training.build import choose_trained
+from convoy.training.optimizer import layer_scales
 from ranks import run_ranks
 from training.scenarios import lines, refusals
 from training.test_devices import distance, on_plan

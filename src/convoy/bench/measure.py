@@ -46,7 +46,6 @@ from convoy.planner.cost.prediction import Scored
 from convoy.planner.planner import Question, make_plan
 from convoy.planner.store import ProfileStore
 from convoy.plans.plan import Plan, plan_text
-from convoy.recipe.optim import create_optimizer, set_rates
 from convoy.recipe.recipe import Recipe
 from convoy.resources import text_of
 from convoy.tasks.registry import create_task
@@ -56,6 +55,7 @@ from convoy.training.derived import resolve
 from convoy.training.division import text as counts_text
 from convoy.training.environment import join_ranks
 from convoy.training.evaluation import InputPipeline
+from convoy.training.optimizer import create_optimizer, set_rates
 from convoy.training.precision import autocast_of, set_numerics
 from convoy.training.session import Session
 from convoy.training.set_up import set_up

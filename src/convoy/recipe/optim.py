@@ -1,30 +1,19 @@
-"""The optimizer of a recipe: its options, which parameters decay, the learning rate for the size of the batch; and the
-rate of every update: warm-up, then constant, in steps, half a cosine or a polynomial.
+"""The optimizer of a recipe: its options, the learning rate for the size of the batch; and the rate of every update:
+warm-up, then constant, in steps, half a cosine or a polynomial.
 
 A schedule is a pure function of the update's number, so a run that resumes goes on with the same rates.
 """
 
 import math
-import sys
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from convoy.errors import ConvoyError
 from convoy.recipe.schema import Duration, PositiveDuration, Section
-from convoy.terminal import did_you_mean
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-
 
 REFERENCE_BATCH = 256
-# Keys of torch's groups: what the schedule's rate is multiplied by, and the update from which on it is 0.
-LR_FACTOR, END = "lr_factor", "end"
 
 _Rate = Annotated[float | None, Field(gt=0)]
 _Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -193,131 +182,6 @@ def learning_rate(config: OptimizerConfig, batch: int) -> float:
 def rate_factor(config: OptimizerConfig, ratio: float) -> float:
     """By how much the rate grows where the batch grows by a ratio."""
     return ratio if config.scaling == "linear" else math.sqrt(ratio)
-
-
-def create_optimizer(model: "nn.Module", config: OptimizerConfig, lr: float, ends: Sequence[int] = ()) -> "Optimizer":
-    """The optimizer for a model's trainable parameters; LARS and LAMB overwrite the gradients during a step. `ends` are
-    the weight updates from which on those of `config.groups` are left as they are."""
-    import torch  # which a mistake in a recipe is not to wait for
-
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise ConvoyError(f"the model {type(model).__name__} has no parameter that can be trained: choose another")
-    groups = [group for group in _groups(model, config, ends) if group["params"]]
-    # torch's fused kernels go through memory as it lies, and so beyond a weight that lies there with holes
-    fused = getattr(config, "fused", None) and all(torch.empty_like(p).stride() == p.stride() for p in parameters)
-    match config:
-        case SgdConfig():
-            optimizer: Any = torch.optim.SGD(
-                groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused or None
-            )
-        case AdamWConfig():
-            optimizer = torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=fused or None)
-        case LarsConfig():
-            from pytorch_optimizer import LARS  # the import takes most of a second
-
-            ratio = config.trust_coefficient
-            optimizer = LARS(groups, lr=lr, momentum=config.momentum, nesterov=config.nesterov, trust_coefficient=ratio)
-        case LambConfig():
-            from pytorch_optimizer import Lamb
-
-            for group in groups:  # adam: the trust ratio is 1
-                group["adam"] = not config.decay_norm_and_bias and all(p.ndim <= 1 for p in group["params"])
-            # The decay belongs into r; the library's default is that of AdamW. A step is lr; its default is
-            # lr / (1 - beta1^t), ten times that at first.
-            optimizer = Lamb(groups, lr=lr, betas=config.betas, eps=config.eps, weight_decouple=False, adam_debias=True)
-            optimizer.clamp = math.inf  # the library cuts ‖w‖ at 10, less than a large convolution has from the start
-    if fused:
-        optimizer.register_step_pre_hook(_make_ready)
-    return cast("Optimizer", optimizer)
-
-
-def _groups(model: "nn.Module", config: OptimizerConfig, ends: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Torch's groups of parameters, some of them empty."""
-    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    scales: Mapping[str, float] = {}
-    if config.layer_decay is not None:
-        from convoy.recipe.fine_tuning import layer_scales
-
-        scales = layer_scales(model, config.layer_decay)
-    for number, (group, members) in enumerate(_members(named, config)):
-        options: dict[str, Any] = {END: ends[number] if ends else sys.maxsize}
-        if group.weight_decay is not None:
-            options["weight_decay"] = group.weight_decay
-        for alike in _alike(members, scales, config):
-            yield alike | options | {LR_FACTOR: alike[LR_FACTOR] * group.lr_factor}
-    yield from _alike(named, scales, config)
-
-
-def _members(
-    named: "dict[str, nn.Parameter]", config: OptimizerConfig
-) -> "Iterator[tuple[GroupConfig, dict[str, nn.Parameter]]]":
-    """The parameters of each group, taken out of those that have no group yet: the first pattern that fits counts."""
-    for group in config.groups:
-        yield group, {name: named.pop(name) for name in list(named) if fnmatchcase(name, group.parameters)}
-
-
-def _alike(
-    named: "dict[str, nn.Parameter]", scales: Mapping[str, float], config: OptimizerConfig
-) -> Iterator[dict[str, Any]]:
-    """Torch's groups of some parameters, by what the rate of their layers is multiplied by, and by what decays."""
-    for scale in dict.fromkeys(scales.get(name, 1.0) for name in named) or (1.0,):
-        parameters = [parameter for name, parameter in named.items() if scales.get(name, 1.0) == scale]
-        # A bias or the scale or shift of a normalization layer is a parameter with at most one dimension.
-        matrices, vectors = ([p for p in parameters if (p.ndim > 1) == wide] for wide in (True, False))
-        by_decay = [(matrices, config.weight_decay), (vectors, 0.0)]
-        if config.decay_norm_and_bias:
-            by_decay = [(parameters, config.weight_decay)]
-        for members, decay in by_decay:
-            yield {"params": members, "weight_decay": decay, LR_FACTOR: scale}
-
-
-def set_rates(optimizer: "Optimizer", rate: float, update: int) -> None:
-    """Let all parameters have the schedule's rate in a weight update, but for those of groups of their own. The
-    gradients of groups that have ended count nowhere."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group.get(LR_FACTOR, 1.0)
-        if update >= group.get(END, sys.maxsize):
-            group["lr"] = 0.0
-            for parameter in group["params"]:
-                parameter.grad = None
-
-
-def check_groups(model: "nn.Module", config: OptimizerConfig) -> None:
-    """Let nothing train what a group says is never trained; a ConvoyError where a group has no parameter."""
-    named = dict(model.named_parameters())
-    for group, members in _members(named, config):
-        if not members:
-            names = [name for name, _ in model.named_parameters()]
-            near = did_you_mean(group.parameters, names, otherwise=f"there are {', '.join(names[:4])}, …")
-            raise ConvoyError(
-                f"optimizer.groups: {group.parameters!r} is the name of no parameter that is left of the network{near}"
-            )
-        if group.lr_factor == 0:
-            for parameter in members.values():
-                parameter.requires_grad_(False)
-        elif not any(parameter.requires_grad for parameter in members.values()):
-            raise ConvoyError(
-                f"optimizer.groups: the network does not train {group.parameters!r}: leave that group out, or set its "
-                "lr_factor to 0"
-            )
-
-
-def _make_ready(optimizer: "Optimizer", *_: Any) -> None:
-    """Give gradients and state the strides of their weights, and momentum to weights whose first gradient comes late.
-    On a CPU, where torch's fused kernels go through memory as it lies, other strides, as of a state that was loaded,
-    give wrong weights without a word; and they take no weights with and without momentum together (torch 2.13)."""
-    import torch
-
-    for group, parameter in ((g, p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None):
-        if parameter.grad.stride() != parameter.stride():
-            parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
-        state = optimizer.state[parameter]
-        if group.get("momentum") and state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.ndim and value.stride() != parameter.stride():
-                state[name] = torch.empty_like(parameter).copy_(value)
 
 
 _NO_TIME = Duration(0, "ep")

@@ -32,14 +32,13 @@ from convoy.planner.workload import workload_of
 from convoy.plans.fit import check_patterns
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE
-from convoy.recipe.fine_tuning import freeze_always
-from convoy.recipe.optim import check_groups
 from convoy.recipe.recipe import DEFAULT_MICROBATCH, Recipe
 from convoy.resources import host_memory
 from convoy.run.directory import RunDirectory
 from convoy.script.data import evaluating
 from convoy.tasks.task import Task
 from convoy.training.derived import num_microbatches
+from convoy.training.optimizer import check_groups, freeze_always
 from convoy.training.precision import lowered
 
 
@@ -117,7 +116,7 @@ def choose_trained(model: nn.Module, recipe: Recipe) -> list[str]:
         if convolution.bias is not None:
             nn.init.zeros_(convolution.bias)
     check_groups(model, recipe.optimizer)
-    return freeze_always(model, recipe.optimizer.freeze) if recipe.optimizer.freeze else []
+    return freeze_always(model, recipe.optimizer.freeze)
 
 
 def _to_whiten(model: nn.Module) -> nn.Conv2d:

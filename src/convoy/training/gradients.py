@@ -30,9 +30,9 @@ from convoy.engine.stages import StagedNetwork
 from convoy.errors import ConvoyError
 from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
-from convoy.recipe.fine_tuning import set_frozen
 from convoy.recipe.recipe import Recipe
 from convoy.training.division import Division
+from convoy.training.optimizer import set_frozen
 
 
 def divided_network(model: nn.Module, plan: Plan, example: Tensor, recipe: Recipe) -> Network:

@@ -37,8 +37,7 @@ from convoy.plans.place import Placement
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, Schedule, bubble
 from convoy.plans.traffic import rows_of_stages
-from convoy.recipe.fine_tuning import thaws
-from convoy.recipe.optim import create_optimizer, learning_rate
+from convoy.recipe.optim import learning_rate
 from convoy.recipe.recipe import Recipe
 from convoy.recipe.schema import in_words
 from convoy.run.records import Derived, StageRecord
@@ -50,6 +49,7 @@ from convoy.training.division import Division, Pass, divide, soonest, text
 from convoy.training.evaluation import InputPipeline, evaluate
 from convoy.training.gradients import Exchange, FiniteGuard, divided_network
 from convoy.training.noise import interval
+from convoy.training.optimizer import create_optimizer, thaws
 from convoy.training.precision import Scaler, lowered
 from convoy.training.resume import Code
 from convoy.training.state import AveragedWeights, MovingAverage, RunState, SlowWeights
@@ -355,7 +355,7 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
         merge=merge,
         stages=[],
         workers=workers,
-        thaws=thaws(model, recipe.optimizer.freeze, ready.quantities.updates) if recipe.optimizer.freeze else {},
+        thaws=thaws(model, recipe.optimizer.freeze, ready.quantities.updates),
     )
     session.notes = [*recipe.notes(), *data.notes, *ready.notes, *chosen.notes, *_notes(session)]
     session.derived += _rows(session)

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError, Kinds, in_file
 from convoy.comm.ranks import received
-from convoy.recipe.optim import END, LR_FACTOR
 from convoy.recipe.recipe import LookaheadConfig
 from convoy.script.state import NamedOptimizer, Parts, Whole
 from convoy.training.gradients import Exchange
+from convoy.training.optimizer import END, LR_FACTOR
 
 
 class AveragedWeights:

@@ -25,13 +25,14 @@ from convoy.errors import ConvoyError
 from convoy.ops.random_bits import fold
 from convoy.plans.schedule import Action
 from convoy.plans.schedule import Schedule as StageOrder
-from convoy.recipe.optim import Schedule, set_rates
+from convoy.recipe.optim import Schedule
 from convoy.recipe.recipe import Recipe
 from convoy.tasks.task import Task
 from convoy.training.division import Pass
 from convoy.training.evaluation import InputPipeline
 from convoy.training.gradients import FiniteGuard
 from convoy.training.noise import GradientNoise
+from convoy.training.optimizer import set_rates
 from convoy.training.precision import autocast_of
 from convoy.training.state import RunState
 

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from convoy.comm.groups import Groups
 from convoy.engine.gradients.divided import WholeNorms
 from convoy.plans.mesh import Mesh
-from convoy.recipe.optim import LambConfig, LarsConfig, create_optimizer
+from convoy.recipe.optim import LambConfig, LarsConfig
+from convoy.training.optimizer import create_optimizer
 from ranks import run_ranks
 
 MESH = Mesh(("sample", "filter"), (2, 2))

@@ -15,10 +15,8 @@ from convoy.recipe.optim import (
     LarsConfig,
     OptimizerConfig,
     SgdConfig,
-    check_groups,
-    create_optimizer,
-    set_rates,
 )
+from convoy.training.optimizer import check_groups, create_optimizer, set_rates
 
 RATES = [0.5, 0.5, 0.25, 0.25, 0.1, 0.05]
 Update = Callable[[Tensor, Tensor, dict[str, Tensor], float, int], Tensor]
