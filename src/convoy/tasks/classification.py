@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor
 from convoy.data import Batch
 from convoy.run import records
 from convoy.tasks.metric import LOSS, Metric
-from convoy.tasks.task import Evaluation, Task, of_classes, precise
+from convoy.tasks.task import Drawn, Evaluation, Shown, Task, of_classes, precise
 
 
 @dataclass
@@ -65,54 +64,30 @@ class Classification(Task):
         return ClassificationEvaluation(torch.zeros(len(self.classes), len(self.classes), dtype=torch.int64))
 
 
-NUM_MISTAKES = 24
 _BINS = 15  # of a reliability diagram (Guo et al., 2017)
 _UNIT = 2**24  # of a probability, which as a whole number adds up to the same in any order
 
 
-@dataclass(order=True)
-class WrongAnswer:
-    """A sample that the network got wrong; `picture` is what the network saw, uint8 [channels, height, width]."""
-
-    probability: float
-    sample: int
-    label: int = field(compare=False)
-    predicted: int = field(compare=False)
-    picture: Tensor = field(compare=False, repr=False)
-
-
 @dataclass
 class ClassificationEvaluation(Evaluation):
-    """Its loss is the plain cross-entropy, whatever that of training is."""
+    """Its loss is the plain cross-entropy, whatever that of training is; the most confident mistakes are shown."""
 
     confusion: Tensor  # int64 [classes, classes], true labels in rows
     num_in_top5: int = 0
-    mistakes: list[WrongAnswer] = field(default_factory=list)  # the most confident ones, these first
     # Of each bin of the answers' probabilities: images, right answers, sum of probabilities.
     reliability: Tensor = field(default_factory=lambda: torch.zeros(3, _BINS, dtype=torch.int64))
 
-    task: ClassVar[str] = "classification"
-
-    @property
-    def top1(self) -> float:
-        """Share of samples, 0 to 1."""
-        return int(self.confusion.diagonal().sum()) / max(self.num_images, 1)
-
-    @property
-    def top5(self) -> float | None:
-        """The same; None for five classes or fewer."""
-        return self.num_in_top5 / max(self.num_images, 1) if len(self.confusion) > 5 else None
-
-    @property
-    def macro_f1(self) -> float:
-        """The mean over the classes of 2 hits / (samples + answers), without those that have neither."""
-        both = self.confusion.sum(0) + self.confusion.sum(1)
-        f1 = 2 * self.confusion.diagonal().double() / both.clamp(min=1)
-        return float(f1.sum() / both.count_nonzero().clamp(min=1))
+    summed: ClassVar[tuple[str, ...]] = ("confusion", "num_in_top5", "reliability")
+    most_shown: ClassVar[int] = 24
+    shows_highest: ClassVar[bool] = True
 
     def _metrics(self) -> dict[str, float]:
-        of_five = {} if self.top5 is None else {"top5": self.top5}
-        return {"loss": self.loss, "top1": self.top1, **of_five, "macro_f1": self.macro_f1}
+        hits, both = self.confusion.diagonal(), self.confusion.sum(0) + self.confusion.sum(1)
+        f1 = 2 * hits.double() / both.clamp(min=1)  # of each class: 2 hits / (samples + answers)
+        images = max(self.num_images, 1)
+        of_five = {"top5": self.num_in_top5 / images} if len(self.confusion) > 5 else {}  # classes, or fewer
+        macro_f1 = float(f1.sum() / both.count_nonzero().clamp(min=1))  # without classes that have neither
+        return {"loss": self.loss, "top1": int(hits.sum()) / images, **of_five, "macro_f1": macro_f1}
 
     def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
         """Name, samples, precision and recall of each class: 0 to 1, None where there is nothing to divide."""
@@ -130,17 +105,19 @@ class ClassificationEvaluation(Evaluation):
             for images, hits, total in bins
         ]
 
-    def _to_show(self) -> dict[str, Any]:
-        def record(wrong: WrongAnswer) -> Any:
-            row = {key: getattr(wrong, key) for key in ("sample", "label", "predicted", "probability")}
-            return partial(records.Mistake, **row)
-
+    def _to_show(self, drawn: Drawn) -> dict[str, Any]:
+        metrics = self._metrics()
         return {
             "per_class": [],  # they follow from the table
             "confusion": self.confusion.tolist(),
-            "top1": self.top1,
-            "top5": self.top5,
-            "mistakes": [(wrong.sample, wrong.picture, record(wrong)) for wrong in self.mistakes],
+            "top1": metrics["top1"],
+            "top5": metrics.get("top5"),
+            "mistakes": [
+                records.Mistake(
+                    sample=wrong.sample, probability=wrong.score, **wrong.facts, **drawn(wrong.sample, wrong.picture)
+                )
+                for wrong in self.shown
+            ],
             "calibration": self.calibration(),
         }
 
@@ -158,28 +135,13 @@ class ClassificationEvaluation(Evaluation):
         facts = torch.stack([torch.ones_like(pairs), is_right.long(), (certainty * _UNIT).round().long()])
         self.reliability.index_add_(1, places, facts)
         wrong = (~is_right).nonzero().flatten()
-        if len(self.mistakes) == NUM_MISTAKES:
-            wrong = wrong[probability[wrong] >= self.mistakes[-1].probability]
+        if len(self.shown) == self.most_shown:
+            wrong = wrong[probability[wrong] >= self.shown[-1].score]
         # Ties go by the sample's number; topk would leave them open: saturated networks are wrong with probability 1 in
         # many samples. Of a batch, no more than so many can be among the worst.
-        order = np.lexsort((batch.samples[wrong].numpy(), probability[wrong].numpy()))[-NUM_MISTAKES:]
-        mistakes = [
-            WrongAnswer(
-                probability[i].item(),
-                int(batch.samples[i]),
-                int(labels[i]),
-                int(predicted[i]),
-                batch.images[i].clone(),
-            )
-            for i in wrong[order].tolist()
-        ]
-        self.mistakes = sorted(self.mistakes + mistakes, reverse=True)[:NUM_MISTAKES]
+        order = np.lexsort((batch.samples[wrong].numpy(), probability[wrong].numpy()))[-self.most_shown :]
+        for i in wrong[order].tolist():
+            facts = {"label": int(labels[i]), "predicted": int(predicted[i])}
+            self.shown.append(Shown(probability[i].item(), int(batch.samples[i]), batch.images[i].clone(), facts))
+        self.shown = self._first(self.shown)
         return loss, len(labels)
-
-    def _merged(self, parts: Sequence["ClassificationEvaluation"]) -> dict[str, Any]:
-        return {
-            "confusion": torch.stack([part.confusion for part in parts]).sum(0),
-            "num_in_top5": sum(part.num_in_top5 for part in parts),
-            "reliability": torch.stack([part.reliability for part in parts]).sum(0),
-            "mistakes": sorted((wrong for part in parts for wrong in part.mistakes), reverse=True)[:NUM_MISTAKES],
-        }

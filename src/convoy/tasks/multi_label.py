@@ -49,7 +49,6 @@ class MultiLabelEvaluation(Evaluation):
 
     threshold: float
 
-    task: ClassVar[str] = "multi-label"
     keeps: ClassVar[bool] = True
 
     def _add(self, batch: Batch, outputs: Tensor) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from convoy.data import Batch
 from convoy.tasks.metric import LOSS, Metric
-from convoy.tasks.task import Evaluation, Task, precise
+from convoy.tasks.task import Drawn, Evaluation, Task, precise
 
 MOST_POINTS, MOST_OUTPUTS = 1000, 8  # of the plots of predicted over true
 
@@ -52,7 +52,6 @@ class Regression(Task):
 class RegressionEvaluation(Evaluation):
     """Its loss is the mean squared error. What was predicted is kept for sums that no division changes."""
 
-    task: ClassVar[str] = "regression"
     keeps: ClassVar[bool] = True
 
     def _add(self, batch: Batch, outputs: Tensor) -> tuple[float, float]:
@@ -80,7 +79,7 @@ class RegressionEvaluation(Evaluation):
             for number in range(true.shape[1])
         ]
 
-    def _to_show(self) -> dict[str, Any]:
+    def _to_show(self, drawn: Drawn) -> dict[str, Any]:
         """True and predicted of each of the first outputs in turn, of at most so many samples, evenly spread."""
         if (kept := self._all_kept()) is None:
             return {}

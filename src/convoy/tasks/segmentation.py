@@ -3,8 +3,7 @@ pixel. Pixels of the value 255 in a mask are not labelled: they count nowhere.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,9 +15,7 @@ from convoy.data.masks import UNLABELLED
 from convoy.errors import ConvoyError
 from convoy.run import records
 from convoy.tasks.metric import LOSS, Metric, palette
-from convoy.tasks.task import Evaluation, Task, of_classes, precise
-
-NUM_WORST = 12
+from convoy.tasks.task import Drawn, Evaluation, Shown, Task, of_classes, precise
 
 
 @dataclass
@@ -86,25 +83,16 @@ class Segmentation(Task):
         return F.one_hot(outputs.argmax(1), outputs.shape[1]).float().mean((1, 2))
 
 
-@dataclass(order=True)
-class PoorPicture:
-    """A picture with its mask and the answer, of whose labelled pixels but this share is right."""
-
-    accuracy: float
-    sample: int
-    picture: Tensor = field(compare=False, repr=False)  # uint8 [channels, height, width]
-    mask: Tensor = field(compare=False, repr=False)  # uint8 [height, width], as the next
-    answer: Tensor = field(compare=False, repr=False)
-
-
 @dataclass
 class SegmentationEvaluation(Evaluation):
-    """Counts of pixels over the whole split. Its loss is the plain cross-entropy, whatever that of training is."""
+    """Counts of pixels over the whole split. Its loss is the plain cross-entropy, whatever that of training is. The
+    pictures are shown whose labelled pixels are right least often, with mask and answer, uint8 [height, width].
+    """
 
     confusion: Tensor  # int64 [classes, classes], true classes in rows
-    worst: list[PoorPicture] = field(default_factory=list)
 
-    task: ClassVar[str] = "segmentation"
+    summed: ClassVar[tuple[str, ...]] = ("confusion",)
+    most_shown: ClassVar[int] = 12
 
     def _add(self, batch: Batch, outputs: Tensor) -> tuple[float, float]:
         num, targets = len(self.confusion), batch.targets.to(outputs.device).long()
@@ -114,20 +102,13 @@ class SegmentationEvaluation(Evaluation):
         self.confusion += pairs.bincount(minlength=num * num).view(num, num).cpu()
         pixels, right = labelled.sum((1, 2)), (answers == targets).sum((1, 2))
         accuracies = (right / pixels).nan_to_num(1.0).tolist()
-        poor = sorted(zip(accuracies, batch.samples.tolist(), range(len(batch)), strict=True))[:NUM_WORST]
+        poor = sorted(zip(accuracies, batch.samples.tolist(), range(len(batch)), strict=True))[: self.most_shown]
         masks = answers.to("cpu", torch.uint8)
-        pictures = [
-            PoorPicture(share, sample, batch.images[i].clone(), batch.targets[i].clone(), masks[i].clone())
-            for share, sample, i in poor
-        ]
-        self.worst = sorted(self.worst + pictures)[:NUM_WORST]
+        for share, sample, i in poor:
+            facts = {"mask": batch.targets[i].clone(), "answer": masks[i].clone()}
+            self.shown.append(Shown(share, sample, batch.images[i].clone(), facts))
+        self.shown = self._first(self.shown)
         return float(losses.double().sum()), float(pixels.sum())
-
-    def _merged(self, parts: Sequence["SegmentationEvaluation"]) -> dict[str, Any]:
-        return {
-            "confusion": torch.stack([part.confusion for part in parts]).sum(0),
-            "worst": sorted(picture for part in parts for picture in part.worst)[:NUM_WORST],
-        }
 
     def _metrics(self) -> dict[str, float]:
         rows = self.per_class(range(len(self.confusion)))
@@ -149,14 +130,13 @@ class SegmentationEvaluation(Evaluation):
             for name, (hits, pixels, answers) in zip(classes, of_classes(self.confusion), strict=True)
         ]
 
-    def _to_show(self) -> dict[str, Any]:
+    def _to_show(self, drawn: Drawn) -> dict[str, Any]:
         """The picture, its mask and the answer, side by side."""
-
-        def strip(poor: PoorPicture) -> Tensor:
-            return torch.cat([poor.picture.expand(3, -1, -1), in_color(poor.mask), in_color(poor.answer)], 2)
-
-        shown = [(poor.sample, strip(poor), partial(records.ShownPicture, score=poor.accuracy)) for poor in self.worst]
-        return {"pictures": shown}
+        pictures = []
+        for poor in self.shown:
+            strip = torch.cat([poor.picture.expand(3, -1, -1), *map(in_color, poor.facts.values())], 2)
+            pictures.append(records.ShownPicture(score=poor.score, **drawn(poor.sample, strip)))
+        return {"pictures": pictures}
 
 
 def in_color(mask: Tensor) -> Tensor:

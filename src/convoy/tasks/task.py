@@ -3,29 +3,43 @@ every sample counts once, whatever the batches are. `classification.py` is one t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from convoy.data import Batch
+from convoy.data import Batch, DataSet
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
 from convoy.run import records
 from convoy.tasks.metric import Metric, MetricOfAll
+
+Drawn = Callable[[int, Tensor], dict[str, str]]
+
+
+@dataclass(order=True)
+class Shown:
+    """A sample that a report shows; of equal scores the number decides."""
+
+    score: float
+    sample: int
+    picture: Tensor = field(compare=False, repr=False)  # what the network saw, uint8 [channels, height, width]
+    facts: dict[str, Any] = field(compare=False, repr=False)
 
 
 @dataclass
 class Evaluation(ABC):
     """What a network does on a whole split, or on one part of it: the batches that a rank takes in turn."""
 
-    task: ClassVar[str]
+    summed: ClassVar[tuple[str, ...]] = ()  # fields of the task's own, which add up over parts
+    most_shown: ClassVar[int] = 0
+    shows_highest: ClassVar[bool] = False  # scores, these first; else the lowest
     keeps: ClassVar[bool] = False  # whether the task's own numbers are functions of all outputs and targets
     # By batch: the loss summed over what counts, and how much counts. Their quotient is the loss of the split.
     losses: list[float] = field(default_factory=list, kw_only=True)
@@ -35,6 +49,7 @@ class Evaluation(ABC):
     # By batch, outputs and targets for numbers that are functions of all of them; None where there are none such.
     kept: list[tuple[Tensor, Tensor]] | None = field(default=None, kw_only=True)
     own: dict[str, float] = field(default_factory=dict, kw_only=True)  # values of these metrics
+    shown: list[Shown] = field(default_factory=list, kw_only=True)
     seconds: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -66,12 +81,13 @@ class Evaluation(ABC):
             bad=sorted(entry for part in parts for entry in part.bad),
             kept=None if parts[0].kept is None else in_turn([part.kept or [] for part in parts]),
             seconds=max(part.seconds for part in parts),
-            **parts[0]._merged(parts),
+            shown=parts[0]._first(chain.from_iterable(part.shown for part in parts)),
+            **{name: sum(getattr(part, name) for part in parts) for name in parts[0].summed},
         )
 
-    def _merged(self, parts: Sequence[Self]) -> dict[str, Any]:
-        """The fields of the task's own, of all parts together."""
-        return {}
+    def _first(self, shown: Iterable[Shown]) -> list[Shown]:
+        """Those of some samples that a report shows, in order."""
+        return sorted(shown, reverse=self.shows_highest)[: self.most_shown]
 
     @property
     def loss(self) -> float:
@@ -106,27 +122,27 @@ class Evaluation(ABC):
         """A row of numbers for each class, where the task has such."""
         return []
 
-    def save(self, run: Path, classes: list[str], name: Callable[[int], str]) -> dict[str, Any]:
-        """Write the pictures that a report shows into the run, and return what goes into `evaluation.json`; `name` is
-        that of a sample."""
+    def save(self, run: Path, data: DataSet) -> dict[str, Any]:
+        """Write the pictures that a report shows into the run, and return what goes into `evaluation.json`."""
         (run / "mistakes").mkdir(exist_ok=True)
-        to_show = {"per_class": self.per_class(classes), **self._to_show()}
-        for shown in (to_show[kind] for kind in ("pictures", "mistakes") if kind in to_show):
-            for index, (sample, pixels, record) in enumerate(shown):
-                picture = f"mistakes/{index:02d}.png"
-                write_atomically(run / picture, partial(to_image(pixels).save, format="PNG"))
-                shown[index] = record(name=name(sample), picture=picture)
+        numbers = count()
+
+        def drawn(sample: int, pixels: Tensor) -> dict[str, str]:
+            picture = f"mistakes/{next(numbers):02d}.png"
+            write_atomically(run / picture, partial(to_image(pixels).save, format="PNG"))
+            return {"name": data.test.name(sample), "picture": picture}
+
         return records.EvaluationFile.model_construct(
-            task=self.task,
-            classes=classes,
+            task=data.task,
+            classes=data.classes,
             metrics={**self.metrics()},
             images=self.num_images,
             loss=self.loss,
-            **to_show,
+            **{"per_class": self.per_class(data.classes), **self._to_show(drawn)},
         ).model_dump()
 
-    def _to_show(self) -> dict[str, Any]:
-        """What else a report shows; of `pictures` and `mistakes` the sample, the pixels and what makes a record."""
+    def _to_show(self, drawn: Drawn) -> dict[str, Any]:
+        """What else a report shows; `drawn` writes the picture of a sample, and gives what a record says of it."""
         return {}
 
 

@@ -265,7 +265,7 @@ class Trainer:
             return
         assert loop.evaluation is not None
         folder, data = self._folder, loop.session.data.at_end()
-        write_json(folder.evaluation, loop.evaluation.save(folder.path, data.classes, data.test.name))
+        write_json(folder.evaluation, loop.evaluation.save(folder.path, data))
         write_atomically(folder.weights, lambda temporary: write_tensors(temporary, kinds, wholes))
 
     def _traced(self, loop: Loop) -> Callable[[NotFiniteError], str]:
