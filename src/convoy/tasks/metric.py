@@ -1,6 +1,6 @@
 """Numbers of an evaluation: their names, which of two is better, and how people read them; the colors of masks."""
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from colorsys import hsv_to_rgb
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -23,12 +23,11 @@ class Metric:
         return value > on if self.better == "higher" else value < on
 
 
-class MetricOfAll(Metric, ABC):
+@dataclass(frozen=True, kw_only=True)
+class MetricOfAll(Metric):
     """A metric that is a function of the outputs and targets of all samples, in their order."""
 
-    @abstractmethod
-    def __call__(self, outputs: "Tensor", targets: "Tensor") -> float:
-        """Its value."""
+    of: Callable[["Tensor", "Tensor"], float]
 
 
 LOSS = Metric("loss", "lower")

@@ -1,6 +1,6 @@
 """The loss and the metrics that are functions of the user's, tried before training on outputs like the network's."""
 
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,25 +59,22 @@ class OwnLoss:
             )
 
 
-class OwnMetric(MetricOfAll):
+def own_metric(name: str) -> MetricOfAll:
     """`function(outputs, targets)` of all samples of an evaluation, in their order, on the CPU; an attribute `better`
     of the function says what is, `higher` where it has none."""
+    function = function_of(name)
+    better = getattr(function, "better", "higher")
+    if better not in ("higher", "lower"):
+        raise ConvoyError(f"the metric {name} has better={better!r}: set it to 'higher' or 'lower'")
 
-    def __init__(self, name: str) -> None:
-        function = function_of(name)
-        better = getattr(function, "better", "higher")
-        if better not in ("higher", "lower"):
-            raise ConvoyError(f"the metric {name} has better={better!r}: set it to 'higher' or 'lower'")
-        super().__init__(name.rpartition(":")[2].rpartition(".")[2], cast(Literal["higher", "lower"], better))
-        vars(self).update(_name=name, _function=function)  # the class is frozen
-
-    def __call__(self, outputs: Tensor, targets: Tensor) -> float:
-        name, function = vars(self)["_name"], vars(self)["_function"]
+    def of(outputs: Tensor, targets: Tensor) -> float:
         value = _tried(f"the metric {name}", function, outputs, targets)
         try:
             return float(value)
         except (TypeError, ValueError) as error:
             raise ConvoyError(f"the metric {name} gave {type(value).__name__}: let it give one number") from error
+
+    return MetricOfAll(name.rpartition(":")[2].rpartition(".")[2], better, of=of)
 
 
 def add_own(task: Task, recipe: Recipe) -> None:
@@ -89,7 +86,7 @@ def add_own(task: Task, recipe: Recipe) -> None:
 
 def add_own_metrics(task: Task, recipe: Recipe) -> None:
     """Give a task the recipe's metrics alone, as an evaluation needs them."""
-    task.own_metrics = tuple(map(OwnMetric, recipe.metrics))
+    task.own_metrics = tuple(map(own_metric, recipe.metrics))
     names = [*(metric.name for metric in task.all_metrics), *MetricsLine.model_fields]
     for metric in task.own_metrics:
         if names.count(metric.name) > 1:
@@ -109,7 +106,7 @@ def check_own_task(task: Task, recipe: Recipe, data: DataSet) -> None:
     pixels = [data.image_size] * (task.num_dims - 2)
     logits = torch.randn(number, len(task.classes), *pixels, generator=generator)
     for metric in task.own_metrics:
-        one, other = (metric(*kept_of(logits, targets)) for _ in range(2))
+        one, other = (metric.of(*kept_of(logits, targets)) for _ in range(2))
         if one != other and not (one != one and other != other):
             raise ConvoyError(
                 f"the metric {metric.name} of the same outputs was {one:g} and then {other:g}: let it draw no random "

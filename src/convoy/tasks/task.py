@@ -3,7 +3,7 @@ every sample counts once, whatever the batches are. `classification.py` is one t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
@@ -17,6 +17,7 @@ from torch import Tensor
 from convoy.data import Batch, DataSet
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
+from convoy.graph.tree import leaves
 from convoy.run import records
 from convoy.tasks.metric import Metric, MetricOfAll
 
@@ -108,7 +109,7 @@ class Evaluation(ABC):
     def measured(self, metrics: Sequence[MetricOfAll]) -> dict[str, float]:
         """The values of metrics that are functions of all outputs and targets, by name."""
         tensors = self._all_kept()
-        return {} if tensors is None else {metric.name: metric(*tensors) for metric in metrics}
+        return {} if tensors is None else {metric.name: metric.of(*tensors) for metric in metrics}
 
     def _all_kept(self) -> tuple[Tensor, Tensor] | None:
         """The outputs and targets of all samples; None where there are none."""
@@ -260,21 +261,11 @@ class Task(ABC):
 
     def heads(self, outputs: Any) -> tuple[Tensor, ...]:
         """The outputs of every head, the main head first; a ConvoyError where they are of another shape."""
-        tensors = tuple(_tensors(outputs))
+        tensors = tuple(leaves(outputs, Tensor))
         if not tensors or any(tensor.dim() != self.num_dims for tensor in tensors):
             shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors) or type(outputs).__name__
             raise ConvoyError(f"the network gives {shapes} where {self.name} needs logits {self.output_shape}")
         return tensors
-
-
-def _tensors(outputs: Any) -> Iterator[Tensor]:
-    if isinstance(outputs, Tensor):
-        yield outputs
-    elif isinstance(outputs, dict):
-        yield from _tensors(tuple(outputs.values()))
-    elif isinstance(outputs, tuple | list):
-        for output in outputs:
-            yield from _tensors(output)
 
 
 def to_image(pixels: Tensor) -> Image.Image:

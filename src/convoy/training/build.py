@@ -1,7 +1,7 @@
 """The network that a recipe names: built, and tried before it is trained, with the data and for coupled samples."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from convoy.plans.schedule import PARTS_PER_STAGE
 from convoy.recipe.recipe import DEFAULT_MICROBATCH, Recipe
 from convoy.resources import host_memory
 from convoy.run.directory import RunDirectory
+from convoy.run.records import Record
 from convoy.script.data import evaluating
 from convoy.tasks.task import Task
 from convoy.training.derived import num_microbatches
@@ -42,8 +43,7 @@ from convoy.training.optimizer import check_groups, freeze_always
 from convoy.training.precision import lowered
 
 
-@dataclass(frozen=True)
-class NetworkInput:
+class NetworkInput(Record):
     """What a network is given: kept with the run, so that other pictures are prepared for it in the same way."""
 
     classes: list[str]  # names, by label
@@ -57,24 +57,19 @@ class NetworkInput:
 
     @staticmethod
     def of(data: DataSet) -> "NetworkInput":
-        form = data.classes, data.channels, data.image_size, data.resize, data.mean, data.std
-        return NetworkInput(*form, isinstance(data.train, PixelSource), data.task)
+        names = ("classes", "channels", "image_size", "resize", "mean", "std", "task")
+        in_memory = isinstance(data.train, PixelSource)
+        return NetworkInput.model_construct(in_memory=in_memory, **{name: getattr(data, name) for name in names})
 
     @staticmethod
     def of_run(run: RunDirectory) -> "NetworkInput":
         """Read it from a run's `environment.json`; a ConvoyError where the file is missing or damaged."""
         try:
-            document = json.loads(run.environment.read_text(encoding="utf-8"))["input"]
-            lists = {key: tuple(map(float, document[key])) for key in ("mean", "std")}
-            return NetworkInput(**{**document, **lists, "classes": list(map(str, document["classes"]))})
+            return NetworkInput.model_validate(json.loads(run.environment.read_text(encoding="utf-8"))["input"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConvoyError(
                 f"{run.environment} does not say how pictures were prepared: put back the file that the run wrote"
             ) from error
-
-    def as_dict(self) -> dict[str, Any]:
-        """As `environment.json` keeps it."""
-        return {**asdict(self), "mean": list(self.mean), "std": list(self.std)}
 
 
 def make_lazy(model: nn.Module, image_shape: tuple[int, int, int]) -> None:

@@ -129,31 +129,25 @@ def left_out_of_epochs(batch: int, num_train_samples: int) -> list[str]:
 
 
 def derive(
-    recipe: Recipe,
-    num_train_samples: int,
-    *,
-    samples: Sequence[int],
-    workers: tuple[int, str],
-    sizes: Sequence[int],
+    recipe: Recipe, q: Quantities, num_train_samples: int, *, samples: Sequence[int], workers: tuple[int, str]
 ) -> Iterator[Derived]:
-    """The derived quantities of a run, in the order in which they follow from each other; errors are those of
-    `resolve`.
+    """The derived quantities of a run, in the order in which they follow from each other; microbatches may be smaller
+    than the recipe says.
 
     `samples` are those of each part of a global batch, `workers` the processes that load data, and why
-    (`convoy.data.num_workers`), `sizes` the samples of each microbatch, which may be smaller than the recipe says.
+    (`convoy.data.num_workers`).
     """
-    q = resolve(recipe, num_train_samples)
-    batch, epochs, number = recipe.batch, recipe.epochs, len(sizes)
+    batch, epochs, number = recipe.batch, recipe.epochs, len(q.sizes)
     per_epoch = f"⌊{num_train_samples} samples / batch {batch}⌋"
     incomplete = "the last incomplete batch of an epoch is left out, so every update has the same batch"
     yield Derived("weight updates per epoch", q.updates_per_epoch, per_epoch, incomplete)
     length = f"{epochs} as said" if epochs.unit == "ba" else f"{epochs.value:g} epochs · {q.updates_per_epoch}"
     yield Derived("weight updates", q.total_updates, length, "the recipe's epochs")
     cut = f"⌈batch {batch} / microbatch {recipe.microbatch}⌉" if recipe.microbatch else f"{number} as said"
-    if number > len(q.sizes):
+    if number > num_microbatches(recipe):
         cut = f"one for each of {number} parts, more than {cut}"
     yield Derived("microbatches", number, cut, f"virtual nodes of VirtualFlow; {_GOYAL}, section 3")
-    yield Derived("samples per microbatch", _counts(sizes), f"{batch} / {number}, as even as can be", "Convoy")
+    yield Derived("samples per microbatch", _counts(q.sizes), f"{batch} / {number}, as even as can be", "Convoy")
     parts = f"batch {batch} / {len(samples)} part{'s' if len(samples) > 1 else ''}"
     of_all = "the batch is that of all devices together; the plan divides it into so many parts"
     yield Derived("samples per device", _counts(samples), parts, of_all)

@@ -129,7 +129,7 @@ def check_data(data: DataSet, run: RunDirectory) -> None:
             what, is_now, was = change
             changes.append(f"{what} was {was} and is {is_now}" if was else f"{what} have changed")
     with suppress(KeyError, TypeError, AttributeError):
-        for key, value in NetworkInput.of(data).as_dict().items():
+        for key, value in NetworkInput.of(data).model_dump(mode="json").items():
             if key != "in_memory" and begun["input"][key] != value:  # how they are kept, not what they are
                 was_and_is = f"was {show(begun['input'][key])} and is {show(value)}"
                 changes.append("other classes" if key == "classes" else f"{key} {was_and_is}")

@@ -200,7 +200,7 @@ class Trainer:
         facts = environment.describe(self.command, session.device, session.ranks.num, str(session.plan))
         own_code = {name: checksum(name) for name in session.recipe.own_code().values()}
         facts |= {"own": own_code} if own_code else {}
-        run = {"run": str(self.out), "jobs": list(self.jobs), "input": NetworkInput.of(data).as_dict()}
+        run = {"run": str(self.out), "jobs": list(self.jobs), "input": NetworkInput.of(data).model_dump(mode="json")}
         folder.create(to_yaml(session.recipe), {**facts, **run, "data": data.fingerprint})
 
     def _go_on(self, loop: Loop) -> None:

@@ -336,16 +336,16 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
     exchange.weigh(division)
     workers, why = num_workers(data, recipe.data)
     samples = [len(division.positions(part)) for part in range(ranks.num_sample_ranks)]
-    numbers = derive(recipe, len(data.train), samples=samples, workers=(workers, why), sizes=sizes)
+    quantities = replace(ready.quantities, sizes=sizes)
+    numbers = derive(recipe, quantities, len(data.train), samples=samples, workers=(workers, why))
     in_one_pass = Derived("microbatches in one pass", merge, why_merged, "tried before training: docs/numerics.md")
     scaler = Scaler(ready.device, recipe.precision, ranks.any if exchange.divides_gradients else None)
     averaged: AveragedWeights | None = MovingAverage(model, recipe.ema.decay) if recipe.ema else None
     if recipe.lookahead is not None:
         averaged = SlowWeights(model, recipe.lookahead, ready.quantities.total_updates)
     optimizer = create_optimizer(model, recipe.optimizer, ready.quantities.lr, ready.quantities.group_ends)
-    facts = vars(ready) | {"quantities": replace(ready.quantities, sizes=sizes)}
     session = Session(
-        **facts | {"derived": [*numbers, *ready.derived, in_one_pass]},
+        **vars(ready) | {"quantities": quantities, "derived": [*numbers, *ready.derived, in_one_pass]},
         chosen=chosen,
         division=division,
         schedule=schedule,
