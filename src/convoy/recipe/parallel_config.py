@@ -1,16 +1,17 @@
 """The `parallel` section of a recipe: on how many devices, by which plan. Most of it is no part of the experiment."""
 
 from collections.abc import Collection
+from functools import partial
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, model_validator
 
 from convoy.errors import ConvoyError
 from convoy.plans.compression import Compression
 from convoy.plans.fit import check_devices, fit
 from convoy.plans.plan import Plan, plan_text
 from convoy.plans.schedule import Schedule
-from convoy.recipe.schema import Duration, Section
+from convoy.recipe.schema import Duration, Section, checked
 from convoy.units import bytes_of, plural
 
 
@@ -18,16 +19,6 @@ def _plan(value: object) -> Plan | Literal["auto"]:
     if not isinstance(value, str | Plan):
         raise ValueError(f"{value!r} is no plan: write e.g. sample=4, auto, or the name of a YAML file")
     return "auto" if isinstance(value, str) and value.strip() == "auto" else Plan.parse(value)
-
-
-def _size(value: str) -> str:
-    bytes_of(value, "the limit")
-    return value
-
-
-def _compression(value: str) -> str:
-    Compression.parse(value)
-    return value
 
 
 # A recipe's text is read once; a file is read where the run begins, and stands in `config.yaml` as a whole.
@@ -85,7 +76,7 @@ class ParallelConfig(Section):
         None, description="parts of the batch for unequal devices, e.g. 3,3,2, or auto to measure; not said: even"
     )
     cores_per_device: int | None = Field(None, ge=1, description="CPU cores of each; not said: its share of all")
-    memory_limit: Annotated[str, BeforeValidator(str), AfterValidator(_size)] | None = Field(
+    memory_limit: Annotated[str, BeforeValidator(str), checked(partial(bytes_of, option="the limit"))] | None = Field(
         None,
         description="no plan that needs more on a device, e.g. 2GB; auto takes none that is predicted to, and one that "
         "is given and does is refused; null: what the device has",
@@ -94,7 +85,7 @@ class ParallelConfig(Section):
         "form",
         description="where ranks left cannot form a model group: form or wait; smaller groups, or for other ranks",
     )
-    gradient_compression: Annotated[str, AfterValidator(_compression)] | None = Field(
+    gradient_compression: Annotated[str, checked(Compression.parse)] | None = Field(
         None,
         description="approximate: send gradients, or with local_sgd what weights have changed, as bf16, powersgd:RANK "
         "or topk:PART, e.g. topk:0.01; what is left out is sent later; not said: exact",

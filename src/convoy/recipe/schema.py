@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
@@ -103,9 +103,14 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def _time_span(text: str) -> str:
-    seconds_of(text)
-    return text
+def checked(read: Callable[[str], object]) -> AfterValidator:
+    """Of a text that can be read so, and stays a text."""
+
+    def check(text: str) -> str:
+        read(text)
+        return text
+
+    return AfterValidator(check)
 
 
 def _positive(value: Duration) -> Duration:
@@ -122,7 +127,7 @@ def _absolute(value: Duration) -> Duration:
 
 PositiveDuration = Annotated[Duration, AfterValidator(_positive)]
 AbsoluteDuration = Annotated[Duration, AfterValidator(_absolute)]
-TimeSpan = Annotated[str, AfterValidator(_time_span)]
+TimeSpan = Annotated[str, checked(seconds_of)]
 
 
 # Words of pydantic's, and what people call the same in YAML.

@@ -59,7 +59,7 @@ class NetworkInput(Record):
     def of(data: DataSet) -> "NetworkInput":
         names = ("classes", "channels", "image_size", "resize", "mean", "std", "task")
         in_memory = isinstance(data.train, PixelSource)
-        return NetworkInput.model_construct(in_memory=in_memory, **{name: getattr(data, name) for name in names})
+        return NetworkInput(in_memory=in_memory, **{name: getattr(data, name) for name in names})
 
     @staticmethod
     def of_run(run: RunDirectory) -> "NetworkInput":

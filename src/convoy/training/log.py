@@ -24,6 +24,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 from torch import Tensor
 
+from convoy.data import DataSet
 from convoy.errors import ConvoyError
 from convoy.files import to_json, write_json
 from convoy.progress import Reporter
@@ -258,15 +259,17 @@ class Log:
         # The first update takes longer than all that follow: its speed says nothing.
         self.show(done, None if done == 1 else f"{self._place(done, '.2f')}  {line}")
 
-    def evaluation(self, done: int, result: Evaluation, split: str) -> None:
-        """A line on an evaluation of a split."""
+    def evaluation(self, done: int, result: Evaluation, data: DataSet) -> None:
+        """A line on an evaluation of the test split of some data."""
+        for sample, reason in result.bad:
+            self._progress.add_bad(data.test.name(sample), reason, data.split)
         speed = result.num_images / max(result.seconds, 1e-9)
         metrics, best = result.metrics(), self._session.metric.name
-        self._write(split, done, **metrics, images=result.num_images, images_per_s=speed)
+        self._write(data.split, done, **metrics, images=result.num_images, images_per_s=speed)
         total = self._session.quantities.total_updates
         end = f"{total:,}" if self._counts_updates else _number(self._epoch(total))
         self._reporter.say(
-            f"{self._place(done)} of {end}: {split} {metric_in_words(best, metrics.get(best, math.nan))}, "
+            f"{self._place(done)} of {end}: {data.split} {metric_in_words(best, metrics.get(best, math.nan))}, "
             f"loss {result.loss:.4f} over {result.num_images:,} images"
         )
 

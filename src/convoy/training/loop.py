@@ -431,9 +431,7 @@ class Loop:
         if reached or gives_up:
             progress.is_over, progress.reached = True, progress.reached or reached
             self._write_line()
-        for sample, reason in result.bad:
-            self.progress.add_bad(self.session.data.test.name(sample), reason, self.session.data.split)
-        self._log.evaluation(self.done, result, self.session.data.split)
+        self._log.evaluation(self.done, result, self.session.data)
         if improves:
             progress.best, progress.best_step = value, self.done
             self._save()
@@ -472,9 +470,7 @@ class Loop:
             return
         self.evaluation = result
         if session.data.final is not None:
-            for sample, reason in result.bad:
-                self.progress.add_bad(session.data.final.name(sample), reason, "test")
-            self._log.evaluation(self.done, result, "test")
+            self._log.evaluation(self.done, result, session.data.at_end())
         of = f"the weights of update {self.done if which == 'last' else best:,}, the {which}"
         once = "the test split was looked at once, at the end, with " if session.data.final is not None else "delivers "
         self.tell(f"{once}{of}")

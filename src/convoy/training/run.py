@@ -125,10 +125,10 @@ class Trainer:
             try:
                 signal = self._train(loop, watchdog)
             except NotFiniteError as error:
-                trace = self._traced(loop)
+                end = self._ending(loop, watchdog)
                 error.__traceback__ = None  # its frames have the network, beside which there may be no room for another
                 del loop
-                self._end_by(error, trace, watchdog)
+                end(error)
             self._summarize(loop, "stopped" if signal else "finished")
             self.ranks.barrier()  # nobody goes on, or away, before all is written
         metrics = loop.evaluation.metrics() if loop.evaluation else {}
@@ -268,32 +268,29 @@ class Trainer:
         write_json(folder.evaluation, loop.evaluation.save(folder.path, data))
         write_atomically(folder.weights, lambda temporary: write_tensors(temporary, kinds, wholes))
 
-    def _traced(self, loop: Loop) -> Callable[[NotFiniteError], str]:
-        """What does the last updates of a loop again and says where it began; it keeps nothing of the network."""
+    def _ending(self, loop: Loop, watchdog: Watchdog) -> Callable[[NotFiniteError], NoReturn]:
+        """What does the last updates of a loop again and ends with where it began; it keeps nothing of the network."""
         session, ranks, prepare = loop.session, self.ranks, loop.reporter.prepare
         parallel = session.recipe.parallel.model_copy(update={"plan": session.plan, "shares": None})
         recipe = session.recipe.model_copy(update={"parallel": parallel})
         device, data, division = session.device, session.data, session.division
         store, identity, update_s = loop.store, loop.identity, loop.progress.train_s / max(1, loop.done)
+        hang, folder = watchdog.end, self._folder
 
-        def trace(error: NotFiniteError) -> str:
-            release_freed_memory(device)
-            session_again = set_up(recipe, device, prepare, ranks, data)
-            session_again.division = division
-            return trace_back(session_again, store, identity, error, update_s)
+        def end(error: NotFiniteError) -> NoReturn:
+            try:
+                with watchdog.ending_by(lambda sentence: hang(f"{error}\n{sentence}")):
+                    release_freed_memory(device)
+                    session_again = set_up(recipe, device, prepare, ranks, data)
+                    session_again.division = division
+                    sentence = trace_back(session_again, store, identity, error, update_s)
+            except Exception:
+                raise error from None
+            if ranks.rank == 0:
+                briefly(partial(folder.note_failure, sentence))
+            raise ConvoyError(sentence) from error
 
-        return trace
-
-    def _end_by(self, error: NotFiniteError, trace: Callable[[NotFiniteError], str], watchdog: Watchdog) -> NoReturn:
-        hang = watchdog.end
-        try:
-            with watchdog.ending_by(lambda sentence: hang(f"{error}\n{sentence}")):
-                sentence = trace(error)
-        except Exception:
-            raise error from None
-        if self.ranks.rank == 0:
-            briefly(partial(self._folder.note_failure, sentence))
-        raise ConvoyError(sentence) from error
+        return end
 
 
 def trace_back(session: Session, store: CheckpointStore, identity: str, error: NotFiniteError, update_s: float) -> str:

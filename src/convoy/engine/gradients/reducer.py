@@ -10,6 +10,7 @@ DistributedDataParallel rests on too; which pass is running, to another. They ar
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,14 +28,19 @@ from convoy.plans.mesh import Axes
 _engine = torch.autograd.Variable._execution_engine
 
 
+def _plainly(function: Callable[[], None]) -> Callable[..., None]:
+    """What calls a function for which `.grad` is a plain tensor, also where that is a DividedGradient."""
+
+    def called(*_: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            function()
+
+    return called
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward pass that is running now is done; its errors become those of `backward()`."""
-
-    def called() -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # `.grad` may be a DividedGradient
-            callback()
-
-    _engine.queue_callback(called)
+    _engine.queue_callback(_plainly(callback))
 
 
 def current_backward() -> int:
@@ -95,9 +101,10 @@ class Reducer:
         self._bucket_of = {i: number for number, bucket in enumerate(self.buckets) for i in bucket.members}
         # The nodes must be kept: a parameter itself holds its own only weakly, and the hook would go with it.
         self._nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
-        self._handles = [node.register_prehook(_telling(self._before, i)) for i, node in enumerate(self._nodes)]
-        for i, parameter in enumerate(self.parameters):
-            self._handles.append(parameter.register_post_accumulate_grad_hook(_telling(self._after, i)))
+        self._handles: list[Any] = []
+        for i, (parameter, node) in enumerate(zip(self.parameters, self._nodes, strict=True)):
+            self._handles.append(node.register_prehook(_plainly(partial(self._before, i))))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(_plainly(partial(self._after, i))))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -159,14 +166,6 @@ class Reducer:
                 self.parameters[i].grad = total
 
 
-def _telling(function: Callable[[int], None], i: int) -> Callable[[Any], None]:
-    def hook(_: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # `.grad` may be a DividedGradient
-            function(i)
-
-    return hook
-
-
 class GradientReducer(Reducer):
     """Leaves in `.grad`, when `backward()` returns, what every rank's backward pass has given, added up.
 
@@ -204,8 +203,7 @@ class GradientReducer(Reducer):
     def reduce(self) -> None:
         """Add what paused backward passes have left, without another one; nothing while they are paused."""
         if self.parameters and not self._paused:
-            with torch._C.DisableTorchFunctionSubclass():  # `.grad` may be a DividedGradient
-                self._finish()
+            _plainly(self._finish)()
 
     def abandon(self) -> None:
         """Forget a backward pass that broke off. All ranks call it."""
