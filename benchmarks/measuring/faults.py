@@ -24,7 +24,7 @@ import yaml
 
 from convoy.bench.namespaces import EmulatedHost
 from convoy.cli import main as convoy
-from convoy.training import run, set_up, step  # noqa: F401  loaded once, for all that are forked
+from convoy.training import set_up, step, trainer  # noqa: F401  loaded once, for all that are forked
 from measuring import gate
 
 LINE = (

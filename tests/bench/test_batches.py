@@ -25,7 +25,7 @@ from convoy.bench.jobs import Job, Outcome
 from convoy.errors import ConvoyError
 from convoy.recipe.recipe import load_recipe
 from convoy.run.records import MetricsLine
-from convoy.training.gradients import ADVICE
+from convoy.training.finite import ADVICE
 
 BATCHES, NOISE = [32, 64, 128, 256, 512, 1024, 2048, 4096], 512
 

@@ -17,7 +17,7 @@ from convoy.bench.trials_page import write_trials
 from convoy.cli import main
 from convoy.errors import ConvoyError
 from convoy.recipe.recipe import Recipe, load_recipe
-from convoy.training.gradients import ADVICE
+from convoy.training.finite import ADVICE
 from whole_runs import recipe_of
 
 OVERS = ["data.mix.mixup=0,0.2", "optimizer.lr=0.001..1:log", "schedule.warmup=1ba,9ba"]

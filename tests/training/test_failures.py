@@ -19,7 +19,7 @@ from training.scenarios import lines, refusals, store_of, summary
 from whole_runs import Ended, as_before, train_here
 
 EIGHT = {"epochs": "8ba", "checkpoint.every": "2ba", "reproducible": "true"}
-running = sys.modules["convoy.training.run"]
+running = sys.modules["convoy.training.trainer"]
 
 
 def stands(out: Path) -> tuple[Any, Any, Any]:

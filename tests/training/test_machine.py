@@ -24,8 +24,8 @@ from convoy.recipe.recipe import Recipe, load_recipe
 from convoy.training import choose_device, environment, precision
 from convoy.training.environment import join_ranks
 from convoy.training.log import MetricsWriter
-from convoy.training.loop import Interrupt
 from convoy.training.precision import Scaler, Settled, settle
+from convoy.training.stop import Interrupt
 from ranks import run_ranks
 from training.scenarios import config, summary, weights
 from whole_runs import train_here

@@ -24,7 +24,7 @@ from convoy.recipe.recipe import Recipe, load_recipe
 from convoy.recipe.schema import Duration
 from convoy.run.directory import RunDirectory
 from convoy.training.derived import resolve
-from convoy.training.gradients import ADVICE
+from convoy.training.finite import ADVICE
 
 NAME = "batches.json"
 LONGEST = 2.0  # times the updates of the best rate so far, after which a training of another one ends

@@ -18,7 +18,7 @@ from convoy.report.run_directory import read_metrics
 from convoy.run.directory import RunDirectory
 from convoy.run.records import MetricsLine
 from convoy.training.derived import resolve
-from convoy.training.gradients import ADVICE
+from convoy.training.finite import ADVICE
 from convoy.training.resume import check_extension
 
 _LINES, _TOLERANCE = 20, 0.05  # losses of a stretch; and the share of the lowest that a useful batch may be above it

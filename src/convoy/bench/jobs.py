@@ -28,7 +28,7 @@ from convoy.recipe.recipe import Recipe
 from convoy.resources import own_cores
 from convoy.run.directory import RunDirectory
 from convoy.training import Trainer
-from convoy.training.gradients import ADVICE
+from convoy.training.finite import ADVICE
 from convoy.training.watchdog import Watchdog, collective_limit_s
 from convoy.units import plural
 

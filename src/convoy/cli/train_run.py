@@ -28,9 +28,9 @@ from convoy.terminal import Console
 from convoy.training import Outcome, Session, Trainer, choose_device
 from convoy.training.build import check_layers
 from convoy.training.environment import join_ranks
-from convoy.training.loop import SIGNALS, Interrupt
 from convoy.training.resume import check_run
 from convoy.training.set_up import check_devices
+from convoy.training.stop import SIGNALS, Interrupt
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 from convoy.units import plural, shorten
 

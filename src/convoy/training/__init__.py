@@ -6,15 +6,15 @@ from convoy.late import lazily
 
 if TYPE_CHECKING:
     from convoy.training.environment import choose_device as choose_device
-    from convoy.training.run import Outcome as Outcome
-    from convoy.training.run import Trainer as Trainer
     from convoy.training.session import Session as Session
+    from convoy.training.trainer import Outcome as Outcome
+    from convoy.training.trainer import Trainer as Trainer
 
 __getattr__ = lazily(
     __name__,
     {
         "environment": "choose_device",
-        "run": "Outcome Trainer",
         "session": "Session",
+        "trainer": "Outcome Trainer",
     },
 )

@@ -1,28 +1,20 @@
-"""The training loop: updates, evaluations, checkpoints and metrics, and a clean end whenever a signal asks it to stop.
-All ranks then finish the same update, save, and say so, without asking each other each time.
-"""
+"""The training loop: updates, evaluations, checkpoints and metrics; its end, or where a signal asks it to stop."""
 
 import math
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import asdict
-from types import FrameType
-from typing import NoReturn, Self
+from typing import NoReturn
 
 import torch
 
 from convoy.checkpoint.files import Checkpoint, DamagedCheckpointError, values_explained
 from convoy.checkpoint.store import CheckpointStore
-from convoy.comm.collectives import start_gather_ints
 from convoy.comm.position import current
-from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError
 from convoy.files import write_json, write_text
-from convoy.launch.rank import HANDED_ON, outlives
+from convoy.launch.rank import HANDED_ON
 from convoy.planner.comparison import Comparison
 from convoy.progress import Reporter
 from convoy.run.directory import RunDirectory
@@ -31,7 +23,7 @@ from convoy.tasks.metric import metric_in_words, metric_name
 from convoy.tasks.task import Evaluation
 from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver, Timetable
 from convoy.training.evaluation import StoppedError
-from convoy.training.gradients import ADVICE, NotFiniteError
+from convoy.training.finite import ADVICE, NotFiniteError
 from convoy.training.log import SHOW_EVERY_S, Log, MetricsWriter, Sums
 from convoy.training.noise import GradientNoise
 from convoy.training.recorder import REMEMBERED, Recorder, Subscriber, compare
@@ -45,105 +37,7 @@ from convoy.training.resume import (
     state_at_end,
 )
 from convoy.training.session import Session
-
-_SIGNALS = ("", "SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
-SIGNALS: Mapping[int, str] = {signal.Signals[name]: name for name in _SIGNALS if name}
-
-
-class Interrupt:
-    """While entered, the first of the signals is noted; a second one acts as it would without this. A rank that was
-    started by another process takes `HANDED_ON` as the names of its signals.
-
-    `tell` takes the name of the first one at once, in another thread: the main thread may be in a long computation.
-    """
-
-    def __init__(self, names: Mapping[int, str] = SIGNALS, tell: Callable[[str], None] = lambda name: None) -> None:
-        self.names = {number: name for number, name in names.items() if not outlives(number)}
-        self.signal: str | None = None  # name of the signal that came
-        # By which all ranks stop; where this one's is still on its way, it is noted, once, also after the end of this.
-        self.agreed: str | None = None
-        self._tell = tell
-        self._as_before = ExitStack()
-
-    def __enter__(self) -> Self:
-        read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
-        before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(read_end, before), daemon=True, name="convoy-signals").start()
-        self._as_before.callback(os.close, write_end)
-        self._as_before.callback(signal.set_wakeup_fd, before, warn_on_full_buffer=False)
-        for number in self.names:
-            self._as_before.callback(signal.signal, number, signal.signal(number, self._note))
-        return self
-
-    def __exit__(self, *reason: object) -> None:
-        if self.signal is not None or self.agreed is None:
-            self._as_before.close()
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = self.names[number]
-        self._as_before.close()
-
-    def _listen(self, pipe: int, before: int) -> None:
-        """Tell of the first signal; all others are for who listened before (`convoy.launch.rank`)."""
-        told = False
-        while number := os.read(pipe, 1):
-            name = self.names.get(number[0])
-            if name is not None and not told:
-                told = True
-                self._tell(name)
-            elif before >= 0:
-                os.write(before, number)
-        os.close(pipe)
-
-
-INTERVAL_S = 1.0  # between two meetings of all ranks; in between, the stages of a network may be in different updates
-_MAX_UPDATES = 1000
-
-
-class Asking:
-    """The question after each update, or before each batch of one evaluation, whether to stop; all ranks ask at the
-    same time, and know the same.
-
-    They agree about once a second: between two meetings lie as many questions as took that long before, by the
-    clock of rank 0. Batches do not last as long as updates, so that every evaluation has a count of its own. Where
-    ranks go on while others are late, the answer is heard `lag` questions later.
-    """
-
-    lag = 0
-
-    def __init__(self, ranks: Ranks, interrupt: Interrupt) -> None:
-        self._ranks, self._interrupt = ranks, interrupt
-        self._wait = self._left = 1
-        self._asked = time.perf_counter()
-        self._answer: Callable[[], list[list[int]]] | None = None
-
-    def __call__(self) -> bool:
-        self._left -= 1
-        if self._interrupt.agreed is None and self._left <= 0:
-            if self._answer is None:
-                self._ask()
-            if self._left <= -self.lag:
-                self.hear()
-        return self._interrupt.agreed is not None
-
-    def _ask(self) -> None:
-        now, ranks = time.perf_counter(), self._ranks
-        took = max(now - self._asked, 1e-6)
-        wait = max(1, min(_MAX_UPDATES, int(self._wait * INTERVAL_S / took), 2 * self._wait))
-        wish = _SIGNALS.index(self._interrupt.signal or ""), wait if ranks.rank == 0 else 0
-        with torch.inference_mode(False):  # what ranks exchange by must not become a part of an evaluation
-            self._answer = start_gather_ints(wish, ranks.group, beside_work=self.lag > 0)
-        self._asked = now
-
-    def hear(self) -> None:
-        """Wait for the answer to a question that was asked, if there is one."""
-        if self._answer is not None:
-            with torch.inference_mode(False):
-                number, self._wait = map(max, zip(*self._answer(), strict=True))
-            self._answer, self._left = None, self._wait if self._ranks.num > 1 else 1
-            self._interrupt.agreed = _SIGNALS[number] or None
-
+from convoy.training.stop import SIGNALS, Asking, Interrupt
 
 GIVE_UP = 20  # updates left out in a row after which the run ends
 TOLD = 5  # updates left out of which something is said

@@ -47,7 +47,8 @@ from convoy.training.build import TriedNetwork, has_batch_norm
 from convoy.training.derived import Quantities, derive
 from convoy.training.division import Division, Pass, divide, soonest, text
 from convoy.training.evaluation import InputPipeline, evaluate
-from convoy.training.gradients import Exchange, FiniteGuard, divided_network
+from convoy.training.finite import FiniteGuard
+from convoy.training.gradients import Exchange, divided_network
 from convoy.training.noise import interval
 from convoy.training.optimizer import create_optimizer, thaws
 from convoy.training.precision import Scaler, lowered

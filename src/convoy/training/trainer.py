@@ -27,7 +27,7 @@ from convoy.run.records import Status
 from convoy.run.trackers import Trackers
 from convoy.training import environment
 from convoy.training.build import NetworkInput
-from convoy.training.gradients import ADVICE, SKIP, NotFiniteError
+from convoy.training.finite import ADVICE, SKIP, NotFiniteError
 from convoy.training.log import write_summary
 from convoy.training.loop import Loop
 from convoy.training.precision import as_begun
