@@ -21,7 +21,16 @@ from torch.optim import Optimizer
 
 from convoy.errors import ConvoyError
 from convoy.models.weights import auxiliary_names, classifier_names
-from convoy.recipe.optim import AdamWConfig, GroupConfig, LambConfig, LarsConfig, OptimizerConfig, SgdConfig
+from convoy.recipe.optim import (
+    AdamWConfig,
+    GroupConfig,
+    LambConfig,
+    LarsConfig,
+    OptimizerConfig,
+    SgdConfig,
+    learning_rate,
+)
+from convoy.recipe.recipe import Recipe
 from convoy.recipe.schema import Duration
 from convoy.terminal import did_you_mean
 
@@ -62,6 +71,13 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, ends:
     if fused:
         optimizer.register_step_pre_hook(_make_ready)
     return optimizer
+
+
+def optimizer_for(parameters: list[nn.Parameter], recipe: Recipe) -> Optimizer:
+    """That of a recipe, for some parameters."""
+    return create_optimizer(
+        nn.ParameterList(parameters), recipe.optimizer, learning_rate(recipe.optimizer, recipe.batch)
+    )
 
 
 def _groups(model: nn.Module, config: OptimizerConfig, ends: Sequence[int]) -> Iterator[dict[str, Any]]:

@@ -22,12 +22,13 @@ from convoy.tasks.metric import metric_name
 from convoy.tasks.own import add_own, check_own_task
 from convoy.tasks.registry import create_task
 from convoy.tasks.task import Task
+from convoy.training.assemble import assemble
 from convoy.training.build import TriedNetwork, build_for, divisible_sizes, has_batch_norm, on_meta
 from convoy.training.derived import check_batch, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import divide
 from convoy.training.precision import check_precision, set_numerics, settle
 from convoy.training.resume import check_ranks, code_of
-from convoy.training.session import ChosenPlan, Prepared, Session, assemble
+from convoy.training.session import ChosenPlan, Prepared, Session
 from convoy.training.workloads import choose_plan
 
 

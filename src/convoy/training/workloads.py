@@ -31,10 +31,12 @@ from convoy.plans.layout import balanced
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import SCHEDULES, Schedule
 from convoy.recipe.recipe import Recipe
+from convoy.training.assemble import assemble
 from convoy.training.build import TriedNetwork
 from convoy.training.division import divide, soonest
+from convoy.training.optimizer import optimizer_for
 from convoy.training.precision import lowered
-from convoy.training.session import ChosenPlan, Prepared, assemble, optimizer_for
+from convoy.training.session import ChosenPlan, Prepared
 from convoy.training.step import update_seconds, updates_in_a_row, wait_for
 from convoy.units import size
 

@@ -30,18 +30,13 @@ T = TypeVar("T")
 _NEUTRAL = -0.0  # leaves every sum as it is, bit for bit, as 0 + −0 is 0
 
 
-def middle(span: Span) -> int:
-    """Where the tree over the leaves `span[0]` to `span[1]` divides."""
-    first, last = span
-    return first + (1 << (last - first - 1).bit_length() - 1)
-
-
 def tree(span: Span) -> set[Span]:
     """All parts of the tree over some leaves, down to these."""
-    if span[1] - span[0] < 2:
-        return {span} if span[0] < span[1] else set()
-    half = middle(span)
-    return {span} | tree((span[0], half)) | tree((half, span[1]))
+    first, last = span
+    if last - first < 2:
+        return {span} if first < last else set()
+    half = first + (1 << (last - first - 1).bit_length() - 1)
+    return {span} | tree((first, half)) | tree((half, last))
 
 
 def subtrees(leaves: range, total: int) -> list[Span]:
