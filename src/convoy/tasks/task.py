@@ -21,7 +21,7 @@ from convoy.graph.tree import leaves
 from convoy.run import records
 from convoy.tasks.metric import Metric, MetricOfAll
 
-Drawn = Callable[[int, Tensor], dict[str, str]]
+Drawn = Callable[[int, Tensor], dict[str, Any]]
 
 
 @dataclass(order=True)
@@ -128,7 +128,7 @@ class Evaluation(ABC):
         (run / "mistakes").mkdir(exist_ok=True)
         numbers = count()
 
-        def drawn(sample: int, pixels: Tensor) -> dict[str, str]:
+        def drawn(sample: int, pixels: Tensor) -> dict[str, Any]:
             picture = f"mistakes/{next(numbers):02d}.png"
             write_atomically(run / picture, partial(to_image(pixels).save, format="PNG"))
             return {"name": data.test.name(sample), "picture": picture}

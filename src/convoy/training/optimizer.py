@@ -66,8 +66,9 @@ def create_optimizer(model: nn.Module, config: OptimizerConfig, lr: float, ends:
                 group["adam"] = not config.decay_norm_and_bias and all(p.ndim <= 1 for p in group["params"])
             # The decay belongs into r; the library's default is that of AdamW. A step is lr; its default is
             # lr / (1 - beta1^t), ten times that at first.
-            optimizer = Lamb(groups, lr=lr, betas=config.betas, eps=config.eps, weight_decouple=False, adam_debias=True)
-            optimizer.clamp = math.inf  # the library cuts ‖w‖ at 10, less than a large convolution has from the start
+            lamb: Any = Lamb(groups, lr=lr, betas=config.betas, eps=config.eps, weight_decouple=False, adam_debias=True)
+            lamb.clamp = math.inf  # the library cuts ‖w‖ at 10, less than a large convolution has from the start
+            optimizer = lamb
     if fused:
         optimizer.register_step_pre_hook(_make_ready)
     return optimizer
@@ -167,16 +168,16 @@ TRUNK = "trunk"  # all layers but the classifier, whatever these are called
 
 def freeze_always(model: nn.Module, freeze: Sequence[str]) -> list[str]:
     """Freeze the layers that are never trained, with a note; a ConvoyError where a pattern fits nothing."""
-    always = {pattern: names for pattern, end, names in list(_parts(model, freeze)) if not end}
+    always = [(pattern, names) for pattern, end, names in list(_parts(model, freeze)) if not end]
     if not always:
         return []
-    set_frozen(model, set(chain.from_iterable(always.values())), True)
+    set_frozen(model, set(chain.from_iterable(names for _, names in always)), True)
     count = {
         trains: sum(p.numel() for p in model.parameters() if p.requires_grad is trains) for trains in (True, False)
     }
     if not count[True]:
         raise ConvoyError("optimizer.freeze leaves no layer to train: leave one out of it, or freeze trunk")
-    return [f"{count[False]:,} of {sum(count.values()):,} parameters are frozen ({', '.join(always)})"]
+    return [f"{count[False]:,} of {sum(count.values()):,} parameters are frozen ({', '.join(pattern for pattern, _ in always)})"]
 
 
 def thaws(model: nn.Module, freeze: Sequence[str], updates: Callable[[Duration], int]) -> dict[str, int]:
