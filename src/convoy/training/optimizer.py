@@ -177,7 +177,7 @@ def freeze_always(model: nn.Module, freeze: Sequence[str]) -> list[str]:
     }
     if not count[True]:
         raise ConvoyError("optimizer.freeze leaves no layer to train: leave one out of it, or freeze trunk")
-    return [f"{count[False]:,} of {sum(count.values()):,} parameters are frozen ({', '.join(pattern for pattern, _ in always)})"]
+    return [f"{count[False]:,} of {sum(count.values()):,} parameters are frozen ({', '.join(p for p, _ in always)})"]
 
 
 def thaws(model: nn.Module, freeze: Sequence[str], updates: Callable[[Duration], int]) -> dict[str, int]:
