@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -60,10 +61,9 @@ def command() -> None:
     """Say what is in a data set (convoy data PATH), or pack it so that it loads faster."""
 
 
-@click.command(
+@options.verb(
     "show",
-    epilog="""\b
-Examples:
+    """
   convoy data mnist-mini
   convoy data photos/ --check
 """,
@@ -72,7 +72,6 @@ Examples:
 @click.option("--check", is_flag=True, help="Read every picture and name those that cannot be read.")
 @options.settings
 @options.as_json
-@options.verbose
 def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> int:
     """Say what is in the data set PATH: format, splits, classes, size of the network's input.
 
@@ -123,10 +122,9 @@ def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> in
     return 1 if bad else 0
 
 
-@click.command(
+@options.verb(
     "pack",
-    epilog="""\b
-Examples:
+    """
   convoy data pack /data/imagenet /fast/imagenet-256 --short-side 256
   convoy data pack photos/ photos-raw/ --short-side 256 --raw
   convoy data pack train.parquet packed/
@@ -150,22 +148,13 @@ same command goes on where it stopped.
 @click.option("--processes", metavar="N", type=click.IntRange(1, 1024), help="[default: the cores that there are]")
 @options.settings
 @options.as_json
-@options.verbose
-def pack(
-    source: str,
-    dest: Path,
-    short_side: int | None,
-    raw: bool,
-    quality: int,
-    processes: int | None,
-    settings: tuple[str, ...],
-    as_json: bool,
-) -> int:
+def pack(source: str, dest: Path, short_side: int | None, raw: bool, quality: int, **values: Any) -> int:
     """Write the data set SOURCE as a pack to the folder DEST: shards that are read sequentially, with an index.
 
     Without options the files of the pictures stay as they are, and so does every pixel. A picture that cannot be read
     is named, and ends the command.
     """
+    asked = SimpleNamespace(**values)
     source_of_quality = click.get_current_context().get_parameter_source("quality")
     if source_of_quality is not click.core.ParameterSource.DEFAULT:
         if raw:
@@ -182,14 +171,14 @@ def pack(
     from convoy.recipe.recipe import load_recipe
     from convoy.resources import own_share
 
-    with _reporter(as_json) as reporter, _named("SOURCE"):
-        recipe = load_recipe("default", ["model.name=lenet", f"data.path={source}", *settings])
+    with _reporter(asked.as_json) as reporter, _named("SOURCE"):
+        recipe = load_recipe("default", ["model.name=lenet", f"data.path={source}", *asked.settings])
         kind, contents = open_files(recipe.data, reporter.prepare, task=recipe.task)
         form = PackOptions(short_side, raw, quality)
         if kind == "pack":
             packed = Pack.open(path)
             kind, form = packed.format, packed.options if form == PackOptions() else form
-        cores = processes or max(int(own_share()), 1)
+        cores = asked.processes or max(int(own_share()), 1)
         tell = partial(click.echo, err=True)
         for note in contents.notes if kind != "pack" else ():
             tell(note)
@@ -198,10 +187,10 @@ def pack(
     for split, sums in statistics.items():
         row: dict[str, Any] = {"split": split, "images": sums.images}
         sizes = ({"original": sums.original_bytes} if sums.original_bytes else {}) | {"stored": sums.stored_bytes}
-        row |= {f"{name}_bytes" if as_json else name: number for name, number in sizes.items()}
+        row |= {f"{name}_bytes" if asked.as_json else name: number for name, number in sizes.items()}
         rows.append(row | dict(zip(("mean", "std"), sums.moments, strict=True)))
-    if as_json:
-        options.show([{"pack": str(dest)} | row for row in rows], as_json)
+    if asked.as_json:
+        options.show([{"pack": str(dest)} | row for row in rows], as_json=True)
         return 0
     words = {"original": size, "stored": size}
     numbers = dict.fromkeys(("mean", "std"), lambda numbers: " ".join(f"{number:.3f}" for number in numbers))
@@ -212,10 +201,9 @@ def pack(
     return 0
 
 
-@click.command("verify", epilog="\b\nExample:\n  convoy data verify packed/\n")
+@options.verb("verify", epilog="\b\nExample:\n  convoy data verify packed/\n")
 @click.argument("path", metavar="PACK", type=options.OutputPath())
 @options.as_json
-@options.verbose
 def verify(path: Path, as_json: bool) -> int:
     """Read every picture of PACK and compare it with its checksum.
 
@@ -234,10 +222,9 @@ def verify(path: Path, as_json: bool) -> int:
     return 1 if sentences else 0
 
 
-@click.command("unpack", epilog="\b\nExample:\n  convoy data unpack packed/ photos/\n")
+@options.verb("unpack", epilog="\b\nExample:\n  convoy data unpack packed/ photos/\n")
 @click.argument("path", metavar="PACK", type=options.OutputPath())
 @click.argument("dest", type=options.OutputPath())
-@options.verbose
 def unpack(path: Path, dest: Path) -> int:
     """Write the pictures of PACK to the folder DEST: a folder for each class, below train and test where it has both.
 

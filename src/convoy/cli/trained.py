@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -45,10 +46,9 @@ _SHARES = (
 FORMATS = {**dict.fromkeys(_SHARES, "{:.2%}".format), **dict.fromkeys(("loss", "mae", "mse", "r2"), "{:.4f}".format)}
 
 
-@click.command(
+@options.verb(
     "predict",
-    epilog="""\b
-Examples:
+    """
   convoy predict runs/first digit.png
   convoy predict runs/first photos/ --top 1 > classes.csv
   find photos -name '*.jpg' | convoy predict runs/first - --json
@@ -68,22 +68,8 @@ Examples:
 @click.option("--devices", metavar="N", type=int, help="Classify on so many devices. [default: 1]")
 @options.device
 @options.trust_code
-@options.verbose
 @click.pass_obj
-def predict(
-    arguments: Sequence[str],
-    /,
-    run: Path,
-    pictures: tuple[str, ...],
-    top: int,
-    checkpoint: str | None,
-    as_json: bool,
-    batch: int,
-    skip_bad: bool,
-    devices: int | None,
-    device: str | None,
-    trust_code: bool,
-) -> int:
+def predict(arguments: Sequence[str], /, run: Path, pictures: tuple[str, ...], **values: Any) -> int:
     """Classify pictures by the network that the run RUN has trained.
 
     A FOLDER is searched for picture files, those in its folders too, in the order of their names; - reads names of
@@ -96,30 +82,30 @@ def predict(
 
     Pictures that cannot be read are named on standard error; the exit status is then 2, unless --skip-bad is given.
     """
-    pictures = tuple(map(str, map(expanded, pictures)))
+    asked, pictures = SimpleNamespace(**values), tuple(map(str, map(expanded, pictures)))
     for text in pictures:
         if text != STANDARD_INPUT and not Path(text).exists():
             raise ConvoyError(f"there is no picture or folder {printable(text)}: check the path")
-    RunDirectory(run).check_trained(checkpoint)
+    RunDirectory(run).check_trained(asked.checkpoint)
     with waiting_for("loading PyTorch"):
         from convoy.cli.on_devices import load_chosen, on_devices  # with torch, for which no mistake is to wait
         from convoy.training.use import Classifier, classify
 
     def work(ranks: "Ranks", local_device: "torch.device") -> int:
         first = ranks.rank == 0
-        trained = load_chosen(run, checkpoint, ranks, trust_code)
-        classifier = Classifier(trained, local_device, top)
+        trained = load_chosen(run, asked.checkpoint, ranks, asked.trust_code)
+        classifier = Classifier(trained, local_device, asked.top)
         console = Console(stderr=True, highlight=False)
         shown = first and console.is_terminal and not sys.stdout.isatty()
         with console.status("reading") if shown else nullcontext() as status:
-            writer = _Writer(trained.classes, trained.task.answer_name, as_json, not first, status)
+            writer = _Writer(trained.classes, trained.task.answer_name, asked.as_json, not first, status)
             names = _picture_files(pictures) if first else None
-            for answers in classify(classifier, names, batch, ranks, lambda: writer.closed):
+            for answers in classify(classifier, names, asked.batch, ranks, lambda: writer.closed):
                 writer.write(answers)
         writer.finish()
-        return 1 if writer.closed else 2 if writer.num_bad and not skip_bad else 0
+        return 1 if writer.closed else 2 if writer.num_bad and not asked.skip_bad else 0
 
-    return on_devices(arguments, devices, device, work)
+    return on_devices(arguments, asked.devices, asked.device, work)
 
 
 def _picture_files(texts: Sequence[str]) -> Iterator[str]:
@@ -190,10 +176,9 @@ class _Writer:
         self.closed = "stdout" in LOST
 
 
-@click.command(
+@options.verb(
     "eval",
-    epilog="""\b
-Examples:
+    """
   convoy eval runs/first
   convoy eval runs/first --per-class
   convoy eval runs/first --checkpoint best             # or last, also of a run that was stopped
@@ -214,21 +199,8 @@ Examples:
 @options.as_json
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV instead of a table.")
 @options.trust_code
-@options.verbose
 @click.pass_obj
-def evaluate(
-    arguments: Sequence[str],
-    /,
-    run: Path,
-    data: str | None,
-    checkpoint: str | None,
-    per_class: bool,
-    devices: int | None,
-    device: str | None,
-    as_json: bool,
-    as_csv: bool,
-    trust_code: bool,
-) -> int:
+def evaluate(arguments: Sequence[str], /, run: Path, data: str | None, checkpoint: str | None, **values: Any) -> int:
     """Evaluate the run RUN: every test image counts exactly once.
 
     Without --data and --checkpoint the confusion matrix and worst mistakes in RUN are written anew. Of other data the
@@ -237,7 +209,8 @@ def evaluate(
     A class's precision is the share of the images taken for it that are of it, its recall the share of its images that
     are taken for it.
     """
-    if as_json and as_csv:
+    asked = SimpleNamespace(**values)
+    if asked.as_json and asked.as_csv:
         raise ConvoyError("--json and --csv are two forms of the same table: give one of them")
     RunDirectory(run).check_trained(checkpoint)
     if data is not None:
@@ -248,7 +221,7 @@ def evaluate(
         from convoy.training.resume import check_ranks
 
     def work(ranks: "Ranks", local_device: "torch.device") -> int:
-        trained = load_chosen(run, checkpoint, ranks, trust_code)
+        trained = load_chosen(run, checkpoint, ranks, asked.trust_code)
         opened, notes = evaluation_data(trained, data)
         check_ranks(opened, ranks)
         result = evaluate_run(trained, opened, local_device, ranks)
@@ -258,12 +231,12 @@ def evaluate(
             click.echo(note, err=True)
         if data is None and checkpoint is None and not trained.changed:
             _keep(run, opened, result)
-        form = "json" if as_json else "csv" if as_csv else ""
+        form = "json" if asked.as_json else "csv" if asked.as_csv else ""
         names = [*(metric.name for metric in trained.task.metrics), *result.own]
-        _show_evaluation(opened.name, result, names, trained.classes if per_class else [], form)
+        _show_evaluation(opened.name, result, names, trained.classes if asked.per_class else [], form)
         return 0
 
-    return on_devices(arguments, devices, device, work)
+    return on_devices(arguments, asked.devices, asked.device, work)
 
 
 def _show_evaluation(name: str, result: "Evaluation", names: Sequence[str], classes: list[str], form: str) -> None:
@@ -295,10 +268,9 @@ def _keep(run: Path, data: "DataSet", result: "Evaluation") -> None:
         click.echo(f"{run} cannot be written to ({error.strerror}): its confusion matrix stays as it was", err=True)
 
 
-@click.command(
+@options.verb(
     "export",
-    epilog="""\b
-Examples:
+    """
   convoy export runs/first                             # runs/first/model.onnx
   convoy export runs/first --to lenet.onnx
   convoy export runs/first --checkpoint best           # runs/first/model-best.onnx
@@ -311,7 +283,6 @@ Examples:
 @click.option("--to", type=options.OutputPath(), help="The file to write. [default: RUN/model.onnx or …/model.pt2]")
 @options.checkpoint
 @options.trust_code
-@options.verbose
 def export(
     run: Path, onnx: bool, torch_export: bool, to: Path | None, checkpoint: str | None, trust_code: bool
 ) -> None:
@@ -343,16 +314,14 @@ def export(
     click.echo(f"wrote {path}; {reader} outputs differ from PyTorch's by {difference:.1e} at most")
 
 
-@click.command(
+@options.verb(
     "report",
-    epilog="""\b
-Examples:
+    """
   convoy report runs/first
   convoy report runs/bench-resnet18
 """,
 )
 @options.run_argument
-@options.verbose
 def report(run: Path) -> None:
     """Write report.html for the run directory RUN, or the folder of a scaling study, as far as it has come."""
     if (run / "bench.json").exists():
