@@ -11,6 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -178,22 +179,14 @@ def on_hosts(
 @click.option("--script", type=options.OutputPath(dir_okay=False), help="Write it there. [default: NAME.sbatch]")
 @click.option("--submit", "to_submit", is_flag=True, help="Submit it, too.")
 @options.as_json
-def on_slurm(
-    arguments: tuple[str, ...],
-    name: str | None,
-    interface: str | None,
-    others: tuple[str, ...],
-    script: Path | None,
-    to_submit: bool,
-    as_json: bool,
-    **values: Any,
-) -> int:
+def on_slurm(arguments: tuple[str, ...], name: str | None, interface: str | None, **values: Any) -> int:
     """Write a job for Slurm that trains on its nodes, and submit it.
 
     What comes after -- is what convoy train would be given. Before the time of the job is over the run is saved and
     the job queued again, until the run is done.
     """
-    request = requested(arguments, values["nodes"] * values["devices_per_node"])
+    asked = SimpleNamespace(**values)
+    request = requested(arguments, asked.nodes * asked.devices_per_node)
     check_recipe(request)
     name = name or word(request.model or Path(request.recipe or request.out or "").stem)
     added = [] if request.resume else ["--resume"]
@@ -203,13 +196,13 @@ def on_slurm(
         None if request.out is None else str(request.out),
         name,
         gpus=request.device != "cpu",
-        options=dict(_option(option) for option in others),
+        options=dict(_option(option) for option in asked.others),
         **values,
     )
-    script = script or Path(f"{word(name)}.sbatch")
+    script = asked.script or Path(f"{word(name)}.sbatch")
     written("--script", script, text)
-    number = submit(script) if to_submit else None
-    if as_json:
+    number = submit(script) if asked.to_submit else None
+    if asked.as_json:
         click.echo(json.dumps({"script": str(script), "job": number}))
     elif number is None:
         click.echo(f"script: {script}; submit it by: sbatch {script}")

@@ -29,21 +29,10 @@ if TYPE_CHECKING:
     from convoy.training.use import FileClasses
 
 STANDARD_INPUT = "-"
-_SHARES = (
-    "top1",
-    "top5",
-    "precision",
-    "recall",
-    "map",
-    "f1",
-    "macro_f1",
-    "ap",
-    "iou",
-    "dice",
-    "pixel_accuracy",
-    "pixels",
-)
-FORMATS = {**dict.fromkeys(_SHARES, "{:.2%}".format), **dict.fromkeys(("loss", "mae", "mse", "r2"), "{:.4f}".format)}
+_OF_CLASSES = ("top1", "top5", "precision", "recall", "map", "f1", "macro_f1", "ap")
+_OF_PIXELS = ("iou", "dice", "pixel_accuracy", "pixels")
+FORMATS = dict.fromkeys((*_OF_CLASSES, *_OF_PIXELS), "{:.2%}".format)
+FORMATS |= dict.fromkeys(("loss", "mae", "mse", "r2"), "{:.4f}".format)
 
 
 @options.verb(

@@ -111,7 +111,7 @@ def open_folder(path: Path, config: DataConfig) -> Opened:
         ends = (entry.suffix.lower() for entry in folder.iterdir() if not entry.name.startswith("."))
         leftovers.update(f"{end} beside the class folders" for end in ends if end in suffixes())
     shown_classes = [printable(name) for name in classes]
-    return Opened.of(path.resolve().name, shown_classes, sources, (*notes, *left_out(leftovers)))
+    return Opened(path.resolve().name, shown_classes, sources, (*notes, *left_out(leftovers)))
 
 
 def _splits(path: Path) -> tuple[Path, dict[str, Path], list[str]]:
@@ -213,7 +213,7 @@ def open_class(path: Path) -> Opened | None:
     if not files:
         return None
     name, source = path.resolve().name, FolderSource(path, files, np.zeros(len(files), np.int64))
-    return Opened(name, [printable(name)], source, notes=tuple(left_out(leftovers)))
+    return Opened(name, [printable(name)], {"train": source}, tuple(left_out(leftovers)))
 
 
 def pictures(folder: Path, others: Counter[str] | None = None) -> list[str]:

@@ -147,7 +147,7 @@ def open_parquet(path: Path, config: DataConfig) -> Opened:
                 )
             source.labels = np.searchsorted(names, source.labels).astype(np.int64)
         classes = names.tolist()
-    return Opened.of(path.stem if path.is_file() else path.resolve().name, classes, sources, layout.notes)
+    return Opened(path.stem if path.is_file() else path.resolve().name, classes, sources, layout.notes)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def open_tars(path: Path, config: DataConfig, progress: Progress | None = None) 
             text = names.read_text(encoding="utf-8", errors="replace")
     classes = [printable(line.strip()) for line in text.splitlines() if line.strip()]
     name = path.stem if path.is_file() else path.resolve().name
-    return Opened.of(name, classes, sources, tuple(left_out(leftovers)))
+    return Opened(name, classes, sources, tuple(left_out(leftovers)))
 
 
 def _open_split(files: list[Path], progress: Progress | None, leftovers: Counter[str]) -> TarSource:
