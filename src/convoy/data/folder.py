@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, left_out, needs_package, suffixes
 from convoy.data.processes import SharedBytes
-from convoy.data.sources import NUM_SIZES, EncodedSource, Opened, reading, relabel, shown, split_of, spread
+from convoy.data.sources import NUM_SIZES, EncodedSource, Opened, Source, reading, relabel, shown, split_of, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
@@ -88,7 +88,7 @@ def open_folder(path: Path, config: DataConfig) -> Opened:
         )
     if empty:
         notes.append(f"left out: {_listed(empty)} without pictures")
-    sources = {"train": source}
+    sources: dict[str, Source] = {"train": source}
     for split, folder in held_out.items():
         names, sources[split] = _scan(path, folder, None, leftovers, [])
         for name in names:
