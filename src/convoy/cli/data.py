@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -148,13 +147,21 @@ same command goes on where it stopped.
 @click.option("--processes", metavar="N", type=click.IntRange(1, 1024), help="[default: the cores that there are]")
 @options.settings
 @options.as_json
-def pack(source: str, dest: Path, short_side: int | None, raw: bool, quality: int, **values: Any) -> int:
+def pack(
+    source: str,
+    dest: Path,
+    short_side: int | None,
+    raw: bool,
+    quality: int,
+    processes: int | None,
+    settings: tuple[str, ...],
+    as_json: bool,
+) -> int:
     """Write the data set SOURCE as a pack to the folder DEST: shards that are read sequentially, with an index.
 
     Without options the files of the pictures stay as they are, and so does every pixel. A picture that cannot be read
     is named, and ends the command.
     """
-    asked = SimpleNamespace(**values)
     source_of_quality = click.get_current_context().get_parameter_source("quality")
     if source_of_quality is not click.core.ParameterSource.DEFAULT:
         if raw:
@@ -171,14 +178,14 @@ def pack(source: str, dest: Path, short_side: int | None, raw: bool, quality: in
     from convoy.recipe.recipe import load_recipe
     from convoy.resources import own_share
 
-    with _reporter(asked.as_json) as reporter, _named("SOURCE"):
-        recipe = load_recipe("default", ["model.name=lenet", f"data.path={source}", *asked.settings])
+    with _reporter(as_json) as reporter, _named("SOURCE"):
+        recipe = load_recipe("default", ["model.name=lenet", f"data.path={source}", *settings])
         kind, contents = open_files(recipe.data, reporter.prepare, task=recipe.task)
         form = PackOptions(short_side, raw, quality)
         if kind == "pack":
             packed = Pack.open(path)
             kind, form = packed.format, packed.options if form == PackOptions() else form
-        cores = asked.processes or max(int(own_share()), 1)
+        cores = processes or max(int(own_share()), 1)
         tell = partial(click.echo, err=True)
         for note in contents.notes if kind != "pack" else ():
             tell(note)
@@ -187,10 +194,10 @@ def pack(source: str, dest: Path, short_side: int | None, raw: bool, quality: in
     for split, sums in statistics.items():
         row: dict[str, Any] = {"split": split, "images": sums.images}
         sizes = ({"original": sums.original_bytes} if sums.original_bytes else {}) | {"stored": sums.stored_bytes}
-        row |= {f"{name}_bytes" if asked.as_json else name: number for name, number in sizes.items()}
+        row |= {f"{name}_bytes" if as_json else name: number for name, number in sizes.items()}
         rows.append(row | dict(zip(("mean", "std"), sums.moments, strict=True)))
-    if asked.as_json:
-        options.show([{"pack": str(dest)} | row for row in rows], as_json=True)
+    if as_json:
+        options.show([{"pack": str(dest)} | row for row in rows], as_json)
         return 0
     words = {"original": size, "stored": size}
     numbers = dict.fromkeys(("mean", "std"), lambda numbers: " ".join(f"{number:.3f}" for number in numbers))

@@ -68,13 +68,21 @@ Examples:
 @options.as_json
 @click.argument("what", nargs=-1, type=click.UNPROCESSED, metavar="RUN|train [OPTIONS OF convoy train]", required=True)
 @click.pass_obj
-def command(arguments: Sequence[str], /, what: tuple[str, ...], seconds: float, verify: bool, **values: Any) -> int:
+def command(
+    arguments: Sequence[str],
+    /,
+    verify: bool,
+    seconds: float,
+    no_trials: bool,
+    as_json: bool,
+    what: tuple[str, ...],
+) -> int:
     """Say what holds a training back, and which changes would help most.
 
     It trains, and tries changes, without leaving a run, for up to a minute; --verify goes on after the answer. Each
     change is said with the option that makes it, and with the gain that is predicted. What it looks at: docs/doctor.md.
     """
-    began, no_trials, as_json = time.perf_counter(), values["no_trials"], values["as_json"]
+    began = time.perf_counter()
     if not math.isfinite(seconds):
         raise ConvoyError(f"--seconds {seconds:g} is no time: give a number of seconds, e.g. 20")
     request = request_of(arguments, what)

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -106,22 +105,28 @@ def command() -> None:
     help="File with what hosts know each other by, which all see; made if missing. [default: in the commands]",
 )
 @options.as_json
-def on_hosts(hosts: str, arguments: tuple[str, ...], secret: Path | None, interface: str | None, **values: Any) -> int:
+def on_hosts(
+    hosts: str,
+    arguments: tuple[str, ...],
+    devices_per_host: int | None,
+    secret: Path | None,
+    interface: str | None,
+    as_json: bool,
+    **values: Any,
+) -> int:
     """Print the command that each of HOSTS is to start to train together.
 
     HOSTS are names or addresses, as in node1:4,node2:4. The first one is where they meet. What comes after -- is what
     convoy train would be given.
     """
-    asked = SimpleNamespace(**values)
     variables = (
         {interfaces.SECRET: token_hex(16)} if secret is None else {interfaces.SECRET_FILE: str(secret.absolute())}
     )
-    group = Host.parse(hosts, asked.devices_per_host)
+    group = Host.parse(hosts, devices_per_host)
     environment = dict.fromkeys(interfaces.VARIABLES, interface) if interface is not None else {}
     environment |= variables if len(group) > 1 else {}
-    how = asked.port, asked.rendezvous, asked.least, asked.max_restarts
-    lines = commands(group, arguments, f"convoy-{token_hex(4)}", *how, environment)
-    elastic = asked.least not in (None, len(group))
+    lines = commands(group, arguments, f"convoy-{token_hex(4)}", environment=environment, **values)
+    elastic = values["least"] not in (None, len(group))
     check_recipe(requested(arguments, sum(host.devices for host in group), elastic))
     if secret is not None and not secret.exists():
         try:
@@ -131,7 +136,7 @@ def on_hosts(hosts: str, arguments: tuple[str, ...], secret: Path | None, interf
         except OSError as error:
             raise ConvoyError(f"--secret {secret} cannot be written ({error.strerror}): choose another place") from None
     interfaces.secret(variables)  # a file of before may be open to others
-    if asked.as_json:
+    if as_json:
         click.echo(json.dumps([{**asdict(line), "command": str(line)} for line in lines], indent=2))
         return 0
     for line in lines:
@@ -173,14 +178,22 @@ def on_hosts(hosts: str, arguments: tuple[str, ...], secret: Path | None, interf
 @click.option("--script", type=options.OutputPath(dir_okay=False), help="Write it there. [default: NAME.sbatch]")
 @click.option("--submit", "to_submit", is_flag=True, help="Submit it, too.")
 @options.as_json
-def on_slurm(arguments: tuple[str, ...], name: str | None, interface: str | None, **values: Any) -> int:
+def on_slurm(
+    arguments: tuple[str, ...],
+    name: str | None,
+    interface: str | None,
+    others: tuple[str, ...],
+    script: Path | None,
+    to_submit: bool,
+    as_json: bool,
+    **values: Any,
+) -> int:
     """Write a job for Slurm that trains on its nodes, and submit it.
 
     What comes after -- is what convoy train would be given. Before the time of the job is over the run is saved and
     the job queued again, until the run is done.
     """
-    asked = SimpleNamespace(**values)
-    request = requested(arguments, asked.nodes * asked.devices_per_node)
+    request = requested(arguments, values["nodes"] * values["devices_per_node"])
     check_recipe(request)
     name = name or word(request.model or Path(request.recipe or request.out or "").stem)
     added = [] if request.resume else ["--resume"]
@@ -190,13 +203,13 @@ def on_slurm(arguments: tuple[str, ...], name: str | None, interface: str | None
         None if request.out is None else str(request.out),
         name,
         gpus=request.device != "cpu",
-        options=dict(_option(option) for option in asked.others),
+        options=dict(_option(option) for option in others),
         **values,
     )
-    script = asked.script or Path(f"{word(name)}.sbatch")
+    script = script or Path(f"{word(name)}.sbatch")
     written("--script", script, text)
-    number = submit(script) if asked.to_submit else None
-    if asked.as_json:
+    number = submit(script) if to_submit else None
+    if as_json:
         click.echo(json.dumps({"script": str(script), "job": number}))
     elif number is None:
         click.echo(f"script: {script}; submit it by: sbatch {script}")
@@ -254,7 +267,14 @@ AMOUNTS = (
     "--user", metavar="UID", type=Count(1), default=1000, show_default=True, help="User and group of the pods."
 )
 @click.option("--out", type=options.OutputPath(), help="The file. [default: print it]")
-def on_kubernetes(arguments: tuple[str, ...], environment: Sequence[str], secrets: Sequence[str], **values: Any) -> int:
+def on_kubernetes(
+    arguments: tuple[str, ...],
+    name: str | None,
+    environment: tuple[str, ...],
+    secrets: tuple[str, ...],
+    out: Path | None,
+    **values: Any,
+) -> int:
     """Write a manifest that runs convoy train on the pods of a Kubernetes cluster.
 
     What comes after -- is what convoy train would be given; --out and --resume are added, so that a pod that is
@@ -263,9 +283,8 @@ def on_kubernetes(arguments: tuple[str, ...], environment: Sequence[str], secret
     on_cpus, devices = values["accelerator"] == "none", values["devices_per_node"]
     values["accelerator"] = None if on_cpus else values["accelerator"]
     request = requested(arguments, values["num_nodes"] * devices, elastic=values["least_nodes"] is not None)
-    if values["name"] is None:
-        values["name"] = name_for(request.model, request.recipe)
-    completed = complete(arguments, vars(request), values["name"], values["data_claim"] is not None)
+    name = name_for(request.model, request.recipe) if name is None else name
+    completed = complete(arguments, vars(request), name, values["data_claim"] is not None)
     for option, (amount, unit) in AMOUNTS[on_cpus].items():
         values[option] = values[option] or f"{amount * devices}{unit}"
     variables = _pairs("--env", "NAME=VALUE", environment)
@@ -276,7 +295,7 @@ def on_kubernetes(arguments: tuple[str, ...], environment: Sequence[str], secret
     }
     for variable in variables.keys() & references.keys():
         raise _given_twice(variable)
-    text, out = manifest(completed, variables, references, **values), values["out"]
+    text = manifest(completed, variables, references, name=name, **values)
     check_recipe(request)  # after secrets in it were refused: sentences may repeat it
     module, colon, _ = (request.model or "").partition(":")
     if colon and module not in ("timm", "torchvision"):

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,10 +28,21 @@ if TYPE_CHECKING:
     from convoy.training.use import FileClasses
 
 STANDARD_INPUT = "-"
-_OF_CLASSES = ("top1", "top5", "precision", "recall", "map", "f1", "macro_f1", "ap")
-_OF_PIXELS = ("iou", "dice", "pixel_accuracy", "pixels")
-FORMATS = dict.fromkeys((*_OF_CLASSES, *_OF_PIXELS), "{:.2%}".format)
-FORMATS |= dict.fromkeys(("loss", "mae", "mse", "r2"), "{:.4f}".format)
+_SHARES = (
+    "top1",
+    "top5",
+    "precision",
+    "recall",
+    "map",
+    "f1",
+    "macro_f1",
+    "ap",
+    "iou",
+    "dice",
+    "pixel_accuracy",
+    "pixels",
+)
+FORMATS = {**dict.fromkeys(_SHARES, "{:.2%}".format), **dict.fromkeys(("loss", "mae", "mse", "r2"), "{:.4f}".format)}
 
 
 @options.verb(
@@ -58,7 +68,20 @@ FORMATS |= dict.fromkeys(("loss", "mae", "mse", "r2"), "{:.4f}".format)
 @options.device
 @options.trust_code
 @click.pass_obj
-def predict(arguments: Sequence[str], /, run: Path, pictures: tuple[str, ...], **values: Any) -> int:
+def predict(
+    arguments: Sequence[str],
+    /,
+    run: Path,
+    pictures: tuple[str, ...],
+    top: int,
+    checkpoint: str | None,
+    as_json: bool,
+    batch: int,
+    skip_bad: bool,
+    devices: int | None,
+    device: str | None,
+    trust_code: bool,
+) -> int:
     """Classify pictures by the network that the run RUN has trained.
 
     A FOLDER is searched for picture files, those in its folders too, in the order of their names; - reads names of
@@ -71,30 +94,30 @@ def predict(arguments: Sequence[str], /, run: Path, pictures: tuple[str, ...], *
 
     Pictures that cannot be read are named on standard error; the exit status is then 2, unless --skip-bad is given.
     """
-    asked, pictures = SimpleNamespace(**values), tuple(map(str, map(expanded, pictures)))
+    pictures = tuple(map(str, map(expanded, pictures)))
     for text in pictures:
         if text != STANDARD_INPUT and not Path(text).exists():
             raise ConvoyError(f"there is no picture or folder {printable(text)}: check the path")
-    RunDirectory(run).check_trained(asked.checkpoint)
+    RunDirectory(run).check_trained(checkpoint)
     with waiting_for("loading PyTorch"):
         from convoy.cli.on_devices import load_chosen, on_devices  # with torch, for which no mistake is to wait
         from convoy.training.use import Classifier, classify
 
     def work(ranks: "Ranks", local_device: "torch.device") -> int:
         first = ranks.rank == 0
-        trained = load_chosen(run, asked.checkpoint, ranks, asked.trust_code)
-        classifier = Classifier(trained, local_device, asked.top)
+        trained = load_chosen(run, checkpoint, ranks, trust_code)
+        classifier = Classifier(trained, local_device, top)
         console = Console(stderr=True, highlight=False)
         shown = first and console.is_terminal and not sys.stdout.isatty()
         with console.status("reading") if shown else nullcontext() as status:
-            writer = _Writer(trained.classes, trained.task.answer_name, asked.as_json, not first, status)
+            writer = _Writer(trained.classes, trained.task.answer_name, as_json, not first, status)
             names = _picture_files(pictures) if first else None
-            for answers in classify(classifier, names, asked.batch, ranks, lambda: writer.closed):
+            for answers in classify(classifier, names, batch, ranks, lambda: writer.closed):
                 writer.write(answers)
         writer.finish()
-        return 1 if writer.closed else 2 if writer.num_bad and not asked.skip_bad else 0
+        return 1 if writer.closed else 2 if writer.num_bad and not skip_bad else 0
 
-    return on_devices(arguments, asked.devices, asked.device, work)
+    return on_devices(arguments, devices, device, work)
 
 
 def _picture_files(texts: Sequence[str]) -> Iterator[str]:
@@ -189,7 +212,19 @@ class _Writer:
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV instead of a table.")
 @options.trust_code
 @click.pass_obj
-def evaluate(arguments: Sequence[str], /, run: Path, data: str | None, checkpoint: str | None, **values: Any) -> int:
+def evaluate(
+    arguments: Sequence[str],
+    /,
+    run: Path,
+    data: str | None,
+    checkpoint: str | None,
+    per_class: bool,
+    devices: int | None,
+    device: str | None,
+    as_json: bool,
+    as_csv: bool,
+    trust_code: bool,
+) -> int:
     """Evaluate the run RUN: every test image counts exactly once.
 
     Without --data and --checkpoint the confusion matrix and worst mistakes in RUN are written anew. Of other data the
@@ -198,8 +233,7 @@ def evaluate(arguments: Sequence[str], /, run: Path, data: str | None, checkpoin
     A class's precision is the share of the images taken for it that are of it, its recall the share of its images that
     are taken for it.
     """
-    asked = SimpleNamespace(**values)
-    if asked.as_json and asked.as_csv:
+    if as_json and as_csv:
         raise ConvoyError("--json and --csv are two forms of the same table: give one of them")
     RunDirectory(run).check_trained(checkpoint)
     if data is not None:
@@ -210,7 +244,7 @@ def evaluate(arguments: Sequence[str], /, run: Path, data: str | None, checkpoin
         from convoy.training.resume import check_ranks
 
     def work(ranks: "Ranks", local_device: "torch.device") -> int:
-        trained = load_chosen(run, checkpoint, ranks, asked.trust_code)
+        trained = load_chosen(run, checkpoint, ranks, trust_code)
         opened, notes = evaluation_data(trained, data)
         check_ranks(opened, ranks)
         result = evaluate_run(trained, opened, local_device, ranks)
@@ -220,12 +254,12 @@ def evaluate(arguments: Sequence[str], /, run: Path, data: str | None, checkpoin
             click.echo(note, err=True)
         if data is None and checkpoint is None and not trained.changed:
             _keep(run, opened, result)
-        form = "json" if asked.as_json else "csv" if asked.as_csv else ""
+        form = "json" if as_json else "csv" if as_csv else ""
         names = [*(metric.name for metric in trained.task.metrics), *result.own]
-        _show_evaluation(opened.name, result, names, trained.classes if asked.per_class else [], form)
+        _show_evaluation(opened.name, result, names, trained.classes if per_class else [], form)
         return 0
 
-    return on_devices(arguments, asked.devices, asked.device, work)
+    return on_devices(arguments, devices, device, work)
 
 
 def _show_evaluation(name: str, result: "Evaluation", names: Sequence[str], classes: list[str], form: str) -> None:
