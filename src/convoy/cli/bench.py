@@ -15,10 +15,9 @@ from convoy.late import waiting_for
 from convoy.terminal import Console
 
 
-@click.command(
+@options.verb(
     "bench",
-    epilog="""\b
-Examples:
+    """
   convoy bench resnet18 --devices 1,2 --batch 64 --image-size 64
   convoy bench alexnet --devices 1,2,4 --plans "sample;filter;sample=2,filter=2;auto" --batch 256
   convoy bench mine.nets:make_net --devices 1,2 --batch-per-device 32 --peers ddp,fabric,accelerate
@@ -64,7 +63,6 @@ Examples:
 @keys.recompute
 @options.device
 @options.as_json
-@options.verbose
 @click.pass_obj
 def command(arguments: Sequence[str], /, as_json: bool, **values: Any) -> int:
     """Measure how training MODEL scales over devices, by plan, and write a table and a report.

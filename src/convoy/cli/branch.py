@@ -18,10 +18,9 @@ from convoy.run.directory import RunDirectory
 from convoy.terminal import Console
 
 
-@click.command(
+@options.verb(
     "branch",
-    epilog="""\b
-Examples:
+    """
   convoy branch runs/cifar --batches 64,128,256
   convoy branch runs/cifar --batches 128,512 --at 3900 --epochs 2
 """,
@@ -34,7 +33,6 @@ Examples:
 @options.device
 @options.as_json
 @options.trust_code
-@options.verbose
 @click.pass_obj
 def command(arguments: Sequence[str], /, run: Path, batches: str, epochs: float, **values: Any) -> int:
     """Train the next stretch of RUN with several batches, each with the rate scaled as the optimizer does.

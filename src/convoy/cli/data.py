@@ -60,10 +60,9 @@ def command() -> None:
     """Say what is in a data set (convoy data PATH), or pack it so that it loads faster."""
 
 
-@click.command(
+@options.verb(
     "show",
-    epilog="""\b
-Examples:
+    """
   convoy data mnist-mini
   convoy data photos/ --check
 """,
@@ -72,7 +71,6 @@ Examples:
 @click.option("--check", is_flag=True, help="Read every picture and name those that cannot be read.")
 @options.settings
 @options.as_json
-@options.verbose
 def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> int:
     """Say what is in the data set PATH: format, splits, classes, size of the network's input.
 
@@ -123,10 +121,9 @@ def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> in
     return 1 if bad else 0
 
 
-@click.command(
+@options.verb(
     "pack",
-    epilog="""\b
-Examples:
+    """
   convoy data pack /data/imagenet /fast/imagenet-256 --short-side 256
   convoy data pack photos/ photos-raw/ --short-side 256 --raw
   convoy data pack train.parquet packed/
@@ -150,7 +147,6 @@ same command goes on where it stopped.
 @click.option("--processes", metavar="N", type=click.IntRange(1, 1024), help="[default: the cores that there are]")
 @options.settings
 @options.as_json
-@options.verbose
 def pack(
     source: str,
     dest: Path,
@@ -212,10 +208,9 @@ def pack(
     return 0
 
 
-@click.command("verify", epilog="\b\nExample:\n  convoy data verify packed/\n")
+@options.verb("verify", epilog="\b\nExample:\n  convoy data verify packed/\n")
 @click.argument("path", metavar="PACK", type=options.OutputPath())
 @options.as_json
-@options.verbose
 def verify(path: Path, as_json: bool) -> int:
     """Read every picture of PACK and compare it with its checksum.
 
@@ -234,10 +229,9 @@ def verify(path: Path, as_json: bool) -> int:
     return 1 if sentences else 0
 
 
-@click.command("unpack", epilog="\b\nExample:\n  convoy data unpack packed/ photos/\n")
+@options.verb("unpack", epilog="\b\nExample:\n  convoy data unpack packed/ photos/\n")
 @click.argument("path", metavar="PACK", type=options.OutputPath())
 @click.argument("dest", type=options.OutputPath())
-@options.verbose
 def unpack(path: Path, dest: Path) -> int:
     """Write the pictures of PACK to the folder DEST: a folder for each class, below train and test where it has both.
 

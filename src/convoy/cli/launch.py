@@ -75,10 +75,9 @@ def command() -> None:
     """
 
 
-@click.command(
+@options.verb(
     "hosts",
-    epilog="""\b
-Examples:
+    """
   convoy launch hosts node1:4,node2:4 -- resnet50 --data /data/imagenet --recipe imagenet-90
   convoy launch hosts --devices-per-host 8 --interface eth1 --min-hosts 2 --max-restarts 9 \\
       node1,node2,node3 -- resnet50 --data /data/imagenet --out runs/resnet50
@@ -106,7 +105,6 @@ Examples:
     help="File with what hosts know each other by, which all see; made if missing. [default: in the commands]",
 )
 @options.as_json
-@options.verbose
 def on_hosts(
     hosts: str,
     arguments: tuple[str, ...],
@@ -152,10 +150,9 @@ def on_hosts(
     return 0
 
 
-@click.command(
+@options.verb(
     "slurm",
-    epilog="""\b
-Examples:
+    """
   convoy launch slurm --nodes 2 --devices-per-node 4 --time 8h --option partition=gpu --submit \\
       -- resnet50 --data /data/imagenet --recipe imagenet-90 --out runs/resnet50
   convoy launch slurm --nodes 4 --cores-per-device 16 --script job.sh -- lenet --data mnist-mini --device cpu
@@ -181,7 +178,6 @@ Examples:
 @click.option("--script", type=options.OutputPath(dir_okay=False), help="Write it there. [default: NAME.sbatch]")
 @click.option("--submit", "to_submit", is_flag=True, help="Submit it, too.")
 @options.as_json
-@options.verbose
 def on_slurm(
     arguments: tuple[str, ...],
     name: str | None,
@@ -234,10 +230,9 @@ AMOUNTS = (
 )
 
 
-@click.command(
+@options.verb(
     "kubernetes",
-    epilog="""\b
-Examples:
+    """
   convoy launch kubernetes --image registry.example/convoy:1.0 --nodes 2 --devices-per-node 4 \\
       --data-claim imagenet --run-claim runs --out job.yaml -- resnet50 --data /data --epochs 90
   convoy launch kubernetes --kind job --image convoy:1.0 --accelerator none --nodes 2 \\
@@ -272,7 +267,6 @@ Examples:
     "--user", metavar="UID", type=Count(1), default=1000, show_default=True, help="User and group of the pods."
 )
 @click.option("--out", type=options.OutputPath(), help="The file. [default: print it]")
-@options.verbose
 def on_kubernetes(
     arguments: tuple[str, ...],
     name: str | None,

@@ -12,10 +12,9 @@ from convoy.terminal import did_you_mean
 USUAL_SHAPE = (3, 224, 224)
 
 
-@click.command(
+@options.verb(
     "models",
-    epilog="""\b
-Examples:
+    """
   convoy models
   convoy models resnet
   convoy models timm:resnet26d --json
@@ -23,7 +22,6 @@ Examples:
 )
 @click.argument("pattern", required=False, default="")
 @options.as_json
-@options.verbose
 def models(pattern: str, as_json: bool) -> None:
     """List the networks, or those whose name contains PATTERN, with parameters and FLOPs.
 
@@ -49,10 +47,9 @@ def models(pattern: str, as_json: bool) -> None:
     options.show(rows, as_json, right=("parameters", "flops", "input"), formats=formats)
 
 
-@click.command(
+@options.verb(
     "recipes",
-    epilog="""\b
-Examples:
+    """
   convoy recipes
   convoy recipes --keys
   convoy recipes --keys | grep warmup        # a line a key: key, type, default, description, tabs between them
@@ -62,7 +59,6 @@ Examples:
 @click.argument("name", required=False)
 @click.option("--keys", is_flag=True, help="List every key of a recipe: type, default, description.")
 @options.as_json
-@options.verbose
 def recipes(name: str | None, keys: bool, as_json: bool) -> None:
     """List the built-in recipes, or print the recipe NAME as YAML to start from.
 

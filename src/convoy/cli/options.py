@@ -122,6 +122,21 @@ def written(option: str, path: Path, text: str) -> None:
         raise ConvoyError(f"{option} {path} cannot be written ({error.strerror}): choose another place") from error
 
 
+def verb(
+    name: str, examples: str = "", *, verbose: str = "Show the traceback of an error.", **settings: Any
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Makes a function a verb, whose last option is -v, and whose help ends with the lines of `examples`."""
+    if examples:
+        settings["epilog"] = f"\b\nExamples:{examples}"
+
+    def made(function: Callable[..., Any]) -> click.Command:
+        command = click.command(name, **settings)(function)
+        command.params.append(click.Option(["-v", "--verbose"], is_flag=True, expose_value=False, help=verbose))
+        return command
+
+    return made
+
+
 class OutputPath(click.Path):
     """A file or folder as a person types it, whose `~` is the home folder also where no shell has replaced it."""
 
@@ -132,7 +147,6 @@ class OutputPath(click.Path):
         return super().convert(expanded(value), param, ctx)
 
 
-verbose = click.option("-v", "--verbose", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 settings = click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True, help="A key of the recipe, as data.train; repeatable."

@@ -10,10 +10,9 @@ from convoy.cli.requests import PlanRequest
 from convoy.late import waiting_for
 
 
-@click.command(
+@options.verb(
     "plan",
-    epilog="""\b
-Examples:
+    """
   convoy plan alexnet --devices 2 --batch 64
   convoy plan resnet50 --devices 4 --batch 256 --out plan.yaml --html plan.html
   convoy plan vgg11 --devices 4 --batch 64 --fix 'classifier.*=filter' --memory-limit 8GB
@@ -77,7 +76,6 @@ Examples:
 @options.device
 @options.as_json
 @options.trust_code
-@options.verbose
 @click.pass_obj
 def command(arguments: Sequence[str], /, **values: Any) -> int:
     """Find the fastest plan for MODEL on some devices, and say why it is.

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from convoy.planner.store import Device, ProfileStore
 
 
-@click.command(
+@options.verb(
     "profile",
-    epilog="""\b
-Examples:
+    """
   convoy profile
   convoy profile 1
   convoy profile --clear
@@ -35,7 +34,6 @@ Examples:
     help="Measure this device, for --catalog of convoy plan --on.",
 )
 @options.as_json
-@options.verbose
 def command(device: str | None, clear: bool, export: Path | None, as_json: bool) -> None:
     """List the devices of which times are kept, or the measured pieces of DEVICE: its number in the list, or its key.
 

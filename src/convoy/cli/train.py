@@ -11,10 +11,9 @@ from convoy.late import waiting_for
 from convoy.launch import find_place
 
 
-@click.command(
+@options.verb(
     "train",
-    epilog="""\b
-Examples:
+    """
   convoy train lenet --data mnist-mini
   convoy train --recipe cifar-quick --data /data/cifar10 --out runs/cifar
   convoy train resnet50 --recipe imagenet-90 --data /data/imagenet --devices 8 --batch 1024
@@ -24,6 +23,7 @@ Examples:
   convoy train resnet18 --data flowers/ --weights runs/photos --freeze trunk:2ep --set optimizer.layer_decay=0.7
   convoy train unet --data scans/labels.csv            # path,mask.png: the labels say the task
 """,
+    verbose="Say how all numbers follow; the traceback of an error.",
 )
 @click.argument("model", required=False)
 @keys.sets(
@@ -87,9 +87,6 @@ Examples:
 @keys.schedule
 @keys.sets("parallel.memory_limit", metavar="SIZE")
 @keys.sets("parallel.lost_group", metavar="WHAT")
-@click.option(
-    "-v", "--verbose", is_flag=True, expose_value=False, help="Say how all numbers follow; the traceback of an error."
-)
 @click.pass_obj
 def command(arguments: Sequence[str], /, **values: Any) -> int:
     """Train MODEL (convoy models lists them) and write a report.

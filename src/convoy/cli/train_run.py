@@ -106,14 +106,10 @@ def _run_as_rank(request: TrainRequest, place: launch.RankPlace, timeout_s: floa
             if ranks.num > 1 and device.type == "cpu":
                 turns = resources.in_turns(ranks.on_host, num_cores)
                 request.notes += [turns] if turns is not None else []
-            of_rank: dict[str, Any] = {
-                "device": device,
-                "ranks": ranks,
-                "handed_on": place.folder is not None,
-                "jobs": jobs,
-            }
-            outcome = _train(request, recipe, out, watchdog=watchdog, **of_rank)
-            with Interrupt(HANDED_ON if place.folder is not None else SIGNALS):  # the training is reported in any case
+            handed_on = place.folder is not None
+            of_rank: dict[str, Any] = {"device": device, "handed_on": handed_on, "jobs": jobs}
+            outcome = _train(request, recipe, out, ranks, watchdog=watchdog, **of_rank)
+            with Interrupt(HANDED_ON if handed_on else SIGNALS):  # the training is reported in any case
                 status = _answer(outcome, ranks, is_verbose(request.arguments))
                 ranks.barrier()  # before any rank's status has a launcher end the others
         ranks.barrier()  # nobody asks any more where the others are

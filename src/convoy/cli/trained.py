@@ -45,10 +45,9 @@ _SHARES = (
 FORMATS = {**dict.fromkeys(_SHARES, "{:.2%}".format), **dict.fromkeys(("loss", "mae", "mse", "r2"), "{:.4f}".format)}
 
 
-@click.command(
+@options.verb(
     "predict",
-    epilog="""\b
-Examples:
+    """
   convoy predict runs/first digit.png
   convoy predict runs/first photos/ --top 1 > classes.csv
   find photos -name '*.jpg' | convoy predict runs/first - --json
@@ -68,7 +67,6 @@ Examples:
 @click.option("--devices", metavar="N", type=int, help="Classify on so many devices. [default: 1]")
 @options.device
 @options.trust_code
-@options.verbose
 @click.pass_obj
 def predict(
     arguments: Sequence[str],
@@ -190,10 +188,9 @@ class _Writer:
         self.closed = "stdout" in LOST
 
 
-@click.command(
+@options.verb(
     "eval",
-    epilog="""\b
-Examples:
+    """
   convoy eval runs/first
   convoy eval runs/first --per-class
   convoy eval runs/first --checkpoint best             # or last, also of a run that was stopped
@@ -214,7 +211,6 @@ Examples:
 @options.as_json
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV instead of a table.")
 @options.trust_code
-@options.verbose
 @click.pass_obj
 def evaluate(
     arguments: Sequence[str],
@@ -295,10 +291,9 @@ def _keep(run: Path, data: "DataSet", result: "Evaluation") -> None:
         click.echo(f"{run} cannot be written to ({error.strerror}): its confusion matrix stays as it was", err=True)
 
 
-@click.command(
+@options.verb(
     "export",
-    epilog="""\b
-Examples:
+    """
   convoy export runs/first                             # runs/first/model.onnx
   convoy export runs/first --to lenet.onnx
   convoy export runs/first --checkpoint best           # runs/first/model-best.onnx
@@ -311,7 +306,6 @@ Examples:
 @click.option("--to", type=options.OutputPath(), help="The file to write. [default: RUN/model.onnx or …/model.pt2]")
 @options.checkpoint
 @options.trust_code
-@options.verbose
 def export(
     run: Path, onnx: bool, torch_export: bool, to: Path | None, checkpoint: str | None, trust_code: bool
 ) -> None:
@@ -343,16 +337,14 @@ def export(
     click.echo(f"wrote {path}; {reader} outputs differ from PyTorch's by {difference:.1e} at most")
 
 
-@click.command(
+@options.verb(
     "report",
-    epilog="""\b
-Examples:
+    """
   convoy report runs/first
   convoy report runs/bench-resnet18
 """,
 )
 @options.run_argument
-@options.verbose
 def report(run: Path) -> None:
     """Write report.html for the run directory RUN, or the folder of a scaling study, as far as it has come."""
     if (run / "bench.json").exists():

@@ -27,14 +27,13 @@ _OF_BOTH = [
 ]
 
 
-@click.command(
+@options.verb(
     "trials",
     params=[one for one in _OF_BOTH if one.name != "epochs"],
     epilog="Example: convoy trials resnet18 --data photos/ --over optimizer.lr=0.01..1:log --budget 20x5ep",
 )
 @click.option("--over", metavar="KEY=VALUES", multiple=True, required=True, help="LO..HI, LO..HI:log or a,b,c.")
 @click.option("--budget", metavar="NxLENGTH", required=True, help="Trials and the length of each, e.g. 20x5ep.")
-@options.verbose
 @click.pass_obj
 def trials(arguments: Sequence[str], /, over: Sequence[str], budget: str, **values: Any) -> int:
     """Try values of the recipe in short trainings of MODEL, one a device, and say which are best.
@@ -50,12 +49,11 @@ def trials(arguments: Sequence[str], /, over: Sequence[str], budget: str, **valu
     return _run(arguments, "trials", sorted(over), int(form[1]), [f"epochs={form[2]}"], values)
 
 
-@click.command(
+@options.verb(
     "folds",
     params=[click.Argument(["number"], metavar="K", type=click.IntRange(min=2)), *_OF_BOTH],
     epilog="Example: convoy folds 5 resnet18 --data photos/ --devices 2",
 )
-@options.verbose
 @click.pass_obj
 def folds(arguments: Sequence[str], /, number: int, **values: Any) -> int:
     """Train MODEL K times, each time without one of K parts of the training samples, and evaluate it on that part.

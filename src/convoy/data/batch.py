@@ -43,12 +43,8 @@ class Batch:
         return replace(self, images=self.images.pin_memory(), targets=self.targets.pin_memory())
 
 
-@dataclass
-class Filled:
-    """The samples of a batch, or of a part of one, whose pictures were written, and those that could not be read."""
-
-    samples: NDArray[np.int64]  # int64 [n], in the order in which they were written
-    bad: list[tuple[int, str]] = field(default_factory=list)  # as in `Batch`
+# The samples [n] whose pictures were written, in that order, and those that could not be read, as in `Batch`.
+Filled = tuple[NDArray[np.int64], list[tuple[int, str]]]
 
 
 class BatchMaker:
@@ -102,25 +98,24 @@ class BatchMaker:
     def make(self, samples: NDArray[np.int64], epoch: int | None) -> Batch:
         """The batch of some samples [n], augmented for an epoch or, without one, as an evaluation shows them."""
         images = np.empty((len(samples), *self.shape), np.uint8)
-        filled = self.fill(images, samples, epoch)
-        return self.batch(torch.from_numpy(images), filled, epoch)
+        return self.batch(torch.from_numpy(images), *self.fill(images, samples, epoch), epoch)
 
     def fill(self, images: NDArray[np.uint8], samples: NDArray[np.int64], epoch: int | None) -> Filled:
         """Write the pictures of some samples [n] to `images` [n, channels, height, width]; no `epoch` means evaluation.
         A picture that cannot be read gives its place to the next sample in the source that can; in an evaluation it is
         missing, and those after it move up."""
-        filled = self._filled(images, samples, epoch)
+        used, bad = self._filled(images, samples, epoch)
         if epoch is not None and self.own is not None:
-            for planes, sample in zip(images, filled.samples.tolist(), strict=False):
+            for planes, sample in zip(images, used.tolist(), strict=False):
                 self.own(planes, epoch, sample)
         if epoch is not None and (probability := self.geometry.augment.random_erasing):
-            erase(images[:, : self.channels], filled.samples, probability, self.seed, epoch)
-        return filled
+            erase(images[:, : self.channels], used, probability, self.seed, epoch)
+        return used, bad
 
     def _filled(self, images: NDArray[np.uint8], samples: NDArray[np.int64], epoch: int | None) -> Filled:
         if self.central if epoch is None else self.vectorised:
             self._cut(images, samples, epoch)
-            return Filled(samples)
+            return samples, []
         num, used, places = len(self.source), samples.copy(), np.arange(len(samples))
         bad: list[tuple[int, str]] = []
         for _ in range(num):
@@ -128,9 +123,9 @@ class BatchMaker:
             bad.extend((int(used[place]) % num, self._accept(reason)) for place, reason in failures)
             places = np.array([place for place, _ in failures], np.int64)
             if epoch is None:
-                return Filled(np.delete(used, places), bad)
+                return np.delete(used, places), bad
             if not failures:
-                return Filled(used, bad)
+                return used, bad
             used[places] = used[places] // num * num + (used[places] + 1) % num
         raise ConvoyError(f"none of the {num} training pictures can be read: {bad[0][1]}")
 
@@ -211,15 +206,15 @@ class BatchMaker:
             raise refusal(bad, self.source)
         return bad.reason
 
-    def batch(self, images: Tensor, filled: Filled, epoch: int | None) -> Batch:
+    def batch(self, images: Tensor, used: NDArray[np.int64], bad: list[tuple[int, str]], epoch: int | None) -> Batch:
         """The batch of what was written to the first of `images`."""
-        numbers = filled.samples % len(self.source)
+        numbers = used % len(self.source)
         source, samples, images = self.source, torch.from_numpy(numbers), images[: len(numbers)]
         if source.masks is not None:
             images, targets = images[:, : self.channels], images[:, self.channels]
         else:
             targets = torch.from_numpy((source.labels if source.values is None else source.values)[numbers])
-        return Batch(images, targets, samples, epoch or 0, filled.bad)
+        return Batch(images, targets, samples, epoch or 0, bad)
 
 
 def evaluation_pixels(image: Image.Image, name: str, geometry: Geometry, channels: int) -> NDArray[np.uint8]:

@@ -98,8 +98,8 @@ def open_data(
             "set data.path to the folder or file that holds all of them"
             + "".join(f" ({note})" for note in contents.notes)
         )
-    selects = config.fold is not None or (selects and contents.validation is None and contents.test is not None)
-    has_split = contents.test is not None or contents.validation is not None
+    selects = config.fold is not None or (selects and [*contents.sources] == ["train", "test"])
+    has_split = len(contents.sources) > 1
     if has_split and not selects and config.split_seed is not None and config.validation_fraction is None:
         raise ConvoyError(
             f"data.split_seed would be ignored: {contents.name} has a split of its own; leave it out, or hold out "
@@ -109,17 +109,17 @@ def open_data(
     shape = _settle(contents, config.bad_images == "skip", progress)
     notes = list(contents.notes)
     if to_evaluate and not has_split and config.validation_fraction is None and config.split_seed is None:
-        contents.test = contents.train
+        contents.sources["test"] = contents.train
     split: Literal["validation", "test"] = "validation"
-    train, final = contents.train, contents.test
-    if config.validation_fraction is not None or selects or (contents.test is None and contents.validation is None):
-        train, test = _split(contents, config, notes)
-        final = contents.test or contents.validation if config.fold is None else None  # which folds do not look at
-    elif contents.validation is not None:
-        test = contents.validation
+    train, final = contents.train, contents.sources.get("test")
+    if config.validation_fraction is not None or selects or len(contents.sources) == 1:
+        last = final or contents.sources.get("validation")
+        train, test = _split(contents, config, last, notes)
+        final = last if config.fold is None else None  # which folds do not look at
+    elif "validation" in contents.sources:
+        test = contents.sources["validation"]
     else:
-        assert contents.test is not None
-        split, test, final = "test", contents.test, None
+        split, test, final = "test", contents.sources["test"], None
     if untrained := [contents.classes[label] for label in np.setdiff1d(test.labels, train.labels)]:
         more = f" and {len(untrained) - 3:,} more" if len(untrained) > 3 else ""
         notes.append(f"no training picture is of {', '.join(untrained[:3])}{more}, which the {split} split has")
@@ -146,12 +146,9 @@ def _with_channels(source: Source, channels: int) -> Source:
 
 def _fingerprint(kind: str, contents: Opened) -> dict[str, Any]:
     """The fingerprint of the samples as they lie in the files: what becomes of them is a function of the recipe."""
-    splits = {"training": contents.train, "test": contents.validation or contents.test}
-    if contents.validation is not None and contents.test is not None:
-        splits["final"] = contents.test
-    marks = {split: source.fingerprint() if source is not None else {} for split, source in splits.items()}
+    splits = zip(("training", "test", "final"), contents.sources.values(), strict=False)
     classes = zlib.crc32("\n".join(contents.classes).encode("utf-8", "surrogatepass"))
-    return {"format": kind, "classes": classes, **marks}
+    return {"format": kind, "classes": classes, "test": {}} | {split: source.fingerprint() for split, source in splits}
 
 
 _MARKS = {
@@ -274,12 +271,10 @@ def _settle(contents: Opened, skip_bad: bool, progress: Progress | None) -> tupl
     if isinstance(contents.train, PixelSource):
         height, width, channels = contents.train.pixels.shape[1:]
         return height, width, channels
-    splits = {"train": contents.train, "validation": contents.validation, "test": contents.test}
-    encoded = {split: source for split, source in splits.items() if isinstance(source, EncodedSource)}
+    encoded = {split: source for split, source in contents.sources.items() if isinstance(source, EncodedSource)}
     shape, decoded = (None, []) if contents.task == "segmentation" else _in_memory(encoded, skip_bad, progress)
     settled: Sequence[Source] = decoded or [source.settled(progress) for source in encoded.values()]
-    for split, source in zip(encoded, settled, strict=True):
-        setattr(contents, split, source)
+    contents.sources.update(zip(encoded, settled, strict=True))
     return shape
 
 
@@ -333,7 +328,7 @@ def _common_form(sources: Collection[EncodedSource]) -> tuple[int, int, int] | N
     return form if sum(map(len, sources)) * math.prod(form) <= _MAX_BYTES else None
 
 
-def _split(contents: Opened, config: DataConfig, notes: list[str]) -> tuple[Source, Source]:
+def _split(contents: Opened, config: DataConfig, last: Source | None, notes: list[str]) -> tuple[Source, Source]:
     fraction = config.validation_fraction or DEFAULT_VALIDATION_FRACTION
     seed = config.split_seed if config.split_seed is not None else DEFAULT_SPLIT_SEED
     source = contents.train
@@ -341,7 +336,6 @@ def _split(contents: Opened, config: DataConfig, notes: list[str]) -> tuple[Sour
         raise ConvoyError(f"{contents.name} has too few pictures to hold some out for validation: it has {len(source)}")
     train, test = stratified_split(source.labels, fraction, seed, config.fold)
     settings = f"(validation_fraction {fraction:g}, split_seed {seed})"
-    last = contents.test or contents.validation
     if config.fold is not None:
         notes.append(f"fold {config.fold[0]} of {config.fold[1]} (split_seed {seed}): {len(test)} samples are held out")
     elif last is None:

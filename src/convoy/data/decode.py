@@ -258,6 +258,11 @@ def least_size(image_size: int, width: int, height: int, box: CropBox) -> tuple[
     return math.ceil(width * factor), math.ceil(height * factor)
 
 
+def scaled_box(box: CropBox, across: float, down: float) -> CropBox:
+    """The box in a picture so many times as wide and high."""
+    return box[0] * across, box[1] * down, box[2] * across, box[3] * down
+
+
 def turbo_lacks() -> list[str]:
     """The libraries of the decoder `turbo` that are not installed."""
     return [name for name, module in (("simplejpeg", "simplejpeg"), ("OpenCV", "cv2")) if find_spec(module) is None]
@@ -315,7 +320,7 @@ class Turbo:
         box = crop(width, height)
         image = finish_picture(image, name, least_size(self._size, width, height, box))
         pixels = np.asarray(in_channels(image, 1 if self._grey else 3))
-        return pixels, _scaled_box(box, pixels.shape[1] / width, pixels.shape[0] / height)
+        return pixels, scaled_box(box, pixels.shape[1] / width, pixels.shape[0] / height)
 
     def _plain(self, data: bytes) -> Pixels | None:
         """Pixels as they lie in a PPM or PGM file, where it is one with the wanted channels."""
@@ -349,7 +354,7 @@ class Turbo:
             buffer=buffers.scratch if num_bytes <= len(buffers.scratch) else None,
         )
         pixels = pixels[:, :, 0] if self._grey else pixels
-        return pixels, _scaled_box(box, pixels.shape[1] / width, pixels.shape[0] / height)
+        return pixels, scaled_box(box, pixels.shape[1] / width, pixels.shape[0] / height)
 
 
 class _Buffers(threading.local):
@@ -361,7 +366,3 @@ class _Buffers(threading.local):
 
     def __reduce__(self) -> Any:
         return _Buffers, (self.square.shape,)
-
-
-def _scaled_box(box: CropBox, across: float, down: float) -> CropBox:
-    return box[0] * across, box[1] * down, box[2] * across, box[3] * down

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, left_out, needs_package, suffixes
 from convoy.data.processes import SharedBytes
-from convoy.data.sources import NUM_SIZES, EncodedSource, Opened, reading, relabel, shown, split_of, spread
+from convoy.data.sources import NUM_SIZES, EncodedSource, Opened, Source, reading, relabel, shown, split_of, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
@@ -88,7 +88,7 @@ def open_folder(path: Path, config: DataConfig) -> Opened:
         )
     if empty:
         notes.append(f"left out: {_listed(empty)} without pictures")
-    sources = {"train": source}
+    sources: dict[str, Source] = {"train": source}
     for split, folder in held_out.items():
         names, sources[split] = _scan(path, folder, None, leftovers, [])
         for name in names:
@@ -111,7 +111,7 @@ def open_folder(path: Path, config: DataConfig) -> Opened:
         ends = (entry.suffix.lower() for entry in folder.iterdir() if not entry.name.startswith("."))
         leftovers.update(f"{end} beside the class folders" for end in ends if end in suffixes())
     shown_classes = [printable(name) for name in classes]
-    return Opened.of(path.resolve().name, shown_classes, sources, (*notes, *left_out(leftovers)))
+    return Opened(path.resolve().name, shown_classes, sources, (*notes, *left_out(leftovers)))
 
 
 def _splits(path: Path) -> tuple[Path, dict[str, Path], list[str]]:
@@ -213,7 +213,7 @@ def open_class(path: Path) -> Opened | None:
     if not files:
         return None
     name, source = path.resolve().name, FolderSource(path, files, np.zeros(len(files), np.int64))
-    return Opened(name, [printable(name)], source, notes=tuple(left_out(leftovers)))
+    return Opened(name, [printable(name)], {"train": source}, tuple(left_out(leftovers)))
 
 
 def pictures(folder: Path, others: Counter[str] | None = None) -> list[str]:

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from convoy.comm.position import current
-from convoy.data.batch import Batch, BatchMaker, Filled
+from convoy.data.batch import Batch, BatchMaker
 from convoy.data.config import DataConfig
 from convoy.data.dataset import DataSet
 from convoy.data.order import Order
@@ -331,7 +331,7 @@ class Workers:
         images = rows_of(buffer, self._maker.at(request.epoch).shape)
         if len(places) < len(samples):  # an evaluation, some of whose pictures cannot be read
             images, samples = images[places], samples[places]
-        batch = self._maker.batch(torch.from_numpy(images), Filled(samples, bad), request.epoch)
+        batch = self._maker.batch(torch.from_numpy(images), samples, bad, request.epoch)
         if not self._pin_memory:
             return batch
         return replace(batch, targets=batch.targets.pin_memory()) if self._buffers.pinned else batch.pin_memory()
@@ -351,8 +351,8 @@ def _filler(maker: BatchMaker, buffers: Buffers) -> Callable[..., tuple[int, lis
         samples, epoch_or_none = buffers.samples[slot, start:end], None if epoch == _NO_EPOCH else epoch
         maker_of_size = maker.at(epoch_or_none)
         rows = rows_of(buffers[slot], maker_of_size.shape)
-        filled = maker_of_size.fill(rows[start:end], samples.copy(), epoch_or_none)
-        samples[: len(filled.samples)] = filled.samples
-        return len(filled.samples), filled.bad
+        used, bad = maker_of_size.fill(rows[start:end], samples.copy(), epoch_or_none)
+        samples[: len(used)] = used
+        return len(used), bad
 
     return fill

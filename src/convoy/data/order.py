@@ -121,9 +121,6 @@ class Order:
         row = row[np.argsort(row % self.repeats, kind="stable")]
         return epoch, self.samples(epoch)[row // self.repeats] + row % self.repeats * self.num_samples
 
-    def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_latest": None}
-
 
 def stratified_split(
     labels: NDArray[np.int64], fraction: float, seed: int, fold: tuple[int, int] | None = None

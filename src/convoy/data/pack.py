@@ -58,10 +58,9 @@ def pack(
     """Write a data set as a pack, or finish one that was interrupted; returns the statistics of each split. Raises
     ConvoyError for a picture that cannot be read, or a folder that holds something else; MachineError where a process
     died."""
-    of_names = {"train": contents.train, "validation": contents.validation, "test": contents.test}
-    splits: dict[str, Source] = {split: source for split, source in of_names.items() if source is not None}
-    splits = {WHOLE: contents.train} if len(splits) == 1 else splits
-    splits |= {f"{split}{MASKS}": source.masks for split, source in splits.items() if source.masks is not None}
+    splits = {WHOLE: contents.train} if len(contents.sources) == 1 else contents.sources
+    masks = {f"{split}{MASKS}": source.masks for split, source in splits.items() if source.masks is not None}
+    splits = {**splits, **masks}
     if contents.task == "segmentation" and options.short_side is not None:
         raise ConvoyError("--short-side would leave masks larger than their pictures: leave it out")
     what = {

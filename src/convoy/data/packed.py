@@ -17,7 +17,7 @@ import tempfile
 import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +31,7 @@ from safetensors.numpy import save
 from convoy.data.decode import BadImage, open_picture, suffix_of, suffixes
 from convoy.data.folder import MAX_PICTURE_BYTES
 from convoy.data.processes import SharedBytes
-from convoy.data.sources import Opened, Progress, reading, shown
+from convoy.data.sources import Opened, Progress, Source, reading, shown
 from convoy.data.webdataset import TarSource
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
@@ -208,9 +208,8 @@ class Pack(BaseModel, frozen=True):
     def contents(self) -> Opened:
         note = f"{shown(self.path)} is {self}; its samples come in the order of the original"
         first, *others = self.splits
-        held_out, side = {split: self.source(split) for split in others}, self.options.short_side
-        contents = Opened.of(self.name, self.classes, {"train": self.source(first), **held_out}, (note,))
-        return replace(contents, short_side=side, task=self.task)
+        sources: dict[str, Source] = {"train": self.source(first), **{split: self.source(split) for split in others}}
+        return Opened(self.name, self.classes, sources, (note,), self.task, self.options.short_side)
 
 
 @contextmanager

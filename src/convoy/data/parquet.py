@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage
 from convoy.data.processes import SharedBytes
-from convoy.data.sources import NUM_SIZES, EncodedSource, Opened, Progress, reading, shards, shown, spread
+from convoy.data.sources import NUM_SIZES, EncodedSource, Opened, Progress, Source, reading, shards, shown, spread
 from convoy.errors import ConvoyError
 from convoy.resources import host_memory
 from convoy.terminal import printable
@@ -135,7 +135,7 @@ def open_parquet(path: Path, config: DataConfig) -> Opened:
     splits = shards(path, ".parquet", config)
     with _arrow(splits["train"][0]):
         layout = _Layout.of(splits["train"][0], config)
-    sources = {split: layout.open(files) for split, files in splits.items()}
+    sources: dict[str, Source] = {split: layout.open(files) for split, files in splits.items()}
     classes = layout.classes or []
     if layout.text:
         names = np.unique(sources["train"].labels)
@@ -147,7 +147,7 @@ def open_parquet(path: Path, config: DataConfig) -> Opened:
                 )
             source.labels = np.searchsorted(names, source.labels).astype(np.int64)
         classes = names.tolist()
-    return Opened.of(path.stem if path.is_file() else path.resolve().name, classes, sources, layout.notes)
+    return Opened(path.stem if path.is_file() else path.resolve().name, classes, sources, layout.notes)
 
 
 @dataclass(frozen=True)

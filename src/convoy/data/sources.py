@@ -5,9 +5,9 @@ import gzip
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -134,18 +134,14 @@ class Opened:
 
     name: str
     classes: list[str]  # by label; empty where the format only numbers them
-    train: Source
-    test: Source | None = None
-    validation: Source | None = field(default=None, kw_only=True)
-    notes: tuple[str, ...] = field(default=(), kw_only=True)
-    short_side: int | None = field(default=None, kw_only=True)
-    task: str = field(default="classification", kw_only=True)
+    sources: dict[str, Source]  # by split: train and, where there are such, validation and test, in this order
+    notes: tuple[str, ...] = ()
+    task: str = "classification"
+    short_side: int | None = None
 
-    @classmethod
-    def of(cls, name: str, classes: list[str], sources: Mapping[str, Source], notes: tuple[str, ...]) -> "Opened":
-        """From sources by split."""
-        test, validation = sources.get("test"), sources.get("validation")
-        return cls(name, classes, sources["train"], test, validation=validation, notes=notes)
+    @property
+    def train(self) -> Source:
+        return self.sources["train"]
 
 
 @contextmanager
@@ -181,7 +177,7 @@ _SPLITS = {
     for of in ("", "data", "dataset", "set", "split", "image", "img", "picture", "photo", "sample", "folder", "dir")
     for plural in ("", "s")
 }
-_SPLIT_NAMES = {"train": "train", "validation": "val", "test": "test"}
+SPLIT_NAMES = {"train": "train", "validation": "val", "test": "test"}
 _WORD_ENDS = re.compile(r"(?<=[a-z])(?=[A-Z])|[\W\d_]+")
 
 
@@ -224,7 +220,7 @@ def shards(path: Path, suffix: str, config: DataConfig) -> dict[str, list[Path]]
             f"{shown(path)} has no {suffix} file for training: put train into the names of its training files, or name "
             "them (--set data.train=…)"
         )
-    return {name: splits[key] for name, key in _SPLIT_NAMES.items() if key in splits}
+    return {name: splits[key] for name, key in SPLIT_NAMES.items() if key in splits}
 
 
 def _matches(file: Path, pattern: str) -> bool:
@@ -250,10 +246,10 @@ def check_labels(path: Path, contents: Opened) -> None:
         if largest_label >= _MAX_CLASSES:
             raise ConvoyError(f"{shown(path)} has label {largest_label}, out of range: classes are numbered from 0")
         contents.classes = [str(number) for number in range(largest_label + 1)]
-    if contents.validation is not None and contents.test is not None and (contents.test.labels == -1).all():
-        contents.test = None
+    if len(contents.sources) == 3 and (contents.sources["test"].labels == -1).all():
+        del contents.sources["test"]
         contents.notes += ("left out: the test split, whose labels are withheld",)
-    for source in filter(None, (contents.train, contents.validation, contents.test)):
+    for source in contents.sources.values():
         bad_samples = np.flatnonzero((source.labels < 0) | (source.labels >= len(contents.classes)))
         if len(bad_samples):
             sample = int(bad_samples[0])

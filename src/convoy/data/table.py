@@ -17,7 +17,7 @@ from convoy.data.config import DataConfig
 from convoy.data.decode import suffixes
 from convoy.data.folder import FolderSource
 from convoy.data.masks import check_masks
-from convoy.data.sources import Opened, Progress, reading, shown, split_of
+from convoy.data.sources import SPLIT_NAMES, Opened, Progress, Source, reading, shown, split_of
 from convoy.errors import ConvoyError
 from convoy.terminal import brief
 
@@ -63,13 +63,14 @@ def open_table(path: Path, config: DataConfig, progress: Progress | None, task: 
                 where = f"paths are relative to {shown(root)}"
                 raise ConvoyError(f"{_place(table, row)}: {brief(name)!r} is missing: {where}")
     names = _names(table, kind, columns, rows, config)
-    by_split = {word: [row for row in rows if row.split == word] for word in ("train", "val", "test")}
-    train, *held_out = by_split.values()
+    splits = {split: [row for row in rows if row.split == word] for split, word in SPLIT_NAMES.items()}
+    train, *held_out = splits.values()
     for part in filter(None, held_out):
         _check_classes(table, kind, train, part)
-    parts = [_source(root, kind, names, part) if part else None for part in by_split.values()]
+    sources: dict[str, Source] = {split: _source(root, kind, names, part) for split, part in splits.items() if part}
     if kind == "segmentation":
-        found = set().union(*(check_masks(one, config.classes, config.ignore_index, progress) for one in parts if one))
+        checked = (check_masks(one, config.classes, config.ignore_index, progress) for one in sources.values())
+        found = set().union(*checked)
         number = max(found, default=0) + 1
         if not names and (number < 2 or not {*range(number)} <= found | {config.ignore_index}):
             there = ", ".join(map(str, sorted(found))) or "none"
@@ -78,9 +79,7 @@ def open_table(path: Path, config: DataConfig, progress: Progress | None, task: 
                 "nowhere, but classes are numbered 0, 1, 2, …: write them so, or name all in data.classes"
             )
         names = names or [str(value) for value in range(number)]
-    first, validation, test = parts
-    assert first is not None
-    return Opened(table.parent.name or table.stem, names, first, test, validation=validation, task=kind)
+    return Opened(table.parent.name or table.stem, names, sources, task=kind)
 
 
 def _rows(table: Path) -> tuple[tuple[str, ...], list[_Row]]:

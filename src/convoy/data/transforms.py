@@ -15,7 +15,7 @@ from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
 from convoy.data.config import AugmentConfig, MixConfig, ProgressiveConfig
-from convoy.data.decode import CropBox, finish_picture, least_size, upright_size
+from convoy.data.decode import CropBox, finish_picture, least_size, scaled_box, upright_size
 from convoy.data.order import Purpose, keys, normals, uniforms
 from convoy.errors import ConvoyError, reason
 from convoy.own import absolute, function_of
@@ -91,8 +91,7 @@ class Geometry:
         box = self.box(draws, width, height)
         is_random = draws is not None and self.augment.crop == "random-resized"
         image = finish_picture(image, name, least_size(self.image_size, width, height, box) if is_random else None)
-        across, down = image.width / width, image.height / height
-        box = box[0] * across, box[1] * down, box[2] * across, box[3] * down
+        box = scaled_box(box, image.width / width, image.height / height)
         return image.resize((self.image_size, self.image_size), self._resample, box=box)
 
     def pad_offsets(self, width: int, height: int, draws: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -24,7 +24,7 @@ from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, left_out, suffixes
 from convoy.data.folder import MAX_PICTURE_BYTES
 from convoy.data.processes import SharedArray, SharedBytes
-from convoy.data.sources import NUM_SIZES, EncodedSource, Opened, Progress, reading, shards, shown, spread
+from convoy.data.sources import NUM_SIZES, EncodedSource, Opened, Progress, Source, reading, shards, shown, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
@@ -94,14 +94,14 @@ def open_tars(path: Path, config: DataConfig, progress: Progress | None = None) 
     them."""
     leftovers, text = Counter[str](), ""
     splits = shards(path, ".tar", config).items()
-    sources = {split: _open_split(files, progress, leftovers) for split, files in splits}
+    sources: dict[str, Source] = {split: _open_split(files, progress, leftovers) for split, files in splits}
     names = (path.parent if path.is_file() else path) / CLASS_NAMES
     if names.is_file():
         with reading(names):
             text = names.read_text(encoding="utf-8", errors="replace")
     classes = [printable(line.strip()) for line in text.splitlines() if line.strip()]
     name = path.stem if path.is_file() else path.resolve().name
-    return Opened.of(name, classes, sources, tuple(left_out(leftovers)))
+    return Opened(name, classes, sources, tuple(left_out(leftovers)))
 
 
 def _open_split(files: list[Path], progress: Progress | None, leftovers: Counter[str]) -> TarSource:

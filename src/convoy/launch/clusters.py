@@ -15,7 +15,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -147,7 +147,10 @@ def manifest(
     """The documents to apply, in ASCII: `arguments` are those of `convoy train`, `environment` and `secrets` variables
     and those whose values are keys of Secrets, `values` the other options of `convoy launch kubernetes` and the
     `name`. Raises ConvoyError, which names the option, for a secret, and what no cluster would find wrong."""
-    _check_manifest(arguments, environment, secrets, values["least_nodes"], values["num_nodes"])
+    least_nodes, num_nodes = values["least_nodes"], values["num_nodes"]
+    if least_nodes is not None and not 1 <= least_nodes <= num_nodes:
+        raise ConvoyError(f"--min-nodes {least_nodes} must be between 1 and --nodes {num_nodes}")
+    _check_secrets(arguments, environment, secrets)
     variables = {name: value for name, value in _ENVIRONMENT.items() if name not in secrets} | dict(environment)
     values |= {"arguments": arguments, "environment": variables, "secrets": secrets}
     values |= {"grace_s": _GRACE_S, "data_path": _DATA, "run_path": _RUNS}
@@ -160,15 +163,7 @@ def _quoted(text: str) -> str:
     return document.rstrip("\n")
 
 
-def _check_manifest(
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    secrets: Mapping[str, tuple[str, str]],
-    least_nodes: int | None,
-    num_nodes: int,
-) -> None:
-    if least_nodes is not None and not 1 <= least_nodes <= num_nodes:
-        raise ConvoyError(f"--min-nodes {least_nodes} must be between 1 and --nodes {num_nodes}")
+def _check_secrets(arguments: Sequence[str], environment: Mapping[str, str], secrets: Collection[str]) -> None:
     for name in (*environment, *secrets):
         if _RESERVED.fullmatch(name):
             raise ConvoyError(f"--env {name} is set by the launcher: leave it away")

@@ -22,7 +22,7 @@ from types import FrameType
 from convoy import interfaces
 from convoy.failure import AGENTS, Failure, cause, end_of, word_in
 from convoy.late import waiting_for
-from convoy.launch.rank import FOLDER, GRACE_S, HANDED_ON, has_ended, is_ready, outlives, private_folder
+from convoy.launch.rank import FOLDER, GRACE_S, HANDED_ON, mark, outlives, private_folder
 
 # By the signal that comes, the one for the ranks: SIGTERM to one of them alone ends it.
 FORWARDED = {signal.Signals[name]: number for number, name in HANDED_ON.items()}
@@ -111,7 +111,7 @@ def _watched(ranks: Sequence[Rank], folder: Path, signals: Sequence[signal.Signa
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
             if select.select([woken], [], [], _POLL_S)[0]:  # a signal is handed on at once: a run may be at its end
                 os.read(woken, 64)
-            if all(is_ready(folder, rank) for rank in range(len(ranks))):
+            if all(mark(folder, "ready", rank).exists() for rank in range(len(ranks))):
                 message.close()  # they speak for themselves
             come = tuple(signals)  # more may come at any time
             if signal.SIGQUIT in come:
@@ -135,7 +135,7 @@ def _failures(ranks: Sequence[Rank], folder: Path) -> list[Failure]:
     failures = []
     for rank, process in enumerate(ranks):
         status, word = process.poll(), word_in(_word(folder, rank))
-        if word is None and status and not has_ended(folder, rank) and (status < 0 or folder.exists()):
+        if word is None and status and not mark(folder, "ended", rank).exists() and (status < 0 or folder.exists()):
             word = Failure(rank, "killed", f"it {end_of(status)}", "", time.time())
         failures += [] if word is None else [word]  # without the folder a rank says by itself why it ended
     return failures

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from convoy.errors import ConvoyError
 from convoy.failure import AGENTS, Failure, Kind, failure_of, leave_word
@@ -227,14 +227,10 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def is_ready(folder: Path, rank: int) -> bool:
-    """Whether a rank has come so far that it takes signals."""
-    return (folder / f"ready-{rank}").exists()
-
-
-def has_ended(folder: Path, rank: int) -> bool:
-    """Whether a rank has ended in good order, so that its status is that of its run."""
-    return (folder / f"ended-{rank}").exists()
+def mark(folder: Path, state: Literal["ready", "ended"], rank: int) -> Path:
+    """The file that is there once a rank is `ready` to take signals, or has `ended` in good order, so that its status
+    is that of its run."""
+    return folder / f"{state}-{rank}"
 
 
 def _forget() -> None:
@@ -285,7 +281,7 @@ def _prepare(rank: int, folder: Path, stop: Callable[[str], None]) -> None:
     for number in HANDED_ON:
         if not outlives(number):
             signal.signal(number, _stop_early)
-    (folder / f"ready-{rank}").touch()
+    mark(folder, "ready", rank).touch()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
 
 
@@ -294,7 +290,7 @@ def ended(place: RankPlace, status: int) -> int:
     torchrun's agents judges the ranks of its host alone; srun and Convoy's launcher take the highest status."""
     if place.folder is not None:
         with contextlib.suppress(OSError):
-            (place.folder / f"ended-{place.rank}").touch()
+            mark(place.folder, "ended", place.rank).touch()
     return 0 if place.rank > 0 and (place.folder is not None or place.source == "Slurm") else status
 
 

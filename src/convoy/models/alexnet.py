@@ -83,18 +83,12 @@ class AlexNet(nn.Module):
         self, *, num_classes: int = 1000, in_channels: int = 3, dropout: float = 0.5, small_images: bool = False
     ) -> None:
         super().__init__()
-        if small_images:
-            stem = [nn.Conv2d(in_channels, 64, kernel_size=3, padding=1), nn.ReLU(inplace=True), nn.Identity()]
-            positions, units = 4, 1024
-        else:
-            stem = [
-                nn.Conv2d(in_channels, 64, kernel_size=11, stride=4, padding=2),
-                nn.ReLU(inplace=True),
-                nn.MaxPool2d(kernel_size=3, stride=2),
-            ]
-            positions, units = 6, 4096
+        kernel, stride, padding = (3, 1, 1) if small_images else (11, 4, 2)
+        positions, units = (4, 1024) if small_images else (6, 4096)
         self.features = nn.Sequential(
-            *stem,
+            nn.Conv2d(in_channels, 64, kernel, stride, padding),
+            nn.ReLU(inplace=True),
+            nn.Identity() if small_images else nn.MaxPool2d(kernel_size=3, stride=2),
             nn.Conv2d(64, 192, kernel_size=5, padding=2),
             nn.ReLU(inplace=True),
             nn.MaxPool2d(kernel_size=3, stride=2),

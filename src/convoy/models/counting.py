@@ -71,9 +71,5 @@ def _count(model: nn.Module, shape: tuple[int, int, int], device: torch.device) 
     finally:
         for module in training:
             module.training = True
-    return Counts(num_parameters(model), int(counter.get_total_flops()))
-
-
-def num_parameters(model: nn.Module) -> int:
-    """Numbers in the parameters of `model`, shared ones once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())  # shared ones once
+    return Counts(parameters, int(counter.get_total_flops()))

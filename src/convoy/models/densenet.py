@@ -69,11 +69,8 @@ class DenseNet(nn.Module):
         super().__init__()
         growth, channels, blocks = DEPTHS[depth]
         self.features = nn.Sequential()
-        self.features.conv0 = (
-            nn.Conv2d(in_channels, channels, kernel_size=3, padding=1, bias=False)
-            if small_images
-            else nn.Conv2d(in_channels, channels, kernel_size=7, stride=2, padding=3, bias=False)
-        )
+        kernel, stride, padding = (3, 1, 1) if small_images else (7, 2, 3)
+        self.features.conv0 = nn.Conv2d(in_channels, channels, kernel, stride, padding, bias=False)
         self.features.norm0 = nn.BatchNorm2d(channels)
         self.features.relu0 = nn.ReLU(inplace=True)
         self.features.pool0 = nn.Identity() if small_images else nn.MaxPool2d(kernel_size=3, stride=2, padding=1)

@@ -167,15 +167,17 @@ def _extra(module: str) -> ModuleType:
         ) from error
 
 
+_LIBRARIES: dict[str, type[Timm | Torchvision]] = {"timm": Timm, "torchvision": Torchvision}
+
+
 def published(name: str) -> dict[str, Tensor] | None:
     """The weights of `torchvision:NAME` or `timm:NAME`, which the library fetches unless it has them already; None for
     other names, as of a file."""
-    kinds: dict[str, type[Timm | Torchvision]] = {"timm": Timm, "torchvision": Torchvision}
-    kind = kinds.get(name.partition(":")[0])
-    if kind is None or ":" not in name:
+    origin, colon, _ = name.partition(":")
+    if not colon or origin not in _LIBRARIES:
         return None
     try:
-        return kind(name).weights()
+        return _LIBRARIES[origin](name).weights()
     except ConvoyError:
         raise
     except Exception as error:
@@ -281,9 +283,4 @@ def describe(name: str) -> ModelInfo:
 def find(name: str) -> Registered | Timm | Torchvision | Factory:
     """The origin of the network `name`."""
     check_name(name)
-    if name in REGISTRY:
-        return REGISTRY[name]
-    origin = name.partition(":")[0]
-    if origin == "timm":
-        return Timm(name)
-    return Torchvision(name) if origin == "torchvision" else Factory(name)
+    return REGISTRY[name] if name in REGISTRY else _LIBRARIES.get(name.partition(":")[0], Factory)(name)

@@ -56,11 +56,8 @@ class GoogLeNet(nn.Module):
             deviation, mean = torch.tensor([0.229, 0.224, 0.225]), torch.tensor([0.485, 0.456, 0.406])
             self.register_buffer("input_scale", (deviation / 0.5).view(3, 1, 1), persistent=False)
             self.register_buffer("input_shift", ((mean - 0.5) / 0.5).view(3, 1, 1), persistent=False)
-        self.conv1 = (
-            ConvNorm(in_channels, 64, kernel_size=3, padding=1)
-            if small_images
-            else ConvNorm(in_channels, 64, kernel_size=7, stride=2, padding=3)
-        )
+        kernel, stride, padding = (3, 1, 1) if small_images else (7, 2, 3)
+        self.conv1 = ConvNorm(in_channels, 64, kernel_size=kernel, stride=stride, padding=padding)
         self.maxpool1 = nn.Identity() if small_images else pooling(3)
         self.conv2 = ConvNorm(64, 64, kernel_size=1)
         self.conv3 = ConvNorm(64, 192, kernel_size=3, padding=1)

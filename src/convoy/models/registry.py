@@ -84,11 +84,8 @@ class Registered:
         name, accepted = self.info.name, self.options
         if option not in accepted:
             raise UnknownOptionError(name, option, accepted, "it has none")
-        kind, kinds = (
-            type(accepted[option]),
-            (type(accepted[option]), *([int] if type(accepted[option]) is float else [])),
-        )
-        if type(value) not in kinds:
+        kind = type(accepted[option])
+        if type(value) is not kind and (kind, type(value)) != (float, int):
             example = f"of type {kind.__name__}, like {accepted[option]!r}"
             raise ConvoyError(f"option {option!r} of {name} is {value!r}: give a value {example}")
 
@@ -96,21 +93,22 @@ class Registered:
 DIGITS, SMALL, PHOTOGRAPHS = (1, 28, 28), (3, 32, 32), (3, 224, 224)
 
 
+def _one(name: str, title: str, source: str, shape: tuple[int, int, int], classes: int, **fixed: Any) -> Registered:
+    return Registered(ModelInfo(name, title, shape, classes), source, fixed)
+
+
 def _both_sizes(name: str, title: str, source: str, **fixed: Any) -> Iterator[Registered]:
-    yield Registered(ModelInfo(name, title, PHOTOGRAPHS, 1000), source, fixed | {"small_images": False})
-    small = ModelInfo(f"{name}-cifar", f"{title}, for 32x32 images", SMALL, 10)
-    yield Registered(small, source, fixed | {"small_images": True})
+    yield _one(name, title, source, PHOTOGRAPHS, 1000, **fixed, small_images=False)
+    yield _one(f"{name}-cifar", f"{title}, for 32x32 images", source, SMALL, 10, **fixed, small_images=True)
 
 
 def _table() -> Iterator[Registered]:
-    yield Registered(ModelInfo("lenet", "LeNet-5 with ReLU (LeCun et al., 1998)", DIGITS, 10), "lenet.LeNet", {})
-    yield Registered(
-        ModelInfo("cifar-quick", "cuda-convnet's quick net (Krizhevsky, 2012)", SMALL, 10), "cifar_quick.CifarQuick", {}
-    )
+    yield _one("lenet", "LeNet-5 with ReLU (LeCun et al., 1998)", "lenet.LeNet", DIGITS, 10)
+    yield _one("cifar-quick", "cuda-convnet's quick net (Krizhevsky, 2012)", "cifar_quick.CifarQuick", SMALL, 10)
     title = "the network of 94% on CIFAR-10 in 3.29 seconds (Jordan, 2024)"
-    yield Registered(ModelInfo("airbench94", title, SMALL, 10), "airbench.Airbench94", {})
+    yield _one("airbench94", title, "airbench.Airbench94", SMALL, 10)
     two_columns = "AlexNet, two columns (Krizhevsky et al., 2012)"
-    yield Registered(ModelInfo("alexnet-2012", two_columns, PHOTOGRAPHS, 1000), "alexnet.AlexNet2012", {})
+    yield _one("alexnet-2012", two_columns, "alexnet.AlexNet2012", PHOTOGRAPHS, 1000)
     yield from _both_sizes("alexnet", "AlexNet, one tower (Krizhevsky, 2014)", "alexnet.AlexNet")
     for depth in (11, 13, 16, 19):
         title = f"VGG-{depth} (Simonyan and Zisserman, 2014)"
@@ -121,15 +119,13 @@ def _table() -> Iterator[Registered]:
     for depth in (18, 34, 50, 101, 152):
         yield from _both_sizes(f"resnet{depth}", f"ResNet-{depth} (He et al., 2015)", "resnet.ResNet", depth=depth)
     for version in ("1.0", "1.1"):
-        title = f"SqueezeNet {version} (Iandola et al., 2016)"
-        yield from _both_sizes(
-            f"squeezenet{version.replace('.', '_')}", title, "squeezenet.SqueezeNet", version=version
-        )
+        name, title = f"squeezenet{version.replace('.', '_')}", f"SqueezeNet {version} (Iandola et al., 2016)"
+        yield from _both_sizes(name, title, "squeezenet.SqueezeNet", version=version)
     for depth in (121, 161, 169, 201):
         title = f"DenseNet-{depth} (Huang et al., 2016)"
         yield from _both_sizes(f"densenet{depth}", title, "densenet.DenseNet", depth=depth)
     title = "U-Net, padded and with batch norm (Ronneberger et al., 2015)"
-    yield Registered(ModelInfo("unet", title, (3, 256, 256), 2), "unet.UNet", {})
+    yield _one("unet", title, "unet.UNet", (3, 256, 256), 2)
 
 
 REGISTRY: dict[str, Registered] = {entry.info.name: entry for entry in _table()}

@@ -126,11 +126,8 @@ class ResNet(nn.Module):
         if not 0 <= drop_path < 1:
             raise ValueError("drop_path is a probability, from 0 to less than 1")
         block, num_blocks = DEPTHS[depth]
-        self.conv1 = (
-            nn.Conv2d(in_channels, 64, kernel_size=3, padding=1, bias=False)
-            if small_images
-            else nn.Conv2d(in_channels, 64, kernel_size=7, stride=2, padding=3, bias=False)
-        )
+        kernel, stride, padding = (3, 1, 1) if small_images else (7, 2, 3)
+        self.conv1 = nn.Conv2d(in_channels, 64, kernel, stride, padding, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.Identity() if small_images else nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
