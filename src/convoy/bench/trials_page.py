@@ -79,7 +79,7 @@ def _scores(study: TrialStudy, shape: Any, title: str) -> Drawing:
     """The scores over the values of a key; or in the order of the trainings, with the best so far or folds' mean."""
     trials = [one for one in study.trials if one.score is not None]
     scores, folds = np.array([one.score for one in trials], float), study.facts["folds"]
-    axes = ax.panel(title, "" if shape else "fold" if folds else "trial", 170, ["a training", "best so far"], 2)
+    axes = ax.panel(title, "" if shape else "fold" if folds else "trial", ["a training", "best so far"])
     ax.wide_axis(axes, scores)
     places: list[Any] = [one.values[title] if shape else int(one.name.rpartition("-")[2]) for one in trials]
     if shape is None:
@@ -95,4 +95,4 @@ def _scores(study: TrialStudy, shape: Any, title: str) -> Drawing:
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter("")
     axes.plot(places, scores, "o", color=ax.TRAIN, markersize=5, clip_on=False, label="a training")
-    return " ".join(f"{one.name}: {_words(study, one.score)}." for one in trials), ax.with_legend(axes, 2)
+    return " ".join(f"{one.name}: {_words(study, one.score)}." for one in trials), ax.with_legend(axes)
