@@ -9,7 +9,7 @@ from pathlib import Path
 
 from convoy import units
 from convoy.bench.batches import LONGEST, PERFECT, BatchRow, BatchStudy, agreement
-from convoy.bench.page import Written, render
+from convoy.bench.page import Written, write_trainings
 from convoy.bench.results import Table
 from convoy.documents import dump
 from convoy.report import axes as ax
@@ -36,8 +36,6 @@ def write_batches(folder: Path) -> Written:
     rows = [row for name in names for row in study.reached(name)]
     records = [row.model_dump(exclude={"failure"}) | {"fewest": row.ends[0], "most": row.ends[-1]} for row in rows]
     table = Table([_cells(study, row) for row in rows], records, study.facts["model"])
-    missing = list(_missing(study))
-    remarks = [line for line in (*_regimes(study), *_agreement(study, folder), *_how(study)) if line]
     panels = [
         drawn(
             "updates", f"Updates to {target} test accuracy", partial(_over_batch, lines, "perfect scaling"), _NOTHING
@@ -45,22 +43,19 @@ def write_batches(folder: Path) -> Written:
         drawn("times", "Time to the target, s", partial(_over_batch, times, ""), _NOTHING),
     ]
     largest = {row.optimizer: row.batch for row in rows if row.regime == PERFECT}
-    content = {
-        "name": "study of the batch",
-        "title": units.shorten(study.facts["model"], 60),
-        "subject": f"batches {', '.join(map(str, study.batches))}",
-        "facts": [f"target {target}", str(study.machine.get("machine", ""))],
-        "tiles": [Tile("Perfect scaling up to", str(batch), name) for name, batch in largest.items()],
-        "trained_lead": _LEAD,
-        "trained_title": "Table",
-        "trained_remarks": remarks,
-        "missing": missing,
-        "commands": study.commands,
-        "machine": study.machine,
-        "recipe": dump(study.facts["recipes"]).rstrip(),
-    }
-    report = render(folder, study.NAME, content, panels, {"batches.csv": table.csv()}, trained=table)
-    return Written({"batches": table}, [*missing, *remarks], report)
+    return write_trainings(
+        study,
+        table,
+        panels,
+        list(_missing(study)),
+        [line for line in (*_regimes(study), *_agreement(study, folder), *_how(study)) if line],
+        name="study of the batch",
+        subject=f"batches {', '.join(map(str, study.batches))}",
+        facts=[f"target {target}", str(study.machine.get("machine", ""))],
+        tiles=[Tile("Perfect scaling up to", str(batch), name) for name, batch in largest.items()],
+        trained_lead=_LEAD,
+        recipe=dump(study.facts["recipes"]).rstrip(),
+    )
 
 
 def _cells(study: BatchStudy, row: BatchRow) -> dict[str, str]:

@@ -37,7 +37,7 @@ from convoy.data import open_data
 from convoy.errors import ConvoyError
 from convoy.recipe.recipe import Recipe
 from convoy.recipe.schema import Duration
-from convoy.report.run_directory import column, read_metrics
+from convoy.report.run import column, read_metrics
 from convoy.training.derived import resolve
 from convoy.units import plural
 

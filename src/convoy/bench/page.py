@@ -14,7 +14,7 @@ from markupsafe import Markup
 from convoy import units
 from convoy.bench.ask import parts_of
 from convoy.bench.plots import convergence_panels, panels
-from convoy.bench.records import CONVOY, Store, StudyFacts
+from convoy.bench.records import CONVOY, Store, StudyFacts, TrainingStudy
 from convoy.bench.results import (
     TEXTS,
     Convergence,
@@ -75,6 +75,17 @@ def write_files(folder: Path) -> Written:
     }
     report = render(folder, Store.NAME, content, drawn, texts, tables.get("convergence"))
     return Written(tables, [*warnings, *of_times, *gaps, *of_trained, *untrained], report)
+
+
+def write_trainings(
+    study: TrainingStudy, rows: Table, panels: Sequence[Panel], missing: list[str], remarks: list[str], **content: Any
+) -> Written:
+    """Write all files of a study of trainings, which has one table."""
+    name = study.NAME.removesuffix(".json")
+    about: dict[str, Any] = {"title": units.shorten(rows.note, 60), "missing": missing, "trained_title": "Table"}
+    about |= {"trained_remarks": remarks, "machine": study.machine, "commands": study.commands}
+    report = render(study.folder, study.NAME, about | content, panels, {f"{name}.csv": rows.csv()}, rows)
+    return Written({name: rows}, [*missing, *remarks], report)
 
 
 def render(

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from convoy import units
 from convoy.report import axes as ax
 from convoy.report.pages import Drawing, Panel, drawn
-from convoy.report.run_directory import Run, column
+from convoy.report.run import Run, column
 from convoy.run.records import MetricsLine
 from convoy.tasks.metric import metric_name
 
