@@ -107,7 +107,7 @@ def render(
         pictures = {f"{panel.name}.{kind}": panel.file(kind, dpi=300, metadata=of) for kind, of in kinds.items()}
         files |= pictures
         uris = [(name, data_uri(content, KINDS[name.rpartition(".")[2]])) for name, content in pictures.items()]
-        figures.append((panel, panel.svg(), uris))
+        figures.append((panel, uris))
     html = pages.render(
         "bench.html.jinja",
         ("report.css", "bench.css"),

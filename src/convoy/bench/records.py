@@ -3,6 +3,7 @@
 Ranks return these records, and tables, sentences and pages are computed from them; pydantic says what a file lacks.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,8 +43,9 @@ class StudyFile(Record):
             raise ConvoyError(f"{path} is a run, and no study: {cls.VERB} makes one")
         path = path / cls.NAME if path.is_dir() else path
         try:
-            study = cls.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
+            # not by pydantic's own reader, which refuses names of files that are no UTF-8
+            study = cls.model_validate(json.loads(path.read_bytes()))
+        except (OSError, ValueError, RecursionError) as error:
             why = f" ({sentence(error, cls)})" if isinstance(error, ValidationError) else ""
             raise ConvoyError(f"{path} is no study of {cls.VERB}, or damaged{why}: name another") from error
         study.folder = path.parent
@@ -78,7 +80,7 @@ class StudyFile(Record):
         """Write the file, as a whole or not at all."""
         path = self.folder / self.NAME
         try:
-            write_text(path, self.model_dump_json() + "\n")
+            write_text(path, json.dumps(self.model_dump(mode="json"), ensure_ascii=False) + "\n")
         except OSError as error:
             raise ConvoyError(f"{path} cannot be written ({error.strerror}): choose another --out") from error
 

@@ -114,8 +114,8 @@ class Panel:
             self.figure.savefig(written, format=kind, **options)
         return written.getvalue()
 
-    def svg(self) -> Markup | None:
-        return None if self.figure is None else Markup(inline_svg(self))  # markup of our own making
+    def svg(self) -> Markup:
+        return Markup(inline_svg(self))  # markup of our own making
 
 
 Drawing = tuple[str, Axes] | None  # what it shows in words, and where; None where there is nothing

@@ -1,7 +1,6 @@
 """The planner's pages: why a plan is the fastest, with its timeline and its network drawn layer by layer, and what
 machines that are not at hand would do (`--on`)."""
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Any, get_args
 
 from markupsafe import Markup
+from matplotlib.ticker import MaxNLocator
 
 from convoy import units
 from convoy.files import to_json
@@ -117,10 +117,8 @@ def timeline_drawing(timeline: Timeline, mesh: Mesh) -> dict[str, Any]:
 
 def _marks(total: float) -> list[tuple[str, str, str]]:
     """Four to eight round times from 0 to `total`: place in percent, anchor, text without needless zeros (`2 ms`)."""
-    step = 10.0 ** math.floor(math.log10(total / 4))
-    step *= next((factor for factor in (1, 2, 5, 10) if total / (step * factor) <= 8), 10)
-    marks = []
-    for number in (count * step for count in range(int(total / step + 1e-9) + 1)):
+    marks, times = [], MaxNLocator(8, steps=(1, 2, 5, 10)).tick_values(0, total)
+    for number in (time for time in times if time <= (1 + 1e-9) * total):
         place, (figure, _, unit) = 100 * number / total, seconds(number).partition(" ")
         text = f"{figure.rstrip('0').rstrip('.') if '.' in figure else figure} {unit}" if number else "0"
         marks.append((f"{place:.2f}", "start" if place < 2 else "end" if place > 95 else "middle", text))

@@ -116,15 +116,12 @@ def draw_panels(run: Run) -> list[Panel]:
 def data_wait_shares(run: Run) -> np.ndarray:
     """The share of the training time between two training lines that was spent waiting for data [lines].
 
-    The training time of a line is its images divided by its images per second, which leaves evaluation out. Without a
-    batch in the configuration it is the time since the line before.
+    The training time of a line is its images divided by its images per second, which leaves evaluation out.
     """
     train, batch = run.metrics.train, run.setting("batch")
     with np.errstate(divide="ignore", invalid="ignore"):
-        if isinstance(batch, int):
-            seconds = np.diff(column(train, "step"), prepend=0) * batch / column(train, "images_per_s")
-        else:
-            seconds = np.diff(column(train, "time_s"), prepend=0)
+        images = np.diff(column(train, "step"), prepend=0) * (batch if isinstance(batch, int) else np.nan)
+        seconds = images / column(train, "images_per_s")
         shares = column(train, "data_wait_s") / seconds
     shares[~np.isfinite(shares)] = np.nan
     return np.asarray(np.clip(shares, 0, 1))

@@ -69,7 +69,7 @@ def _content(run: Run) -> dict[str, Any]:
         "bench": bench_command(run),
         "notes": summary.notes,
         "tiles": result_tiles(run),
-        "panels": [(panel, panel.svg()) for panel in draw_panels(run)],
+        "panels": draw_panels(run),
         "updates_per_epoch": next((round(line.step / line.epoch) for line in lines if line.epoch), None),
         "pieces": len(run.metrics.train) > 600,
         "tests": _tests(run),
@@ -226,7 +226,7 @@ def confusion(evaluation: EvaluationFile) -> dict[str, Any]:
     wrong, shares = counts - np.diag(right), counts / np.maximum(images[:, None], 1)
     both = np.where((images > 0) & (predicted > 0), images + predicted, 0)
     # every class in the order of the data; a share is None where there is nothing that it is of
-    classes = [
+    classes: list[dict[str, Any]] = [
         {
             "name": name,
             "images": int(images[place]),
