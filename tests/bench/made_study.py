@@ -40,7 +40,7 @@ def study(recipe: Recipe = RECIPE, /, **changes: Any) -> StudyFacts:
 def new_store(folder: Path, epochs: float | None = 2, **changes: Any) -> Store:
     """A store of which a call of the command has begun."""
     folder.mkdir(parents=True, exist_ok=True)
-    store = Store.open(folder, study(**changes), MACHINE)
+    store = Store.open(folder, study=study(**changes), machine=MACHINE)
     store.table = TableOptions(epochs=epochs, dataset_size=6400)
     store.sessions.append(Session(command="convoy bench lenet", started="2026-11-22T09:00:00+00:00"))
     store.sessions[-1].wall_s, store.sessions[-1].planning_s = 100.0, 20.0
@@ -97,7 +97,7 @@ def write_study(
 def write_trainings(folder: Path, *, same: Sequence[str] = ()) -> Path:
     """Trainings in the folder of a study: falling errors, in the middle 0.1 % higher with each row after the first;
     the rows of `same` end with the very curve and weights of the first."""
-    store = Store.open(folder, study(), {})
+    store = Store.open(folder, study=study(), machine={})
     store.begin_training(5.0)
     for number, row in enumerate(row for row in store.configurations if row.kind == "convoy"):
         off = 0.0 if number == 0 or row.key in same else 1e-3 * number

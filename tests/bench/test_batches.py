@@ -66,14 +66,14 @@ RECIPES = {
 def study(folder: Path, tune: bool = True) -> BatchStudy:
     names: dict[str, dict[str, str]] = {name: {} for name in RECIPES}
     facts = {"model": "lenet", "recipes": names, "target": 0.97, "tune": tune, "num_train": 4096, "machine": "it"}
-    new = BatchStudy.open(folder, facts)
+    new = BatchStudy.open(folder, facts=facts)
     new.machine, new.batches, new.seeds = MACHINE, BATCHES, 3
     return new
 
 
-def run(study: BatchStudy, folder: Path, outcomes: dict[Path, Outcome]) -> list[str]:
+def run(study: BatchStudy, outcomes: dict[Path, Outcome]) -> list[str]:
     names = []
-    while jobs := (search := Search(study, RECIPES, folder, outcomes)).jobs:
+    while jobs := (search := Search(study, RECIPES, outcomes)).jobs:
         names.append(jobs[0].out.name)
         outcomes[jobs[0].out] = train(jobs[0])
     study.rows = search.rows
@@ -82,9 +82,9 @@ def run(study: BatchStudy, folder: Path, outcomes: dict[Path, Outcome]) -> list[
 
 def test_the_best_rate_of_every_batch_is_found_and_the_study_goes_on(tmp_path: Path) -> None:
     new, outcomes = study(tmp_path), dict[Path, Outcome]()
-    whole = run(new, tmp_path, outcomes)
+    whole = run(new, outcomes)
     part = dict(list(outcomes.items())[:20])
-    assert run(study(tmp_path), tmp_path, part) == whole[20:] and len(set(whole)) == len(whole)
+    assert run(study(tmp_path), part) == whole[20:] and len(set(whole)) == len(whole)
     for name in RECIPES:
         rows = [row for row in new.rows if row.optimizer == name]
         assert [row.batch for row in rows] == BATCHES and new.reached(name) == rows
@@ -97,7 +97,7 @@ def test_the_best_rate_of_every_batch_is_found_and_the_study_goes_on(tmp_path: P
         assert names[:2] == [PERFECT, PERFECT] and names[4:6] == [DIMINISHING] * 2 and names[-1] == NONE
         assert NOISE / 1.2 < (new.critical() or 0) < 1.2 * NOISE
     new.speedups = {batch: {4: 3.0} for batch in BATCHES}
-    new.save(tmp_path)
+    new.save()
     (tmp_path / "a-branches").mkdir()
     (tmp_path / "a-branches" / "branches.json").write_text(json.dumps({"useful": 512}))
     (tmp_path / "b-branches").mkdir()
@@ -116,10 +116,10 @@ def test_the_best_rate_of_every_batch_is_found_and_the_study_goes_on(tmp_path: P
 
 def test_a_failure_that_says_nothing_of_the_rate_is_no_score(tmp_path: Path) -> None:
     new, outcomes = study(tmp_path), dict[Path, Outcome]()
-    broken = Search(new, RECIPES, tmp_path, {}).jobs[0].out
+    broken = Search(new, RECIPES, {}).jobs[0].out
     (broken / "checkpoints").mkdir(parents=True)
     outcomes[broken] = Outcome({}, "no space left on device")
-    run(new, tmp_path, outcomes)
+    run(new, outcomes)
     assert {row.optimizer for row in new.rows} == {"lamb"} and len(new.rows) == len(BATCHES)
     assert is_broken(outcomes[broken]) and (broken / "checkpoints").is_dir()
 
@@ -131,10 +131,10 @@ def test_a_loss_over_lines_weighs_updates() -> None:
 
 def test_a_batch_that_misses_the_target_is_said_to(tmp_path: Path) -> None:
     new, outcomes = study(tmp_path), dict[Path, Outcome]()
-    run(new, tmp_path, outcomes)
+    run(new, outcomes)
     of_sgd = [row for row in new.rows if row.optimizer == "sgd"]
     of_sgd[-1].updates, of_sgd[-1].ends = math.inf, []
-    new.save(tmp_path)
+    new.save()
     written = write_batches(tmp_path)
     assert BatchStudy.read(tmp_path).rows == new.rows and len(written.tables["batches"].rows) == len(new.rows) - 1
     assert any("sgd did not reach the target at a batch of 4096" in line for line in written.remarks)
@@ -159,7 +159,7 @@ def test_a_search_ends_at_its_edge_and_prefers_lower_rates_where_all_fail() -> N
 
 
 def test_another_study_is_refused(tmp_path: Path) -> None:
-    study(tmp_path, tune=False).save(tmp_path)
+    study(tmp_path, tune=False).save()
     with pytest.raises(ConvoyError, match="is of a study with tune=False and not True"):
         study(tmp_path)
     (tmp_path / "batches.json").write_text("{}")

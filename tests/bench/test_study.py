@@ -39,7 +39,7 @@ def test_the_rows_of_a_study(arguments: tuple[Any, ...], labels: str) -> None:
 
 def test_a_study_goes_on_where_it_was_and_another_is_refused(tmp_path: Path) -> None:
     before = document(write_trainings(write_study(tmp_path, failed=["filter=2 on 2"])))
-    store = Store.open(tmp_path, study(updates=None), {})
+    store = Store.open(tmp_path, study=study(updates=None), machine={})
     store.save()
     assert document(tmp_path) == before and store.study.updates == 4
     _, failed, _ = store.add(configurations([2], ["sample", "filter", "owt"], []))
@@ -54,9 +54,9 @@ def test_a_study_goes_on_where_it_was_and_another_is_refused(tmp_path: Path) -> 
         ({}, {"torch": "2.14.0"}, "measured with torch=2.13.0 and not 2.14.0: give another --out"),
     ):
         with pytest.raises(ConvoyError, match=words):
-            Store.open(tmp_path, study(**changes), MACHINE | machine)
+            Store.open(tmp_path, study=study(**changes), machine=MACHINE | machine)
     with pytest.raises(ConvoyError, match="trainings of 5 epochs, which --train-epochs 6"):
-        Store.open(tmp_path, study(), MACHINE | {"timm": "1.0"}).begin_training(6.0)
+        Store.open(tmp_path, study=study(), machine=MACHINE | {"timm": "1.0"}).begin_training(6.0)
 
 
 WRONG = {"sample=2": ConvoyError("too few microbatches: give more"), "serial": RankFailed("rank 0 failed: full\nmore")}

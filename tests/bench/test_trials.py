@@ -33,12 +33,13 @@ def made_up(folder: Path, number: int, outcomes: dict[Path, Outcome], seed: int 
     folder.mkdir(exist_ok=True)
     facts = {"folds": 0, "metric": "top1", "is_lower": False, "over": OVERS, "recipe": load({}).model_dump(mode="json")}
     facts["recipe"]["seed"] = seed
-    study = TrialStudy(facts=facts, number=number, machine={"machine": "it"}, commands=["convoy trials lenet --json"])
-    while jobs := study.jobs(folder, load, "here", 1, outcomes):
+    study = TrialStudy(folder=folder, facts=facts, number=number)
+    study.begin({"machine": "it"}, "convoy trials lenet --json")
+    while jobs := study.jobs(load, "here", 1, outcomes):
         (job,), rate, mixup = jobs, jobs[0].recipe.optimizer.lr or 0, jobs[0].recipe.data.mix.mixup
         summary = {"best": 0.9 - 0.1 * abs(math.log10(rate) + 1) + mixup / 10, "epochs": 1.0, "train_s": 2.0}
         outcomes[job.out] = Outcome(summary, None if rate < 0.5 else f"the loss became nan: {ADVICE}")
-    study.save(folder)
+    study.save()
     return study
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from convoy.planner.comparison import GRADIENTS
 from convoy.report.report import render, write_report
-from convoy.report.run_directory import read_run
+from convoy.report.run import read_run
 from convoy.run.directory import RunDirectory
 from report.made_runs import CONFIG, ENVIRONMENT, comparison, complete_run, evaluation, metrics, summary, write_run
 from report.pages import HOSTILE, Page, harmless

@@ -21,7 +21,6 @@ from convoy.plans.plan import Plan
 from convoy.recipe.optim import ConstantConfig
 from convoy.recipe.recipe import Recipe
 from convoy.recipe.schema import Duration
-from convoy.run.directory import RunDirectory
 from convoy.training import choose_device
 from convoy.training.precision import set_numerics, settle
 from convoy.training.workloads import workload_of_recipe
@@ -57,11 +56,8 @@ def study_batches(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
     facts: dict[str, Any] = {"model": recipe.model.name, "target": ask.target, "tune": ask.tune, "num_train": num_train}
     facts |= {"recipes": {name: plain_recipe(recipe, None) | {"batch": None} for name, recipe in recipes.items()}}
     facts |= {"device": device.type, "cores_per_device": jobs.places.cores_per_device, "machine": machine["machine"]}
-    BatchStudy.open(ask.folder, facts)
-    ask.folder.mkdir(parents=True, exist_ok=True)
-    with RunDirectory(ask.folder).lock(tell=tell):
-        study = BatchStudy.open(ask.folder, facts)
-        study.machine, study.commands = machine, list(dict.fromkeys([*study.commands, ask.command]))
+    with BatchStudy.alone(ask.folder, tell, facts=facts) as study:
+        study.begin(machine, ask.command)
         study.batches, study.seeds = sorted({*study.batches, *batches}), max(study.seeds, ask.seeds or 1)
         pairs, rates = len(study.batches) * len(recipes), (LEAST, USUAL) if ask.tune else (1, 1)
         least, usual = (pairs * (number + study.seeds - 1) for number in rates)
@@ -70,16 +66,16 @@ def study_batches(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
 
         def wanted(outcomes: Mapping[Path, Outcome]) -> list[Job]:
             nonlocal done
-            done, search = outcomes, Search(study, recipes, ask.folder, outcomes)
+            done, search = outcomes, Search(study, recipes, outcomes)
             if search.rows != study.rows:
                 study.rows = search.rows
-                study.save(ask.folder)
+                study.save()
             return search.jobs
 
         def say(job: Job, text: str, _: int, __: int) -> None:
             progress(f"{len(done)} trained, {job.out.name}: {text}", len(done), max(usual, len(done) + 1))
 
-        study.save(ask.folder)
+        study.save()
         jobs.say = say
         jobs.train(wanted)
         if broken := [f"{out.name}: {outcome.failure}" for out, outcome in done.items() if is_broken(outcome)]:
@@ -97,7 +93,7 @@ def study_batches(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
             (study.speedups,) = run_ranks(predict_speedups, jobs.places.of(1), recipe, device.type, asked)
         except (RankFailed, ConvoyError) as error:
             tell(f"nothing is predicted for several devices: {reason_of(error)}")
-        study.save(ask.folder)
+        study.save()
 
 
 Speedups = dict[int, dict[int, float]]

@@ -6,20 +6,16 @@ import statistics
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from convoy import units
-from convoy.bench.batches import LONGEST, NAME, PERFECT, BatchRow, BatchStudy, agreement
-from convoy.bench.page import Written, render
-from convoy.bench.plots import COLORS, DASHES, MARKERS
+from convoy.bench.batches import LONGEST, PERFECT, BatchRow, BatchStudy, agreement
+from convoy.bench.page import Written, write_trainings
 from convoy.bench.results import Table
 from convoy.documents import dump
 from convoy.report import axes as ax
 from convoy.report.pages import Drawing, Tile, drawn
 
-_PLOT, _NOTHING = 170, "No training has reached the target yet."
+_NOTHING = "No training has reached the target yet."
 Point = tuple[int, float, list[int]]  # batch, value, and all values of a band
 Lines = Mapping[str, list[Point]]  # by name
 _LEAD = (
@@ -40,8 +36,6 @@ def write_batches(folder: Path) -> Written:
     rows = [row for name in names for row in study.reached(name)]
     records = [row.model_dump(exclude={"failure"}) | {"fewest": row.ends[0], "most": row.ends[-1]} for row in rows]
     table = Table([_cells(study, row) for row in rows], records, study.facts["model"])
-    missing = list(_missing(study))
-    remarks = [line for line in (*_regimes(study), *_agreement(study, folder), *_how(study)) if line]
     panels = [
         drawn(
             "updates", f"Updates to {target} test accuracy", partial(_over_batch, lines, "perfect scaling"), _NOTHING
@@ -49,22 +43,19 @@ def write_batches(folder: Path) -> Written:
         drawn("times", "Time to the target, s", partial(_over_batch, times, ""), _NOTHING),
     ]
     largest = {row.optimizer: row.batch for row in rows if row.regime == PERFECT}
-    content = {
-        "name": "study of the batch",
-        "title": units.shorten(study.facts["model"], 60),
-        "subject": f"batches {', '.join(map(str, study.batches))}",
-        "facts": [f"target {target}", str(study.machine.get("machine", ""))],
-        "tiles": [Tile("Perfect scaling up to", str(batch), name) for name, batch in largest.items()],
-        "trained_lead": _LEAD,
-        "trained_title": "Table",
-        "trained_remarks": remarks,
-        "missing": missing,
-        "commands": study.commands,
-        "machine": study.machine,
-        "recipe": dump(study.facts["recipes"]).rstrip(),
-    }
-    report = render(folder, NAME, content, panels, {"batches.csv": table.csv()}, trained=table)
-    return Written({"batches": table}, [*missing, *remarks], report)
+    return write_trainings(
+        study,
+        table,
+        panels,
+        list(_missing(study)),
+        [line for line in (*_regimes(study), *_agreement(study, folder), *_how(study)) if line],
+        name="study of the batch",
+        subject=f"batches {', '.join(map(str, study.batches))}",
+        facts=[f"target {target}", str(study.machine.get("machine", ""))],
+        tiles=[Tile("Perfect scaling up to", str(batch), name) for name, batch in largest.items()],
+        trained_lead=_LEAD,
+        recipe=dump(study.facts["recipes"]).rstrip(),
+    )
 
 
 def _cells(study: BatchStudy, row: BatchRow) -> dict[str, str]:
@@ -129,28 +120,20 @@ def _over_batch(lines: Lines, rule: str, title: str) -> Drawing:
     """Lines over the batch, both axes logarithmic; those that are predicted are hollow."""
     if not any(lines.values()):
         return None
-    axes = ax.panel(title, "batch", _PLOT, [*filter(None, [rule]), *lines], 2)
-    axes.set_xscale("log")
+    axes = ax.panel(title, "batch", [*filter(None, [rule]), *lines])
     if rule:
         (batch, most, _), *_ = points = next(points for points in lines.values() if points)
         x = [point[0] for point in points]
-        axes.plot(x, [most * batch / b for b in x], color=ax.MUTED, linestyle=DASHES[2], label=rule)
+        axes.plot(x, [most * batch / b for b in x], color=ax.MUTED, linestyle=ax.DASHES[2], label=rule)
     for place, (name, points) in enumerate(lines.items()):
-        look: dict[str, Any] = {"color": COLORS[place % len(COLORS)], "marker": MARKERS[place % len(MARKERS)]}
-        look |= {"markerfacecolor": "none", "linestyle": DASHES[1]} if "predicted" in name else {}
+        look = ax.look(place)
+        look |= {"markerfacecolor": "none", "linestyle": ax.DASHES[1]} if "predicted" in name else {}
         x = [batch for batch, _, _ in points]
         axes.plot(x, [value for _, value, _ in points], label=name, markersize=4.5, clip_on=False, **look)
         if points and points[0][2]:
             low, high = [min(band) for _, _, band in points], [max(band) for _, _, band in points]
-            axes.fill_between(x, low, high, color=look["color"], alpha=0.2, linewidth=0)
-    values = [value for points in lines.values() for _, value, _ in points]
-    axes.set_yscale("log")
-    axes.set_ylim(min(values) / 1.2, 1.2 * max(values))
-    batches = sorted({batch for points in lines.values() for batch, _, _ in points})
-    axes.xaxis.set_major_locator(FixedLocator(batches[:: -(-len(batches) // 7)]))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
+            ax.band(axes, x, low, high, look["color"])
+    every = [point for points in lines.values() for point in points]
+    ax.log_axes(axes, [batch for batch, _, _ in every], [value for _, value, _ in every])
     words = (f"{name} at {b}: {units.significant(y)}." for name, points in lines.items() for b, y, _ in points)
-    return " ".join(words), ax.with_legend(axes, 2)
+    return " ".join(words), ax.with_legend(axes)

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from convoy import units
 from convoy.bench.jobs import Job, Outcome
-from convoy.bench.records import Record, StudyFile
+from convoy.bench.records import Record, TrainingStudy
 from convoy.recipe.optim import learning_rate, rate_factor
 from convoy.recipe.recipe import Recipe, load_recipe
 from convoy.recipe.schema import Duration
@@ -26,7 +26,6 @@ from convoy.run.directory import RunDirectory
 from convoy.training.derived import resolve
 from convoy.training.finite import ADVICE
 
-NAME = "batches.json"
 LONGEST = 2.0  # times the updates of the best rate so far, after which a training of another one ends
 _OFTEN, _FIRST = 20, 4  # evaluations until the target is expected; and in an epoch, where nothing is known yet
 
@@ -84,10 +83,10 @@ class BatchRow(Record):
     regime: str = ""
 
 
-class BatchStudy(StudyFile):
+class BatchStudy(TrainingStudy):
     """The file of a study."""
 
-    NAME, VERB = NAME, "convoy bench --batches"
+    NAME, VERB = "batches.json", "convoy bench --batches"
     batches: list[int] = Field([])  # in rising order
     seeds: int = 1
     rows: list[BatchRow] = Field([])  # of which all is trained
@@ -134,7 +133,6 @@ class Search:
 
     study: BatchStudy
     recipes: dict[str, Recipe]  # by optimizer
-    folder: Path
     outcomes: Mapping[Path, Outcome]
     jobs: list[Job] = field(default_factory=list)  # all that can be done by now, those first that others wait for
 
@@ -197,7 +195,7 @@ class Search:
         )
 
     def _out(self, recipe: Recipe, rate: float, seed: int) -> Path:
-        return self.folder / f"{recipe.optimizer.name}-{recipe.batch}-lr{rate:g}-seed{seed}"
+        return self.study.folder / f"{recipe.optimizer.name}-{recipe.batch}-lr{rate:g}-seed{seed}"
 
     def _trained(self, recipe: Recipe, rate: float, seed: int, limit: int, every: int) -> Outcome | None:
         """What came of a training; None where it is still to be done. One that was begun goes on as it was begun."""

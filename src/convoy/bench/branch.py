@@ -14,7 +14,7 @@ from convoy.files import write_json
 from convoy.recipe.optim import ConstantConfig, rate_factor
 from convoy.recipe.recipe import load_recipe
 from convoy.recipe.schema import Duration
-from convoy.report.run_directory import read_metrics
+from convoy.report.run import read_metrics
 from convoy.run.directory import RunDirectory
 from convoy.run.records import MetricsLine
 from convoy.training.derived import resolve

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,8 +37,7 @@ from convoy.data import open_data
 from convoy.errors import ConvoyError
 from convoy.recipe.recipe import Recipe
 from convoy.recipe.schema import Duration
-from convoy.report.run_directory import column, read_metrics
-from convoy.run.directory import RunDirectory
+from convoy.report.run import column, read_metrics
 from convoy.training.derived import resolve
 from convoy.units import plural
 
@@ -187,7 +187,7 @@ class Course:
         name = re.sub(r"[^A-Za-z0-9=.,#-]+", "-", row.key)
         if len(name) > 80 or "\n" in row.key:
             name = f"{name[:30]}-{sha256(row.key.encode()).hexdigest()[:10]}"
-        out = self.store.path.parent / "training" / name
+        out = self.store.folder / "training" / name
         job, before = Job(out, self._task(row).recipe), self.done
 
         def say(_: Job, text: str, done: int, of: int) -> None:
@@ -254,31 +254,26 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
     stay."""
     prepared = prepare(ask)
     study, recipe = prepared.study, prepared.recipe
-    Store.open(ask.folder, study, prepared.machine)
+    facts: dict[str, Any] = {"study": study, "machine": prepared.machine}
+    Store.open(ask.folder, **facts)
     if study.images is not None and (sentence := assumed(recipe, study.images, ask.image_size)):
         tell(sentence)
     size = ask.dataset_size or (IMAGENET if study.images is not None else len(open_data(recipe.data, progress).train))
-    with _emulated(prepared.cluster) as emulated:
-        try:
-            ask.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConvoyError(f"--out {ask.folder} cannot be made ({error.strerror}): choose another place") from error
-        with RunDirectory(ask.folder).lock(tell=tell):
-            store = Store.open(ask.folder, study, prepared.machine)  # as it is when nobody else writes there
-            store.study.updates = store.study.updates or study.updates
-            store.table = TableOptions(epochs=ask.epochs, dataset_size=size, rounds=ask.rounds)
-            if ask.train_epochs is not None:
-                store.begin_training(ask.train_epochs)
-            started = datetime.now(UTC).isoformat(timespec="seconds")
-            store.sessions.append(Session(command=ask.command, started=started))
-            for sentence in coarse(prepared):
-                tell(sentence)
-            places = Places(study.cores_per_device, emulated)
-            course = Course(recipe, store.add(prepared.rows), store, places, ask.timeout, progress, tell)
-            course.measure(ask.rounds, ask.predict and ask.rounds > 0)
-            if ask.train_epochs is not None:
-                course.recipe = recipe_for_training(recipe, ask.train_epochs, ask.says("evaluate_every"))
-                course.train(ask.command)
+    with _emulated(prepared.cluster) as emulated, Store.alone(ask.folder, tell, **facts) as store:
+        store.study.updates = store.study.updates or study.updates
+        store.table = TableOptions(epochs=ask.epochs, dataset_size=size, rounds=ask.rounds)
+        if ask.train_epochs is not None:
+            store.begin_training(ask.train_epochs)
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        store.sessions.append(Session(command=ask.command, started=started))
+        for sentence in coarse(prepared):
+            tell(sentence)
+        places = Places(study.cores_per_device, emulated)
+        course = Course(recipe, store.add(prepared.rows), store, places, ask.timeout, progress, tell)
+        course.measure(ask.rounds, ask.predict and ask.rounds > 0)
+        if ask.train_epochs is not None:
+            course.recipe = recipe_for_training(recipe, ask.train_epochs, ask.says("evaluate_every"))
+            course.train(ask.command)
 
 
 @contextmanager

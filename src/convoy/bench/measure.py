@@ -155,16 +155,13 @@ def _bytes(name: str) -> int:
     return 1024 * int(match[1]) if match else 0
 
 
-class MemoryPeak:
-    """The most bytes that this process has had since it was made, beyond those that it had then."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_gpu, self._before = device.type == "cuda", _bytes("VmRSS")
-        if self._is_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated() if self._is_gpu else max(0, _bytes("VmHWM") - self._before)
+def memory_peak(device: torch.device) -> Callable[[], int]:
+    """Tells the most bytes that this process has had since this call, beyond those that it had then."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.max_memory_allocated
+    before = _bytes("VmRSS")
+    return lambda: max(0, _bytes("VmHWM") - before)
 
 
 @dataclass
@@ -215,15 +212,15 @@ def measure_rank(task: MeasurementTask, say: Say) -> RankTimes:
     """A rank's part of a measurement. All ranks call it."""
     row, memory = (_of_convoy if task.kind == CONVOY else _of_peer)(task)
     times = row.time(task.warm_up, task.updates)
-    times |= {"memory": memory.peak(), "loss": sum(map(float, row.losses)), "microbatches": row.microbatches}
+    times |= {"memory": memory(), "loss": sum(map(float, row.losses)), "microbatches": row.microbatches}
     if task.kind in PEERS:  # the exchange is timed by updates without it
         times["without"] = row.time_unfinished(task.updates)
     return RankTimes(**times)
 
 
-def _of_convoy(task: MeasurementTask) -> tuple[Row, MemoryPeak]:
+def _of_convoy(task: MeasurementTask) -> tuple[Row, Callable[[], int]]:
     ranks, device = task.join()
-    memory = MemoryPeak(device)
+    memory = memory_peak(device)
     session = set_up(task.recipe, device, ranks=ranks, data=data_of(task.made, task.recipe))
     session.model.train()
     session.divide_by_speed()
@@ -282,7 +279,7 @@ def network_of(recipe: Recipe, data: DataSet, device: torch.device) -> tuple[nn.
     return model.to(device=device, memory_format=memory_format), memory_format  # type: ignore[call-overload]
 
 
-def _of_peer(task: MeasurementTask) -> tuple[Row, MemoryPeak]:
+def _of_peer(task: MeasurementTask) -> tuple[Row, Callable[[], int]]:
     recipe, num, rank = task.recipe, task.num_devices, int(os.environ.get("RANK", "0"))
     if recipe.batch % num:
         raise ConvoyError(f"--peers divide the batch evenly, but {recipe.batch} samples are no multiple of {num}")
@@ -293,7 +290,7 @@ def _of_peer(task: MeasurementTask) -> tuple[Row, MemoryPeak]:
     set_numerics(recipe)
     threads = torch.get_num_threads()
     data = data_of(task.made, recipe) or open_data(recipe.data, task=recipe.task)
-    memory = MemoryPeak(device)
+    memory = memory_peak(device)
     model, memory_format = network_of(recipe, data, device)
     quantities = resolve(recipe, len(data.train))
     called: nn.Module = compile_function(model) if recipe.compile else model  # type: ignore[assignment]

@@ -1,7 +1,6 @@
 """The files of a study beside bench.json: the report as one HTML page, the tables, the pictures; and the
 sentences beside the tables: devices and work, certainty, cost, distances between curves, and gaps."""
 
-import io
 import math
 import re
 import statistics
@@ -15,7 +14,7 @@ from markupsafe import Markup
 from convoy import units
 from convoy.bench.ask import parts_of
 from convoy.bench.plots import convergence_panels, panels
-from convoy.bench.records import CONVOY, NAME, Store, StudyFacts
+from convoy.bench.records import CONVOY, Store, StudyFacts, TrainingStudy
 from convoy.bench.results import (
     TEXTS,
     Convergence,
@@ -33,10 +32,10 @@ from convoy.bench.study import too_coarse
 from convoy.documents import dump
 from convoy.errors import ConvoyError
 from convoy.files import csv_of, write_atomically
-from convoy.report import axes, pages
+from convoy.report import pages
 from convoy.report.pages import KINDS, Download, Panel, Tile, data_uri
 
-DPI = 300
+_PICTURES: dict[str, dict[str, None]] = {"svg": {"Date": None}, "png": {"Software": None}}  # without what changes
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,19 @@ def write_files(folder: Path) -> Written:
         "trained_remarks": of_trained,
         "missing": [*warnings, *gaps, *untrained],
     }
-    report = render(folder, NAME, content, drawn, texts, tables.get("convergence"))
+    report = render(folder, Store.NAME, content, drawn, texts, tables.get("convergence"))
     return Written(tables, [*warnings, *of_times, *gaps, *of_trained, *untrained], report)
+
+
+def write_trainings(
+    study: TrainingStudy, rows: Table, panels: Sequence[Panel], missing: list[str], remarks: list[str], **content: Any
+) -> Written:
+    """Write all files of a study of trainings, which has one table."""
+    name = study.NAME.removesuffix(".json")
+    about: dict[str, Any] = {"title": units.shorten(rows.note, 60), "missing": missing, "trained_title": "Table"}
+    about |= {"trained_remarks": remarks, "machine": study.machine, "commands": study.commands}
+    report = render(study.folder, study.NAME, about | content, panels, {f"{name}.csv": rows.csv()}, rows)
+    return Written({name: rows}, [*missing, *remarks], report)
 
 
 def render(
@@ -93,10 +103,11 @@ def render(
     downloads = [Download.of(key, raw) for key, raw in {name: (folder / name).read_bytes(), **files}.items()]
     figures = []
     for panel in drawn:
-        pictures = _files(panel)
+        kinds = _PICTURES if panel.figure is not None else {}  # on white, with the text as text
+        pictures = {f"{panel.name}.{kind}": panel.file(kind, dpi=300, metadata=of) for kind, of in kinds.items()}
         files |= pictures
         uris = [(name, data_uri(content, KINDS[name.rpartition(".")[2]])) for name, content in pictures.items()]
-        figures.append((panel, panel.svg(), uris))
+        figures.append((panel, uris))
     html = pages.render(
         "bench.html.jinja",
         ("report.css", "bench.css"),
@@ -113,18 +124,6 @@ def render(
     except OSError as error:
         raise ConvoyError(f"{folder} cannot be written ({error.strerror}): free space there, or copy it") from error
     return folder / "report.html"
-
-
-def _files(panel: Panel) -> dict[str, bytes]:
-    """A picture as files: on white, with the text as text."""
-    files = {}
-    for kind, metadata in {"svg": {"Date": None}, "png": {"Software": None}}.items():
-        if panel.figure is not None:
-            written = io.BytesIO()
-            with axes.house_style():
-                panel.figure.savefig(written, format=kind, dpi=DPI, metadata=metadata)
-            files[f"{panel.name}.{kind}"] = written.getvalue()
-    return files
 
 
 def _row_names(rows: Sequence[StudyRow]) -> list[tuple[str, str, str]]:

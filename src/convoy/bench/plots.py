@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
 from convoy import units
 from convoy.bench.records import COMMUNICATION, COMPUTE, CONVOY, INPUT, OPTIMIZER, TORCH, short
@@ -18,9 +18,6 @@ from convoy.report import axes as ax
 from convoy.report.pages import Drawing, Panel, drawn
 from convoy.units import seconds as time_of
 
-COLORS = (ax.TRAIN, ax.TEST, ax.GREEN, ax.PURPLE, ax.OCHRE, ax.INK)
-MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
-DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = ("-", (0.0, (5.0, 2.0)), (0.0, (1.5, 1.5)))
 PARTS = {
     COMPUTE: ("computing", ax.TRAIN),
     COMMUNICATION: ("exposed communication", ax.TEST),
@@ -28,8 +25,7 @@ PARTS = {
     OPTIMIZER: ("optimizer", ax.GREEN),
 }
 SHORT = {"ddp": "DDP", "fabric": "Fabric", "accelerate": "accelerate", TORCH: "PyTorch"}
-_PLOT, _ROW, _SIDE = 170, 31, 8  # in points: height of a plot and of a row, and the margin left of rows
-_STRIP, _GAP = 52, 40  # in points: height of the strip of distances, and what lies between it and the curves
+_ROW, _SIDE, _STRIP = 31, 8, 52  # in points: heights of a row and of the strip of distances, the margin left of rows
 _PALE: dict[str, Any] = {"color": ax.MUTED, "alpha": 0.45}
 
 
@@ -64,11 +60,6 @@ def _series(results: Results) -> dict[str, list[StudyRow]]:
     return lines
 
 
-def _look(place: int, colors: Sequence[str] = COLORS) -> dict[str, Any]:
-    dashes = DASHES[place // len(colors) % len(DASHES)]
-    return {"color": colors[place % len(colors)], "marker": MARKERS[place % len(MARKERS)], "linestyle": dashes}
-
-
 def _speedups(results: Results, title: str) -> Drawing:
     """Images per second over those of the reference, against the devices."""
     lines = _series(results)
@@ -76,8 +67,8 @@ def _speedups(results: Results, title: str) -> Drawing:
         return None
     everyone = [row for rows in lines.values() for row in rows]
     ideals = {row.devices: row.ideal for row in sorted(everyone, key=lambda row: row.devices)}
-    axes = ax.panel(title, "devices", _PLOT, ["ideal", *lines])
-    axes.plot(list(ideals), list(ideals.values()), color=ax.MUTED, linestyle=DASHES[2], label="ideal")
+    axes = ax.panel(title, "devices", ["ideal", *lines])
+    axes.plot(list(ideals), list(ideals.values()), color=ax.MUTED, linestyle=ax.DASHES[2], label="ideal")
     smallest, largest = min(ideals), max(ideals)
     bars: dict[str, Any] = {"linewidth": 1.5, "elinewidth": 1, "capsize": 3, "markersize": 5, "clip_on": False}
     for place, (label, rows) in enumerate(lines.items()):
@@ -85,12 +76,11 @@ def _speedups(results: Results, title: str) -> Drawing:
         aside = 0.02 * largest * (place - (len(lines) - 1) / 2) / max(1, len(lines) - 1)
         x = [row.devices + (aside if row.devices > 1 else 0) for row in rows]
         y, spread = np.array([(row.speedup, row.speedup_spread or 0.0) for row in rows]).T
-        axes.errorbar(x, y, yerr=(np.minimum(y, spread), spread), label=label, **bars, **_look(place))
+        axes.errorbar(x, y, yerr=(np.minimum(y, spread), spread), label=label, **bars, **ax.look(place))
     axes.set_ylim(0, 1.05 * max(*ideals.values(), *(row.speedup + (row.speedup_spread or 0) for row in everyone)))
     axes.set_xlim(smallest - 0.04 * largest, 1.04 * largest)
     ax.set_ticks(axes.yaxis, 6)
-    axes.xaxis.set_major_locator(FixedLocator(list(ideals)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
+    ax.ticks_at(axes.xaxis, list(ideals))
     several = ((label, row) for label, rows in lines.items() for row in rows if row.devices > 1)
     sentences = (f"{label}: {row.speedup:.2f} on {row.devices}." for label, row in several)
     return " ".join(sentences), ax.with_legend(axes)
@@ -100,7 +90,7 @@ def _rows(title: str, rows: Sequence[StudyRow], longest: float, notes: Sequence[
     """A panel with a line for each row on one axis of milliseconds or seconds: its name, and a note at the right; what
     is drawn for row n belongs at the height n."""
     unit, factor = ("s", 1.0) if longest >= 2 else ("ms", 1e3)
-    axes = ax.panel(title, f"{unit} an update", _ROW * len(rows), words, 2, left=_SIDE, grid="x")
+    axes = ax.panel(title, f"{unit} an update", words, height=_ROW * len(rows), left=_SIDE, grid="x")
     axes.set_xlim(0, 1.02 * longest)
     axes.set_ylim(len(rows) - 0.66, -0.66)
     axes.yaxis.set_major_locator(NullLocator())
@@ -130,7 +120,7 @@ def _parts(results: Results, title: str) -> Drawing:
         f"{_name(row)}: {', '.join(f'{word} {time_of(row.parts[part])}' for part, (word, _) in PARTS.items())}."
         for row in rows
     )
-    return " ".join(sentences), ax.with_legend(axes, 2)
+    return " ".join(sentences), ax.with_legend(axes)
 
 
 def _predictions(results: Results, title: str) -> Drawing:
@@ -151,7 +141,7 @@ def _predictions(results: Results, title: str) -> Drawing:
     bars: dict[str, Any] = {"marker": "o", "capsize": 3, "elinewidth": 1}
     axes.errorbar(seconds, levels, xerr=spreads, color=ax.TRAIN, label=words[1], **look, **bars)
     sentences = (f"{_name(row)}: predicted {time_of(p)}, measured {time_of(row.step_s)}." for row, p in pairs)
-    return " ".join(sentences), ax.with_legend(axes, 2)
+    return " ".join(sentences), ax.with_legend(axes)
 
 
 def _over_time(convergence: Convergence, title: str) -> Drawing:
@@ -161,13 +151,13 @@ def _over_time(convergence: Convergence, title: str) -> Drawing:
     size, unit = ax.time_unit(last)
     times = [curve.seconds / size for curve in convergence.curves]
     axes = _curves(convergence, title, f"{unit} of training", times, {"color": ax.INK, "linewidth": 1.6})
-    ax.time_axis(axes, last / size)
+    ax.course_axis(axes, last / size)
     sentences = (
         f"{_name(curve)}: {units.significant(100 * curve.test_error)}{units.SPACE}% after "
         f"{units.duration(curve.train_s)}."
         for curve in convergence.curves
     )
-    return " ".join(sentences), ax.with_legend(axes, 2)
+    return " ".join(sentences), ax.with_legend(axes)
 
 
 def _over_updates(convergence: Convergence, title: str) -> Drawing:
@@ -178,24 +168,17 @@ def _over_updates(convergence: Convergence, title: str) -> Drawing:
     reference = convergence.reference
     if reference is None:
         return None
-    steps = [curve.steps for curve in convergence.curves]
-    axes = _curves(convergence, title, "", steps, {**_PALE, "linewidth": 6}, below=_GAP + _STRIP)
-    figure = ax.with_legend(axes, 2)
-    whole, place = figure.get_figheight() * 72, axes.get_position()
-    strip = figure.add_axes((place.x0, ax.BOTTOM / whole, place.width, _STRIP / whole))
+    steps, base = [curve.steps for curve in convergence.curves], _name(reference)
+    axes = _curves(convergence, title, "", steps, {**_PALE, "linewidth": 6}, below=_STRIP + ax.UNDER)
+    strip = ax.under(axes, f"Distance from {base}, percentage points", "updates", _STRIP)
     _draw_distances(strip, convergence, reference)
     for part in (axes, strip):
-        ax.count_axis(part, max(curve.updates for curve in convergence.curves))
-    axes.tick_params(labelbottom=False)
-    strip.set_xlabel("updates", labelpad=4)
-    base = _name(reference)
-    heading = f"Distance from {base}, percentage points"
-    figure.text(2 / ax.WIDTH, (ax.BOTTOM + _STRIP + 11) / whole, heading, size=10.5)
+        ax.course_axis(part, max(curve.updates for curve in convergence.curves), integer=True)
     sentences = (
         f"{_name(curve)}: at most {units.significant(100 * (curve.distance_error or 0.0))} points from {base}."
         for curve in convergence.compared
     )
-    return " ".join(sentences), figure
+    return " ".join(sentences), ax.with_legend(axes)
 
 
 def _curves(
@@ -209,7 +192,7 @@ def _curves(
     """A panel of all curves over `places`, the x values of each one's evaluations; `below` points stay free under
     it."""
     names = [_name(curve) for curve in convergence.curves]
-    axes = ax.panel(f"{title}, %", xlabel, _PLOT, names, 2, below=below)
+    axes = ax.panel(f"{title}, %", xlabel, names, below=below)
     for name, curve, x in zip(names, convergence.curves, places, strict=True):
         is_reference = curve is convergence.reference and len(convergence.curves) > 1
         look = reference if is_reference else _marked(convergence, curve, len(x))
@@ -223,13 +206,11 @@ def _marked(convergence: Convergence, curve: ErrorCurve, points: int) -> dict[st
     exact_curves = [drawn_curve for drawn_curve in convergence.curves if drawn_curve is not convergence.reference]
     place = exact_curves.index(curve) if curve in exact_curves else 0
     interval = min(len(exact_curves), max(1, points // 3)) or 1
-    colors = [color for color in COLORS if color != ax.INK]  # which the reference has
-    return {**_look(place, colors), "markevery": (place % interval, interval), "markersize": 4.5, "linewidth": 1.2}
+    colors = [color for color in ax.COLORS if color != ax.INK]  # which the reference has
+    return {**ax.look(place, colors), "markevery": (place % interval, interval), "markersize": 4.5, "linewidth": 1.2}
 
 
 def _draw_distances(axes: Axes, convergence: Convergence, reference: ErrorCurve) -> None:
-    ax.quiet(axes)
-    axes.grid(visible=True, axis="y")
     axes.spines["bottom"].set_visible(False)
     axes.axhline(0, **_PALE, linewidth=4)
     for curve in convergence.compared:

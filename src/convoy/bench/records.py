@@ -4,14 +4,16 @@ Ranks return these records, and tables, sentences and pages are computed from th
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from convoy.errors import ConvoyError
 from convoy.files import write_text
+from convoy.recipe.schema import sentence
 from convoy.run.directory import RunDirectory
 from convoy.units import plural
 
@@ -24,17 +26,15 @@ COMPUTE, COMMUNICATION, INPUT, OPTIMIZER = "compute", "communication", "input", 
 class Record(BaseModel):
     """A part of the file; keys that this version does not know are passed over. Numbers may be infinite, or none."""
 
-    model_config = ConfigDict(extra="ignore", ser_json_inf_nan="constants")
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan="constants", serialize_by_alias=True)
 
 
 class StudyFile(Record):
-    """The file of a study whose rows are computed anew from the run directories beside it."""
+    """The file of a study, in its folder."""
 
     NAME: ClassVar[str]
     VERB: ClassVar[str]
-    facts: dict[str, Any]  # what all trainings share; they tell whether two studies can be in one folder
-    machine: dict[str, Any] = Field({})
-    commands: list[str] = Field([])
+    folder: Path = Field(Path(), exclude=True)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -43,24 +43,73 @@ class StudyFile(Record):
             raise ConvoyError(f"{path} is a run, and no study: {cls.VERB} makes one")
         path = path / cls.NAME if path.is_dir() else path
         try:
-            return cls.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
-            raise ConvoyError(f"{path} is no study of {cls.VERB}, or damaged: name another") from error
-
-    @classmethod
-    def open(cls, folder: Path, facts: dict[str, Any]) -> Self:
-        """The study that is in a folder, or a new one; a ConvoyError where there is another, or a run."""
-        if RunDirectory(folder).is_run():
-            raise ConvoyError(f"--out {folder} holds a training run, which a study would overwrite: give another --out")
-        study = cls.read(folder) if (folder / cls.NAME).exists() else cls(facts=facts)
-        if unlike := difference(study.facts, facts):
-            raise ConvoyError(
-                f"{folder / cls.NAME} is of a study with {unlike}: give another --out, or remove the folder"
-            )
+            # not by pydantic's own reader, which refuses names of files that are no UTF-8
+            study = cls.model_validate(json.loads(path.read_bytes()))
+        except (OSError, ValueError, RecursionError) as error:
+            why = f" ({sentence(error, cls)})" if isinstance(error, ValidationError) else ""
+            raise ConvoyError(f"{path} is no study of {cls.VERB}, or damaged{why}: name another") from error
+        study.folder = path.parent
         return study
 
-    def save(self, folder: Path) -> None:
-        write_text(folder / self.NAME, self.model_dump_json() + "\n")
+    @classmethod
+    def open(cls, folder: Path, **facts: Any) -> Self:
+        """The study that is in a folder, or a new one; a ConvoyError where there is one of other facts, or a run."""
+        if RunDirectory(folder).is_run():
+            raise ConvoyError(f"--out {folder} holds a training run, which a study would overwrite: give another --out")
+        if not (folder / cls.NAME).exists():
+            return cls(folder=folder, **facts)
+        study = cls.read(folder)
+        for what, stored, wanted in study.compared(**facts):
+            if unlike := difference(stored, wanted):
+                raise ConvoyError(f"{folder / cls.NAME} {what} with {unlike}: give another --out, or remove the folder")
+        return study
+
+    def compared(self, **facts: Any) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+        """In words what is compared of a study that goes on: as it is stored, and as it is asked for now."""
+        raise NotImplementedError
+
+    @classmethod
+    @contextmanager
+    def alone(cls, folder: Path, tell: Callable[[str], None], lock: Path | None = None, **facts: Any) -> Iterator[Self]:
+        """The study of a folder, as it is when no other process writes there, or none that has the same `lock`."""
+        cls.open(folder, **facts)
+        with RunDirectory(lock or folder).lock(tell=tell):
+            yield cls.open(folder, **facts)
+
+    def save(self) -> None:
+        """Write the file, as a whole or not at all."""
+        path = self.folder / self.NAME
+        try:
+            write_text(path, json.dumps(self.model_dump(mode="json"), ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise ConvoyError(f"{path} cannot be written ({error.strerror}): choose another --out") from error
+
+
+class TrainingStudy(StudyFile):
+    """A study whose rows are computed anew from the run directories beside its file."""
+
+    facts: dict[str, Any]  # what all trainings share; they tell whether two studies can be in one folder
+    machine: dict[str, Any] = Field({})
+    commands: list[str] = Field([])
+
+    def compared(self, **facts: Any) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+        yield "is of a study", self.facts, facts["facts"]
+
+    def begin(self, machine: dict[str, Any], command: str) -> None:
+        """Note that a command goes on with it on a machine."""
+        self.machine, self.commands = machine, list(dict.fromkeys([*self.commands, command]))
+
+
+def _with(*keys: str) -> AfterValidator:
+    """Checks that a part of the file has what pages and tables take from it."""
+
+    def check(part: dict[str, Any]) -> dict[str, Any]:
+        for key in keys:
+            if key not in part:
+                raise ValueError(f"there is no {key}")
+        return part
+
+    return AfterValidator(check)
 
 
 Seconds = Annotated[float, AfterValidator(lambda value: round(value, 9))]
@@ -179,7 +228,7 @@ class StudyFacts(Record):
     """Facts that all configurations share; they tell whether two studies can be in one file."""
 
     model: str
-    recipe: dict[str, Any]
+    recipe: Annotated[dict[str, Any], _with("batch", "microbatch", "microbatches", "reproducible", "data", "parallel")]
     images: Made | None  # None where the recipe's data are read
     weak: bool  # weak scaling: `batch` is that of one device
     batch: int
@@ -202,85 +251,31 @@ class TableOptions(Record):
     rounds: int = 1
 
 
-FORMAT, SCHEMA = "convoy-bench", 1
-NAME = "bench.json"
-# What pages and tables take from parts of the file that have no type of their own.
-_KEYS = {
-    "machine": ("machine", "cores", "torch"),
-    "study.recipe": ("batch", "microbatch", "microbatches", "reproducible", "data", "parallel"),
-    "training": ("epochs",),
-}
 _OF_THE_MACHINE = ("machine", "cores", "device", "gpus", "cuda", "torch", "convoy")
 
 
-class Store(Record):
-    """The file of a study."""
+class Store(StudyFile):
+    """The file of a study of devices."""
 
-    path: Path = Field(exclude=True)
+    NAME, VERB = "bench.json", "convoy bench"
+    format: Literal["convoy-bench"] = "convoy-bench"
+    version: Literal[1] = Field(1, alias="schema")
     study: StudyFacts
-    machine: dict[str, Any]
+    machine: Annotated[dict[str, Any], _with("machine", "cores", "torch")]
     table: TableOptions = TableOptions(epochs=None, dataset_size=0)
     sessions: list[Session] = Field([])
     forecasts: dict[int, Forecast] = Field({})  # by number of devices
-    training: dict[str, float] | None = None  # the `epochs` of all trainings; None where nothing is trained
+    # the `epochs` of all trainings; None where nothing is trained
+    training: Annotated[dict[str, float], _with("epochs")] | None = None
     configurations: list[Configuration] = Field([])
 
-    @staticmethod
-    def open(folder: Path, study: StudyFacts, machine: dict[str, Any]) -> "Store":
-        """The store of a study in a folder: the one that is there, or a new one. A ConvoyError says where the folder
-        has that of another study or another machine, or a run."""
-        path = folder / NAME
-        if RunDirectory(folder).is_run():
-            raise ConvoyError(f"--out {folder} holds a training run, which a study would overwrite: give another --out")
-        if not path.exists():
-            return Store(path=path, study=study.model_copy(), machine=machine)
-        store = Store.read(folder)
-        stored_study, study_now = store.study.model_dump(mode="json"), study.model_dump(mode="json")
-        if None in (stored_study["updates"], study_now["updates"]):
-            del study_now["updates"]
-        measured_with = {key: machine[key] for key in _OF_THE_MACHINE if key in machine}
-        pairs = {"is of a study": (stored_study, study_now), "was measured": (store.machine, measured_with)}
-        for what, facts in pairs.items():
-            if unlike := difference(*facts):
-                raise ConvoyError(f"{path} {what} with {unlike}: give another --out, or remove it")
-        return store
-
-    @staticmethod
-    def read(folder: Path) -> "Store":
-        """The store in a folder."""
-        path = folder / NAME
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConvoyError(f"{path} cannot be read ({error.strerror}): give the folder of a study") from error
-        except ValueError as error:
-            raise ConvoyError(f"{path} is corrupt ({error}): remove it and measure again") from error
-        if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise ConvoyError(f"{path} is no study of convoy bench: give another --out")
-        if document.get("schema") != SCHEMA:
-            raise ConvoyError(
-                f"{path} has schema {document.get('schema')}, this Convoy reads {SCHEMA}: give another --out, or use "
-                "the Convoy that wrote it"
-            )
-        try:
-            store = Store.model_validate({**document, "path": path})
-            parts_of = {"machine": store.machine, "study.recipe": store.study.recipe}
-            parts_of |= {} if store.training is None else {"training": store.training}
-            absent = [f"{name}.{key}" for name, part in parts_of.items() for key in _KEYS[name] if key not in part]
-        except ValidationError as error:
-            parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.errors()[0]["loc"])
-            absent = ["".join(parts).lstrip(".")]
-        if absent:
-            raise ConvoyError(f"{path} is corrupt (it has no {absent[0]}): remove it and measure again")
-        return store
-
-    def save(self) -> None:
-        """Write the file, as a whole or not at all."""
-        document = {"format": FORMAT, "schema": SCHEMA, **self.model_dump(mode="json")}
-        try:
-            write_text(self.path, json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
-        except OSError as error:
-            raise ConvoyError(f"{self.path} cannot be written ({error.strerror}): choose another --out") from error
+    def compared(self, **facts: Any) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+        stored, wanted = (study.model_dump(mode="json") for study in (self.study, facts["study"]))
+        if None in (stored["updates"], wanted["updates"]):
+            del wanted["updates"]
+        yield "is of a study", stored, wanted
+        machine = facts["machine"]
+        yield "was measured", self.machine, {key: machine[key] for key in _OF_THE_MACHINE if key in machine}
 
     def add(self, rows: Sequence[Configuration]) -> list[Configuration]:
         """The rows as they are kept: those that are there already stay, and may be tried again."""
@@ -294,10 +289,10 @@ class Store(Record):
     def begin_training(self, epochs: float) -> None:
         """Train all configurations for so long; a ConvoyError where they were trained for another time."""
         self.training = self.training or {"epochs": epochs}
-        if self.training["epochs"] != epochs:
+        if (before := self.training["epochs"]) != epochs:
             raise ConvoyError(
-                f"{self.path} has trainings of {self.training['epochs']:g} epochs, which --train-epochs {epochs:g} "
-                "would not go on with: give another --out, or remove it"
+                f"{self.folder / self.NAME} has trainings of {before:g} epochs, which --train-epochs {epochs:g} would "
+                "not go on with: give another --out, or remove it"
             )
 
     def plan_of(self, row: Configuration) -> str | None:

@@ -19,13 +19,12 @@ from pydantic import Field
 
 from convoy.bench.jobs import Job, Jobs, Outcome, kept
 from convoy.bench.processes import Say
-from convoy.bench.records import Record, StudyFile
+from convoy.bench.records import Record, TrainingStudy
 from convoy.bench.study import machine_facts, plain_recipe
 from convoy.data import open_data
 from convoy.errors import ConvoyError
 from convoy.recipe.recipe import Recipe
 from convoy.recipe.schema import fields_of, number_type
-from convoy.run.directory import RunDirectory
 from convoy.tasks.own import add_own
 from convoy.tasks.registry import create_task
 from convoy.training import choose_device
@@ -72,7 +71,7 @@ class Trial(Record):
     failure: str | None = None
 
 
-class TrialStudy(StudyFile):
+class TrialStudy(TrainingStudy):
     """The file of a study."""
 
     NAME, VERB = "trials.json", "convoy trials or folds"
@@ -84,20 +83,20 @@ class TrialStudy(StudyFile):
         sign, there = 1 if self.facts["is_lower"] else -1, [one for one in self.trials if one.score is not None]
         return sorted(there, key=lambda one: sign * (one.score or 0.0))
 
-    def jobs(self, folder: Path, load: Load, host: str, slots: int, outcomes: Mapping[Path, Outcome]) -> list[Job]:
+    def jobs(self, load: Load, host: str, slots: int, outcomes: Mapping[Path, Outcome]) -> list[Job]:
         """The trials of a host that are not done, and as many new ones as there are free slots."""
         kind = "fold" if self.facts["folds"] else "trial"
-        self.trials = [self._read(path, load, outcomes) for path in sorted(folder.glob(f"{kind}-*.json"))]
+        self.trials = [self._read(path, load, outcomes) for path in sorted(self.folder.glob(f"{kind}-*.json"))]
         for one in [one for one in self.ranked()[1:] if one.host == host and kind == "trial"]:  # the best may go on
-            shutil.rmtree(folder / one.name / "checkpoints", ignore_errors=True)
+            shutil.rmtree(self.folder / one.name / "checkpoints", ignore_errors=True)
         mine = [one for one in self.trials if one.host == host and one.score is None and one.failure is None]
         free = [n for n in range(1, self.number + 1) if f"{kind}-{n:03}" not in {one.name for one in self.trials}]
         if not free or len(mine) >= slots:
-            return [Job(folder / one.name, load(one.values)) for one in mine]
+            return [Job(self.folder / one.name, load(one.values)) for one in mine]
         claim = json.dumps({"values": self.propose(free[0]), "host": host})
-        with suppress(FileExistsError), (folder / f"{kind}-{free[0]:03}.json").open("x", encoding="utf-8") as file:
+        with suppress(FileExistsError), (self.folder / f"{kind}-{free[0]:03}.json").open("x", encoding="utf-8") as file:
             file.write(claim)
-        return self.jobs(folder, load, host, slots, outcomes)
+        return self.jobs(load, host, slots, outcomes)
 
     def _read(self, path: Path, load: Load, outcomes: Mapping[Path, Outcome]) -> Trial:
         out, claim = path.with_suffix(""), dict[str, Any]()
@@ -164,18 +163,16 @@ def train_trials(
     facts |= {"over": overs, "num_train": num_train, "recipe": plain_recipe(recipe, None)}
     if not (folder / TrialStudy.NAME).exists() and any(folder.glob("*-[0-9]*.json")):
         raise ConvoyError(f"{folder} holds trainings of a study without its {TrialStudy.NAME}: give another --out")
-    TrialStudy.open(folder, facts)
     host, best = socket.gethostname(), {"best": None if folds else metric.name}  # a fold would choose what it measures
-    with RunDirectory(folder / ".hosts" / host).lock(tell=tell):
-        study = TrialStudy.open(folder, facts)
-        study.machine, study.commands = machine_facts(device), list(dict.fromkeys([*study.commands, command]))
+    with TrialStudy.alone(folder, tell, folder / ".hosts" / host, facts=facts) as study:
+        study.begin(machine_facts(device), command)
         study.number = max(study.number, number)
-        study.save(folder)
+        study.save()
         jobs.say = lambda job, text, _, __: progress(f"{job.out.name}: {text}", len(study.ranked()), study.number)
-        wanted = partial(study.jobs, folder, lambda v: load(v).model_copy(update=best), host, jobs.number // each)
+        wanted = partial(study.jobs, lambda v: load(v).model_copy(update=best), host, jobs.number // each)
         try:
             jobs.train(wanted)
         finally:
-            study.save(folder)
+            study.save()
         if study.trials and all(one.failure for one in study.trials):
             raise ConvoyError(f"no training has a score: {study.trials[-1].failure}")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from convoy import units
-from convoy.bench.page import Written, render
+from convoy.bench.page import Written, write_trainings
 from convoy.bench.results import Table
 from convoy.bench.trials import TrialStudy, space_of
 from convoy.documents import dump
@@ -50,25 +50,22 @@ def write_trials(folder: Path) -> Written:
         tiles += [Tile(key, units.shorten(str(value), 16)) for key, value in ranked[0].values.items()]
     pictures = {metric: None, **space_of(study.facts["over"])}.items() if ranked else ()
     panels = [drawn(re.sub("[ .]", "-", f"by-{key}"), key, partial(_scores, study, of), "") for key, of in pictures]
-    content = {
-        "name": "folds" if folds else "trials",
-        "title": units.shorten(table.note, 60),
-        "subject": units.shorten(study.facts["recipe"]["data"]["path"], 60),
-        "facts": [
-            f"{units.plural(study.number, 'training')} of {study.facts['recipe']['epochs']}",
-            study.machine["machine"],
-        ],
-        "tiles": tiles,
-        "trained_lead": "Each dot is a training.",
-        "trained_title": "Table",
-        "trained_remarks": remarks[:1],
-        "missing": missing,
-        "commands": commands,
-        "machine": study.machine,
-        "recipe": dump(study.facts["recipe"]).rstrip(),
-    }
-    report = render(folder, study.NAME, content, panels, {"trials.csv": table.csv()}, trained=table)
-    return Written({"trials": table}, [*missing, *remarks], report)
+    recipe = study.facts["recipe"]
+    return write_trainings(
+        study,
+        table,
+        panels,
+        missing,
+        remarks,
+        name="folds" if folds else "trials",
+        subject=units.shorten(recipe["data"]["path"], 60),
+        facts=[f"{units.plural(study.number, 'training')} of {recipe['epochs']}", study.machine["machine"]],
+        tiles=tiles,
+        trained_lead="Each dot is a training.",
+        trained_remarks=remarks[:1],
+        commands=commands,
+        recipe=dump(recipe).rstrip(),
+    )
 
 
 def _words(study: TrialStudy, value: Any) -> str:
@@ -79,7 +76,7 @@ def _scores(study: TrialStudy, shape: Any, title: str) -> Drawing:
     """The scores over the values of a key; or in the order of the trainings, with the best so far or folds' mean."""
     trials = [one for one in study.trials if one.score is not None]
     scores, folds = np.array([one.score for one in trials], float), study.facts["folds"]
-    axes = ax.panel(title, "" if shape else "fold" if folds else "trial", 170, ["a training", "best so far"], 2)
+    axes = ax.panel(title, "" if shape else "fold" if folds else "trial", ["a training", "best so far"])
     ax.wide_axis(axes, scores)
     places: list[Any] = [one.values[title] if shape else int(one.name.rpartition("-")[2]) for one in trials]
     if shape is None:
@@ -95,4 +92,4 @@ def _scores(study: TrialStudy, shape: Any, title: str) -> Drawing:
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter("")
     axes.plot(places, scores, "o", color=ax.TRAIN, markersize=5, clip_on=False, label="a training")
-    return " ".join(f"{one.name}: {_words(study, one.score)}." for one in trials), ax.with_legend(axes, 2)
+    return " ".join(f"{one.name}: {_words(study, one.score)}." for one in trials), ax.with_legend(axes)

@@ -1,6 +1,6 @@
 """The look of every plot: one size, fixed margins so that panels line up, few ticks, direct legends, named colors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.textpath import TextPath
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
 
 from convoy import units
 
@@ -21,12 +21,17 @@ WIDTH, HEIGHT = 340, 252
 LEFT, RIGHT, TOP, BOTTOM = 44, 12, 54, 38
 
 TITLE = 30  # the margin above axes without a legend
+UNDER = TITLE + 12  # that above axes which stand under others
 
 PAPER, INK, MUTED, GRID = "#ffffff", "#1b1f24", "#59636e", "#e4e7eb"
 # Blue, vermilion and bluish green of Okabe and Ito (2008): told apart by color-blind readers too.
 TRAIN, TEST, GREEN = "#0072b2", "#d55e00", "#009e73"
 
 PURPLE, OCHRE = "#a8508a", "#b8860b"  # two more of theirs, darker, so that thin lines are seen on white
+
+COLORS = (TRAIN, TEST, GREEN, PURPLE, OCHRE, INK)
+MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
+DASHES: tuple[str | tuple[float, tuple[float, ...]], ...] = ("-", (0.0, (5.0, 2.0)), (0.0, (1.5, 1.5)))
 
 
 @contextmanager
@@ -59,52 +64,54 @@ def house_style() -> Iterator[None]:
         yield
 
 
-def new_figure(height: float = HEIGHT) -> Figure:
-    """An empty panel of a height in points."""
-    return Figure(figsize=(WIDTH / 72, height / 72), dpi=144)
+def panel(
+    title: str, xlabel: str = "", words: Sequence[str] = (), *, height: float = 0, below: float = 0, **options: Any
+) -> Axes:
+    """Axes in a panel of their own, with room above them for a legend of these words, if there are any.
+
+    They are as high as those of other panels, or of a height in points; `below` points stay free under them.
+    """
+    above = TOP + _LINE * (-(-len(words) // columns(words)) - 1) if words else TITLE
+    height = height or HEIGHT - BOTTOM - (TOP if words else TITLE)
+    figure = Figure(figsize=(WIDTH / 72, (above + height + below + BOTTOM) / 72), dpi=144)
+    return _add_axes(figure, title, xlabel, 0, above, height, **options)
 
 
-def add_axes(
+def under(upper: Axes, title: str, xlabel: str, height: float) -> Axes:
+    """Axes of a height in points on the same x axis, where a panel has left room `below` the upper ones."""
+    figure = figure_of(upper)
+    upper.tick_params(labelbottom=False)
+    return _add_axes(figure, title, xlabel, figure.get_figheight() * 72 - BOTTOM - height - TITLE, TITLE, height)
+
+
+def _add_axes(
     figure: Figure,
     title: str,
-    xlabel: str = "",
-    *,
-    top: float = 0,
-    above: float = TOP,
-    height: float = 0,
+    xlabel: str,
+    top: float,
+    above: float,
+    height: float,
     left: float = LEFT,
     grid: Literal["x", "y"] = "y",
 ) -> Axes:
-    """Axes that begin `above` points under `top` (points from the edge of the panel), with their title at `top`.
-
-    They reach down to the margin of the panel, or have the `height` that is given.
-    """
+    """Axes that begin `above` points under `top` (points from the edge of the panel), with their title at `top`: no
+    line beside them, and marks below them alone."""
     whole = figure.get_figheight() * 72
-    height = height or whole - BOTTOM - top - above
     lower = whole - top - above - height
     axes = figure.add_axes((left / WIDTH, lower / whole, (WIDTH - left - RIGHT) / WIDTH, height / whole))
     figure.text(2 / WIDTH, 1 - (top + 15) / whole, title, size=12, weight="bold")
     axes.grid(visible=True, axis=grid)
     axes.set_xlabel(xlabel, labelpad=4)
-    quiet(axes)
-    return axes
-
-
-def panel(
-    title: str, xlabel: str, height: float, words: Sequence[str], most: int = 3, *, below: float = 0, **options: Any
-) -> Axes:
-    """Axes of a height in points in a panel of their own, with room for a legend of these words, in `most` columns at
-    most; `below` points stay free under them."""
-    above = TOP + _LINE * (-(-len(words) // columns(words, most)) - 1)
-    figure = new_figure(above + height + below + BOTTOM)
-    return add_axes(figure, title, xlabel, above=above, height=height, **options)
-
-
-def quiet(axes: Axes) -> None:
-    """No line beside the axes, and marks below them alone."""
     axes.tick_params(length=0, pad=6)
     axes.tick_params(axis="x", length=3, pad=4, width=0.8)
     axes.spines["left"].set_visible(False)
+    return axes
+
+
+def figure_of(axes: Axes) -> Figure:
+    """The panel of some axes."""
+    assert isinstance(axes.figure, Figure)
+    return axes.figure
 
 
 _LINE = 15  # height of a line of a legend, in points
@@ -119,46 +126,53 @@ LEGEND: dict[str, Any] = {
 }
 
 
-def columns(words: Sequence[str], most: int) -> int:
-    """How many columns of a legend fit beside each other, `most` at most."""
+def columns(words: Sequence[str]) -> int:
+    """How many columns of a legend fit beside each other, three at most, and no more than its lines need."""
     size = 10.5
     handle, gap = size * (LEGEND["handlelength"] + LEGEND["handletextpad"]), size * LEGEND["columnspacing"]
     widths = [handle + TextPath((0, 0), word, size).get_extents().width for word in words]
-    for number in range(most, 1, -1):
+    for number in (3, 2):
         needed = sum(max(column, default=0) for column in np.array_split(widths, number)) + gap * (number - 1)
         if needed <= WIDTH - 8:
-            return number
+            return -(-len(words) // -(-len(words) // number))
     return 1
 
 
-def with_legend(axes: Axes, most: int = 3) -> Figure:
-    """The panel, with the names of what is drawn between title and axes, where no curve can run under them."""
-    figure = axes.figure
-    assert isinstance(figure, Figure)
+def with_legend(axes: Axes) -> Axes:
+    """The axes, with the names of what is drawn between title and axes, where no curve can run under them."""
+    figure = figure_of(axes)
     _, words = axes.get_legend_handles_labels()
     corner = 2 / WIDTH, 1 - 26 / (figure.get_figheight() * 72)
     place: dict[str, Any] = {"bbox_to_anchor": corner, "bbox_transform": figure.transFigure}
-    axes.legend(loc="upper left", ncols=columns(words, most), **place, **LEGEND)
-    return figure
+    axes.legend(loc="upper left", ncols=columns(words), **place, **LEGEND)
+    return axes
+
+
+def look(place: int, colors: Sequence[str] = COLORS) -> dict[str, Any]:
+    """Color, mark and line of one of several curves."""
+    dashes = DASHES[place // len(colors) % len(DASHES)]
+    return {"color": colors[place % len(colors)], "marker": MARKERS[place % len(MARKERS)], "linestyle": dashes}
+
+
+def band(axes: Axes, x: Sequence[float] | np.ndarray, low: Any, high: Any, color: str) -> None:
+    """The range around a curve."""
+    axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+
+
+def ticks_at(axis: Axis, places: Sequence[float] | Locator, factor: float = 1) -> None:
+    """Ticks at these places alone, with `factor` times the value."""
+    axis.set_major_locator(places if isinstance(places, Locator) else FixedLocator(places))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(
+        FuncFormatter(lambda value, _: units.tick(value if factor == 1 else round(value * factor, 6)))
+    )
 
 
 def set_ticks(
     axis: Axis, most: int, steps: Sequence[float] | None = (1, 2, 5, 10), factor: float = 1, **options: Any
 ) -> None:
     """At most so many ticks at round numbers of `factor` times the value."""
-    axis.set_major_locator(MaxNLocator(nbins=most, steps=steps, **options))
-    axis.set_major_formatter(
-        FuncFormatter(lambda value, _: units.tick(value if factor == 1 else round(value * factor, 6)))
-    )
-
-
-_FINE = (1, 2, 2.5, 5, 10)
-
-
-def count_axis(axes: Axes, last: float) -> None:
-    """An x axis of updates from 0 to `last`."""
-    axes.set_xlim(0, max(last, 1))
-    set_ticks(axes.xaxis, 5, _FINE, integer=True)
+    ticks_at(axis, MaxNLocator(nbins=most, steps=steps, **options), factor)
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
@@ -169,10 +183,20 @@ def time_unit(seconds: float) -> tuple[float, str]:
     return 1, "seconds"
 
 
-def time_axis(axes: Axes, last: float) -> None:
-    """An x axis of time from 0 to `last`, in the unit of `time_unit`."""
+def course_axis(axes: Axes, last: float, **options: Any) -> None:
+    """An x axis of time, or of updates (`integer`), from 0 to `last`."""
     axes.set_xlim(0, last if last > 0 else 1)
-    set_ticks(axes.xaxis, 5, _FINE)
+    set_ticks(axes.xaxis, 5, (1, 2, 2.5, 5, 10), **options)
+
+
+def log_axes(axes: Axes, x: Iterable[float], y: Sequence[float]) -> None:
+    """Both axes logarithmic, with ticks at the values of x, seven at most."""
+    places = sorted(set(x))
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylim(min(y) / 1.2, 1.2 * max(y))
+    ticks_at(axes.xaxis, places[:: -(-len(places) // 7)])
+    ticks_at(axes.yaxis, LogLocator(subs=(1, 2, 5), numticks=8))
 
 
 def linear_axis(
@@ -210,6 +234,4 @@ def wide_axis(axes: Axes, values: np.ndarray) -> None:
     else:
         axes.set_yscale("log")
         axes.set_ylim(low / 1.15, 1.15 * high)
-    axes.yaxis.set_major_locator(FixedLocator(ticks))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value)))
+    ticks_at(axes.yaxis, ticks)

@@ -8,9 +8,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -104,19 +106,30 @@ class Panel:
     description: str
     figure: Figure | None
 
-    def svg(self) -> Markup | None:
-        if self.figure is None:
-            return None
-        return Markup(inline_svg(self.figure, self.name, self.title, self.description))  # markup of our own making
+    def file(self, kind: str, **options: Any) -> bytes:
+        """The plot as a file of a kind, the same bytes whenever it is written."""
+        assert self.figure is not None
+        written = io.BytesIO()
+        with axes.house_style():
+            self.figure.savefig(written, format=kind, **options)
+        return written.getvalue()
+
+    def svg(self) -> Markup:
+        return Markup(inline_svg(self))  # markup of our own making
 
 
-Drawing = tuple[str, Figure] | None  # what it shows in words, and the picture; None where there is nothing
+Drawing = tuple[str, Axes] | None  # what it shows in words, and where; None where there is nothing
 
 
 def drawn(name: str, title: str, draw: Callable[[str], Drawing], nothing: str) -> Panel:
     """A plot under a title, or a sentence where there is nothing to draw."""
     with axes.house_style():
-        return Panel(name, title, *(draw(title) or (nothing, None)))
+        drawing = draw(title)
+    return (
+        Panel(name, title, nothing, None)
+        if drawing is None
+        else Panel(name, title, drawing[0], axes.figure_of(drawing[1]))
+    )
 
 
 @dataclass(frozen=True)
@@ -176,13 +189,11 @@ _COLORS = ("paper", "ink", "muted", "grid", "train", "test", "green", "purple", 
 _PROPERTIES = {getattr(axes, name.upper()): f"var(--{name})" for name in _COLORS}
 
 
-def inline_svg(figure: Figure, name: str, title: str, description: str) -> str:
-    """The figure as an `<svg>` element for HTML: scalable, labelled for screen readers, every id prefixed by `name`."""
-    written = io.StringIO()
-    with axes.house_style():
-        about = {"Date": None, "Creator": None, "Format": None, "Type": None}
-        figure.savefig(written, format="svg", metadata=about, transparent=True)
-    start, _, body = written.getvalue().partition("<svg ")[2].partition(">")
+def inline_svg(panel: Panel) -> str:
+    """A plot as an `<svg>` element for HTML: scalable, labelled for screen readers, every id prefixed by its name."""
+    name, about = panel.name, {"Date": None, "Creator": None, "Format": None, "Type": None}
+    written = panel.file("svg", metadata=about, transparent=True).decode()
+    start, _, body = written.partition("<svg ")[2].partition(">")
     body = re.sub(r"<metadata>.*?</metadata>|<style .*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
     used = set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', body))
 
@@ -197,7 +208,6 @@ def inline_svg(figure: Figure, name: str, title: str, description: str) -> str:
     body = re.sub(r"<[^>]*>", adapt, re.sub(r">\s+<", "><", body.strip()))
     view = re.search(r'viewBox="[^"]*"', start)
     assert view is not None
-    labels = (
-        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-description">{escape(description)}</desc>'
-    )
+    labels = f'<title id="{name}-title">{escape(panel.title)}</title>'
+    labels += f'<desc id="{name}-description">{escape(panel.description)}</desc>'
     return f'<svg {view[0]} role="img" aria-labelledby="{name}-title {name}-description">{labels}{body}'

@@ -1,16 +1,16 @@
 """The planner's pages: why a plan is the fastest, with its timeline and its network drawn layer by layer, and what
 machines that are not at hand would do (`--on`)."""
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, get_args
 
 from markupsafe import Markup
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from convoy import units
 from convoy.files import to_json
@@ -26,7 +26,7 @@ from convoy.plans.timeline import ENGINE, Span, Stream, Task, Timeline
 from convoy.plans.traffic import listed, some_ranks
 from convoy.report import axes as ax
 from convoy.report import pages
-from convoy.report.pages import Tile, data_uri
+from convoy.report.pages import Drawing, Tile, data_uri, drawn
 from convoy.units import extra, seconds, shape, size
 
 # The kinds of work, by their names in the style sheet, which has their colors.
@@ -117,10 +117,8 @@ def timeline_drawing(timeline: Timeline, mesh: Mesh) -> dict[str, Any]:
 
 def _marks(total: float) -> list[tuple[str, str, str]]:
     """Four to eight round times from 0 to `total`: place in percent, anchor, text without needless zeros (`2 ms`)."""
-    step = 10.0 ** math.floor(math.log10(total / 4))
-    step *= next((factor for factor in (1, 2, 5, 10) if total / (step * factor) <= 8), 10)
-    marks = []
-    for number in (count * step for count in range(int(total / step + 1e-9) + 1)):
+    marks, times = [], MaxNLocator(8, steps=(1, 2, 5, 10)).tick_values(0, total)
+    for number in (time for time in times if time <= (1 + 1e-9) * total):
         place, (figure, _, unit) = 100 * number / total, seconds(number).partition(" ")
         text = f"{figure.rstrip('0').rstrip('.') if '.' in figure else figure} {unit}" if number else "0"
         marks.append((f"{place:.2f}", "start" if place < 2 else "end" if place > 95 else "middle", text))
@@ -164,18 +162,20 @@ def _title(span: Span) -> str:
     return f"{name}{where}: {f'{word}, ' if word != name else ''}{seconds(span.end - span.start)}{about}"
 
 
-_COLORS = (ax.TRAIN, ax.TEST, ax.GREEN, ax.PURPLE, ax.OCHRE)
-
-
 def machines_page(
     network: str, predictions: Sequence[Prediction], images: float, prices: Sequence[float], what: str, command: str
 ) -> str:
     """The page as HTML. `images` are those of the whole training, `what` is that in words; `prices` are of an hour of
     one device of each machine, or empty."""
     first = predictions[0]
+    rows = [(row, row.row(images, prices[number] if prices else None)) for number, row in enumerate(predictions)]
+    heads = {name: name.capitalize() for name in rows[0][1]}
+    if prices:
+        heads["price"] = Markup('<span title="in the currency of --price">Price</span>')
+    machine, precision, *numbers = heads.values()
     return pages.render(
         "machines.html.jinja",
-        ("report.css", "plan.css"),
+        ("report.css", "bench.css"),
         ("copy.js",),
         name="plan",
         title=network,
@@ -183,37 +183,30 @@ def machines_page(
         facts=[f"batch {first.batch}", what],
         status="predicted, not measured",
         status_kind="warn",
-        rows=[(row, row.row(images, prices[number] if prices else None)) for number, row in enumerate(predictions)],
-        picture=Markup(_picture(predictions)),
+        rows=rows,
+        columns=[machine, precision, "#Devices", *(Markup("#") + head for head in numbers), "Held back by"],
+        panel=drawn("curve", "Images a second by data parallelism", partial(_curves, predictions), ""),
         command=command,
     )
 
 
-def _picture(predictions: Sequence[Prediction]) -> str:
-    with ax.house_style():
-        figure = ax.new_figure()
-        axes = ax.add_axes(figure, "Images a second by data parallelism", "devices")
-        for number, row in enumerate(predictions):
-            color = _COLORS[number % len(_COLORS)]
-            counts = [count for count, _ in row.curve]
-            rates = [rate for _, rate in row.curve]
-            axes.fill_between(
-                counts, [r / row.within for r in rates], [r * row.within for r in rates], color=color, alpha=0.18, lw=0
-            )
-            axes.plot(counts, rates, color=color, label=row.machine.label, marker="o", markersize=3.4)
-            # from here on twice as many devices are less than 1.7 times as fast
-            bend = next((at for at, (_, more) in pairwise(row.curve) if more < 1.7 * at[1]), None)
-            if bend is not None:
-                axes.plot(*([number] for number in bend), color=color, marker="D", markersize=7, fillstyle="none")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda number, _: f"{number:,.6g}"))
-            axis.set_minor_locator(NullLocator())
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=min(3, len(predictions)), **ax.LEGEND)
+def _curves(predictions: Sequence[Prediction], title: str) -> Drawing:
+    """Images a second of each machine over its devices, with the range in which nine in ten published values lie."""
+    axes = ax.panel(title, "devices", [row.machine.label for row in predictions])
+    for number, row in enumerate(predictions):
+        color = ax.COLORS[number % len(ax.COLORS)]
+        counts, rates = zip(*row.curve, strict=True)
+        ax.band(axes, counts, [rate / row.within for rate in rates], [rate * row.within for rate in rates], color)
+        axes.plot(counts, rates, color=color, label=row.machine.label, marker="o", markersize=3.4)
+        # from here on twice as many devices are less than 1.7 times as fast
+        bend = next((at for at, (_, more) in pairwise(row.curve) if more < 1.7 * at[1]), None)
+        if bend is not None:
+            axes.plot(*([number] for number in bend), color=color, marker="D", markersize=7, fillstyle="none")
+    points = [(count, rate, row.within) for row in predictions for count, rate in row.curve]
+    ends = [end for _, rate, within in points for end in (rate / within, rate * within)]
+    ax.log_axes(axes, [count for count, _, _ in points], ends)
     described = "Each line is a machine, the band is where nine in ten published values lie around such predictions."
-    return pages.inline_svg(figure, "curve", "Images a second over devices", described)
+    return described, ax.with_legend(axes)
 
 
 MOST_LANES = 8  # edges that would need more are left out

@@ -11,14 +11,12 @@ from matplotlib.axes import Axes
 from convoy import units
 from convoy.report import axes as ax
 from convoy.report.pages import Drawing, Panel, drawn
-from convoy.report.run_directory import Run, column
+from convoy.report.run import Run, column
 from convoy.run.records import MetricsLine
 from convoy.tasks.metric import metric_name
 
 Against = Literal["updates", "time"]
-DASHED = (0.0, (5.0, 2.0))
 NOTHING = "Nothing has been recorded yet."
-_PLOT = 160  # height of the axes under a legend, in points
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class PlotLine:
         y = self.y
         if len(x) > 600:
             x, y, low, high = in_pieces(x, y)
-            axes.fill_between(x, low, high, color=self.color, alpha=0.22, linewidth=0)
+            ax.band(axes, x, low, high, self.color)
         marker, size = self.marker if len(x) <= 60 else "", 3.4 if len(x) <= 25 else 2.4
         look: dict[str, Any] = {"linestyle": self.style, "linewidth": self.width, "marker": marker, "markersize": size}
         axes.plot(x, y, color=self.color, label=self.label, clip_on=False, **look)
@@ -89,7 +87,7 @@ def draw_panels(run: Run) -> list[Panel]:
         """A quantity of both splits over updates and over time; of shares that are right the errors, in a unit."""
         values = [100 * (1 - column(lines, key)) if errors else column(lines, key) for lines in (train, test)]
         learnt = PlotLine("train", train, values[0], ax.TRAIN, width=1.1)
-        curves = [learnt, PlotLine(tested, test, values[1], ax.TEST, DASHED, "o")]
+        curves = [learnt, PlotLine(tested, test, values[1], ax.TEST, ax.DASHES[1], "o")]
         against: tuple[Against, ...] = ("updates", "time")
         return [
             drawn(f"{name}-{x}", f"{title} over {x}", partial(_compare, run, curves, x, errors), NOTHING)
@@ -118,15 +116,12 @@ def draw_panels(run: Run) -> list[Panel]:
 def data_wait_shares(run: Run) -> np.ndarray:
     """The share of the training time between two training lines that was spent waiting for data [lines].
 
-    The training time of a line is its images divided by its images per second, which leaves evaluation out. Without a
-    batch in the configuration it is the time since the line before.
+    The training time of a line is its images divided by its images per second, which leaves evaluation out.
     """
     train, batch = run.metrics.train, run.setting("batch")
     with np.errstate(divide="ignore", invalid="ignore"):
-        if isinstance(batch, int):
-            seconds = np.diff(column(train, "step"), prepend=0) * batch / column(train, "images_per_s")
-        else:
-            seconds = np.diff(column(train, "time_s"), prepend=0)
+        images = np.diff(column(train, "step"), prepend=0) * (batch if isinstance(batch, int) else np.nan)
+        seconds = images / column(train, "images_per_s")
         shares = column(train, "data_wait_s") / seconds
     shares[~np.isfinite(shares)] = np.nan
     return np.asarray(np.clip(shares, 0, 1))
@@ -147,7 +142,7 @@ class _Scale:
 
     def draw(self, axes: Axes, curve: PlotLine) -> None:
         curve.draw(axes, column(curve.lines, self._key) / self._size)
-        (ax.count_axis if self._key == "step" else ax.time_axis)(axes, self.end)
+        ax.course_axis(axes, self.end, integer=self._key == "step")
 
 
 def _compare(run: Run, curves: Sequence[PlotLine], against: Against, unit: str, title: str) -> Drawing:
@@ -155,7 +150,7 @@ def _compare(run: Run, curves: Sequence[PlotLine], against: Against, unit: str, 
     curves, scale = [curve for curve in curves if not curve.is_empty], _Scale(run, against)
     if not curves or not np.isfinite(scale.end):
         return None
-    axes = ax.panel(f"{title}{unit}", scale.unit, _PLOT, [curve.label for curve in curves])
+    axes = ax.panel(f"{title}{unit}", scale.unit, [curve.label for curve in curves])
     for curve in curves:
         scale.draw(axes, curve)
     ax.wide_axis(axes, np.concatenate([curve.y for curve in curves]))
@@ -167,8 +162,7 @@ def _calibration(run: Run, title: str) -> Drawing:
     bins = run.evaluation.calibration
     if not bins:
         return None
-    figure = ax.new_figure()
-    axes = ax.add_axes(figure, "Right answers, %", "mean probability of the answer, %", above=ax.TITLE)
+    axes = ax.panel("Right answers, %", "mean probability of the answer, %")
     axes.plot([0, 100], [0, 100], color=ax.MUTED, linewidth=0.8, linestyle="--")
     x, y = ([100 * getattr(part, key) for part in bins] for key in ("confidence", "accuracy"))
     axes.plot(x, y, color=ax.TEST, marker="o", linewidth=1.4)
@@ -176,31 +170,29 @@ def _calibration(run: Run, title: str) -> Drawing:
     axes.set_ylim(0, 104)
     error = units.percent(run.evaluation.calibration_error)
     rows = "; ".join(f"{a:.0f} % probable: {b:.0f} % right" for a, b in zip(x, y, strict=True))
-    return f"Expected calibration error {error}. {rows}.", figure
+    return f"Expected calibration error {error}. {rows}.", axes
 
 
 def _points(run: Run, place: int, title: str) -> Drawing:
     """What a regression says of the test split, over what is true, of the output at a place."""
     points = np.array(run.evaluation.points, dtype=np.float64)[:, 2 * place : 2 * place + 2]
-    figure = ax.new_figure()
-    axes = ax.add_axes(figure, title, f"true {run.evaluation.classes[place]}", above=ax.TITLE)
+    axes = ax.panel(title, f"true {run.evaluation.classes[place]}")
     ends = [np.nanmin(points), np.nanmax(points)]
     axes.plot(ends, ends, color=ax.MUTED, linewidth=0.8)
     axes.plot(points[:, 0], points[:, 1], "o", color=ax.TEST, markersize=3, alpha=0.5)
-    return f"{len(points)} test images; on the line the answer is right.", figure
+    return f"{len(points)} test images; on the line the answer is right.", axes
 
 
 def _learning_rate(run: Run, title: str) -> Drawing:
     curve = PlotLine("learning rate", run.metrics.train, column(run.metrics.train, "lr"), ax.TRAIN)
     if curve.is_empty:
         return None
-    figure = ax.new_figure()
-    axes = ax.add_axes(figure, title, "updates", above=ax.TITLE)
+    axes = ax.panel(title, "updates")
     _Scale(run, "updates").draw(axes, curve)
     rates = curve.y[np.isfinite(curve.y) & (curve.y > 0)]
     falls_by_factors = len(rates) > 2 and rates[-1] < 0.02 * rates.max() and np.mean(np.diff(rates) == 0) > 0.5
     (ax.wide_axis if falls_by_factors else ax.linear_axis)(axes, curve.y)
-    return str(curve), figure
+    return str(curve), axes
 
 
 def _speed(run: Run, title: str) -> Drawing:
@@ -210,12 +202,10 @@ def _speed(run: Run, title: str) -> Drawing:
     waits = PlotLine("waiting for data, % of training time", train, 100 * data_wait_shares(run), ax.TRAIN)
     if images.is_empty or not np.isfinite(scale.end):
         return None
-    figure = ax.new_figure()
-    upper = ax.add_axes(figure, "Images per second over time", above=ax.TITLE, height=74)
-    lower = ax.add_axes(figure, "Waiting for data, % of training time", scale.unit, top=116, above=ax.TITLE)
+    upper = ax.panel("Images per second over time", height=74, below=ax.UNDER + 68)
+    lower = ax.under(upper, "Waiting for data, % of training time", scale.unit, 68)
     scale.draw(upper, images)
     scale.draw(lower, waits)
     ax.linear_axis(upper, images.y, ticks=3)
     ax.linear_axis(lower, waits.y, ticks=3, at_least=10, at_most=100)
-    upper.tick_params(labelbottom=False)
-    return " ".join(str(curve) for curve in (images, waits) if not curve.is_empty), figure
+    return " ".join(str(curve) for curve in (images, waits) if not curve.is_empty), upper

@@ -10,7 +10,7 @@ import numpy as np
 from convoy import units
 from convoy.planner.comparison import Comparison, difference, shown
 from convoy.report.pages import Tile
-from convoy.report.run_directory import Run, column
+from convoy.report.run import Run, column
 from convoy.run.records import MetricsLine
 from convoy.tasks.metric import metric_in_words
 

@@ -1,7 +1,7 @@
 """Writes the report of a run: one HTML file that holds everything, opens from disk and asks nothing of a network."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from datetime import datetime
 from itertools import count
 from pathlib import Path, PurePath
@@ -19,7 +19,7 @@ from convoy.report import pages
 from convoy.report.pages import Download, read_picture
 from convoy.report.plots import draw_panels
 from convoy.report.remarks import about, bench_command, num_test_images, remarks, result_tiles, status
-from convoy.report.run_directory import Run, column, read_run
+from convoy.report.run import Run, column, read_run
 from convoy.run.records import EvaluationFile, StageRecord
 from convoy.tasks.metric import metric_name, palette
 from convoy.terminal import printable
@@ -56,8 +56,6 @@ def _content(run: Run) -> dict[str, Any]:
     summary, evaluation, lines = run.summary, run.evaluation, reversed([*run.metrics.train, *run.metrics.test])
     model = summary.model or _text(run.setting("model.name"))
     data = summary.data or _text(run.setting("data.path"))
-    table = Confusion(evaluation)
-    many = len(evaluation.classes) > LARGEST_MATRIX
     return {
         "name": "report",
         "over": "training report",
@@ -71,7 +69,7 @@ def _content(run: Run) -> dict[str, Any]:
         "bench": bench_command(run),
         "notes": summary.notes,
         "tiles": result_tiles(run),
-        "panels": [(panel, panel.svg()) for panel in draw_panels(run)],
+        "panels": draw_panels(run),
         "updates_per_epoch": next((round(line.step / line.epoch) for line in lines if line.epoch), None),
         "pieces": len(run.metrics.train) > 600,
         "tests": _tests(run),
@@ -82,10 +80,7 @@ def _content(run: Run) -> dict[str, Any]:
         "stages": _stages(run),
         "words": {"ranks": some_ranks, "takes": listed, "time": shown},
         "evaluation": evaluation,
-        "matrix": table.matrix(),
-        "pairs": table.pairs(12 if many else 8),
-        "classes": table.classes(),
-        "hardest": table.hardest(12) if many else [],
+        **confusion(evaluation),
         "mistakes": _mistakes(run.path, evaluation),
         "task": run.task,
         "named": {name: metric_name(name) for name in run.named},
@@ -194,27 +189,21 @@ def compared(comparison: Comparison | None) -> dict[str, Any] | None:
     sentence = f"An update took {shown(update.measured_s)}, the median of {comparison.timed}"
     if off := _difference(update):
         sentence += f"; {shown(update.predicted_s)} were predicted ({off})"
-    groups = [(group, _sum([group.computes, group.waits])) for group in comparison.groups]
-    longest = max((total.longest for _, total in groups), default=0.0) or 1.0
+    groups = {group.title: {"forward": group.computes, "waiting": group.waits} for group in comparison.groups}
     return {
         "comparison": comparison,
         "sentence": f"{sentence}.",
         "both": update.predicted_s is not None,  # there is a prediction
-        "whole": _row("All parts", whole, tracks=_tracks(parts, max(whole.longest, 1e-12))),
-        "parts": [_row(WORDS[name], both, _COLORS.get(name, name)) for name, both in parts.items()],
-        "groups": [
-            _row(group.title, total, tracks=_tracks({"forward": group.computes, "waiting": group.waits}, longest))
-            for group, total in groups
-        ],
+        "parts": parts,
+        "groups": groups,
+        "sum_of": _sum,
+        "longest": max((_sum(times.values()).longest for times in groups.values()), default=0.0) or 1.0,
+        "off": _difference,
+        "words": WORDS,
+        "colors": {name: _COLORS.get(name, name) for name in WORDS},
         # what the measured parts add up to, and why that is not what an update takes
         "sum": f"{shown(whole.measured_s)}{apart(whole.measured_s or 0.0, update.measured_s)}",
     }
-
-
-def _row(name: str, both: Both, color: str = "", tracks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """Predicted beside measured, drawn and in numbers; empty where there is nothing."""
-    sides = {"predicted": shown(both.predicted_s), "measured": shown(both.measured_s)}
-    return {"name": name, "color": color, "tracks": tracks, **sides, "difference": _difference(both)}
 
 
 def _difference(both: Both) -> str:
@@ -223,93 +212,58 @@ def _difference(both: Both) -> str:
     return difference(both.error) if both.error < 9.995 else f"{both.error + 1:.0f} ×"
 
 
-def _tracks(parts: Mapping[str, Both], longest: float) -> list[dict[str, Any]]:
-    """A bar of what was predicted and one of what was measured: parts as color, share of the longest bar, and text."""
-    tracks = []
-    for side in ("predicted", "measured"):
-        seconds = {name: getattr(both, f"{side}_s") for name, both in parts.items()}
-        drawn = [
-            (_COLORS.get(name, name), 100 * number / longest, f"{WORDS[name]}, {side}: {shown(number)}")
-            for name, number in seconds.items()
-            if number
-        ]
-        if any(number is not None for number in seconds.values()):
-            tracks.append({"name": side, "parts": drawn})
-    return tracks
-
-
 def _sum(times: Iterable[Both]) -> Both:
     sides = zip(*((both.predicted_s, both.measured_s) for both in times), strict=True)
     sums = [[seconds for seconds in side if seconds is not None] for side in sides]
     return Both(*(sum(seconds) if seconds else None for seconds in sums))
 
 
-class Confusion:
-    """The counts of an evaluation, int64 [true class, predicted class], ready to be shown."""
-
-    def __init__(self, evaluation: EvaluationFile) -> None:
-        self._names = evaluation.classes if evaluation.confusion else []
-        self._counts = np.array(evaluation.confusion, dtype=np.int64).reshape(len(self._names), len(self._names))
-        self._wrong = self._counts - np.diag(np.diag(self._counts))
-        self._shares = self._counts / np.maximum(self._counts.sum(1, keepdims=True), 1)
-
-    def matrix(self) -> list[dict[str, Any]] | None:
-        """For each true class its cells by predicted class, or None if there is none or too many for a table.
-
-        Right answers are shaded by recall, mistakes by the square root of their share relative to the worst, so that
-        rare ones are still seen.
-        """
-        if not 0 < len(self._names) <= LARGEST_MATRIX:
-            return None
-        right = np.diag(np.diag(self._shares))
-        mistakes = self._shares - right
-        shades = right + (np.sqrt(mistakes / mistakes.max()) if mistakes.max() > 0 else mistakes)
-
-        def cell(true: int, predicted: int) -> dict[str, Any]:
-            count, name = int(self._counts[true, predicted]), self._names[true]
-            text = f"{name}: {count} right"
-            if true != predicted:
-                text = f"{name} taken for {self._names[predicted]}: {count}"
-            shade = round(float(shades[true, predicted]), 3)
-            return {"count": count, "right": true == predicted, "shade": shade, "text": text}
-
-        places = range(len(self._names))
-        return [{**row, "cells": [cell(true, place) for place in places]} for true, row in enumerate(self.classes())]
-
-    def pairs(self, most: int) -> list[dict[str, Any]]:
-        """The `most` pairs of different classes that were confused most often, the most frequent first."""
-        order = np.argsort(-self._wrong, axis=None, kind="stable")[:most]
-        return [
-            {
-                "true": self._names[true],
-                "predicted": self._names[predicted],
-                "count": int(self._wrong[true, predicted]),
-                "share": self._shares[true, predicted],  # of the images of the true class
-            }
-            for true, predicted in zip(*np.unravel_index(order, self._wrong.shape), strict=True)
-            if self._wrong[true, predicted] > 0
-        ]
-
-    def classes(self) -> list[dict[str, Any]]:
-        """Every class in numbers, in the order of the data; a share is None where there is nothing that it is of."""
-        right, images, predicted = np.diag(self._counts), self._counts.sum(1), self._counts.sum(0)
-        both = np.where((images > 0) & (predicted > 0), images + predicted, 0)
-        return [
-            {
-                "name": name,
-                "images": int(images[place]),
-                "recall": _share(right[place], images[place]),
-                "precision": _share(right[place], predicted[place]),  # of the images taken for it
-                "f1": _share(2 * right[place], both[place]),  # harmonic mean of both
-                "mostly": self._names[int(wrong.argmax())] if wrong.any() else "",  # what it is taken for most often
-            }
-            for place, (name, wrong) in enumerate(zip(self._names, self._wrong, strict=True))
-        ]
-
-    def hardest(self, most: int) -> list[dict[str, Any]]:
-        """The `most` classes of lowest recall, the hardest first; classes without images or mistakes are left out."""
-        mistaken = [row for row in self.classes() if row["recall"] is not None and row["recall"] < 1]
-        return sorted(mistaken, key=lambda row: float(row["recall"]))[:most]
+def confusion(evaluation: EvaluationFile) -> dict[str, Any]:
+    """The counts of an evaluation, [true class, predicted class], as the page shows them."""
+    names = evaluation.classes if evaluation.confusion else []
+    counts = np.array(evaluation.confusion, dtype=np.int64).reshape(len(names), len(names))
+    right, images, predicted = np.diag(counts), counts.sum(1), counts.sum(0)
+    wrong, shares = counts - np.diag(right), counts / np.maximum(images[:, None], 1)
+    both = np.where((images > 0) & (predicted > 0), images + predicted, 0)
+    # every class in the order of the data; a share is None where there is nothing that it is of
+    classes: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "images": int(images[place]),
+            "recall": _share(right[place], images[place]),
+            "precision": _share(right[place], predicted[place]),  # of the images taken for it
+            "f1": _share(2 * right[place], both[place]),  # harmonic mean of both
+            "mostly": names[int(wrong[place].argmax())]
+            if wrong[place].any()
+            else "",  # what it is taken for most often
+        }
+        for place, name in enumerate(names)
+    ]
+    many = len(names) > LARGEST_MATRIX
+    order = np.argsort(-wrong, axis=None, kind="stable")[: 12 if many else 8]
+    pairs = [
+        {
+            "true": names[true],
+            "predicted": names[taken_for],
+            "count": int(wrong[true, taken_for]),
+            "share": shares[true, taken_for],  # of the images of the true class
+        }
+        for true, taken_for in zip(*np.unravel_index(order, wrong.shape), strict=True)
+        if wrong[true, taken_for] > 0
+    ]
+    mistaken = [row for row in classes if row["recall"] is not None and row["recall"] < 1]
+    # Right answers are shaded by recall, mistakes by the square root of their share relative to the worst, so that rare
+    # ones are still seen.
+    recalls = np.diag(np.diag(shares))
+    mistakes = shares - recalls
+    shades = recalls + np.sqrt(mistakes / max(mistakes.max(initial=0), 1e-12))
+    cells = [list(zip(*row, strict=True)) for row in zip(counts.tolist(), shades.round(3).tolist(), strict=True)]
+    return {
+        "classes": classes,
+        "pairs": pairs,  # that were confused most often, the most frequent first
+        "hardest": sorted(mistaken, key=lambda row: row["recall"])[:12] if many else [],
+        "matrix": list(zip(classes, cells, strict=True)) if names and not many else None,
+    }
 
 
 def _share(part: int, whole: int) -> float | None:

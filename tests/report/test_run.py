@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.report.run_directory import read_run
+from convoy.report.run import read_run
 from report.made_runs import complete_run, write_run
 
 
