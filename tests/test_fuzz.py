@@ -323,7 +323,7 @@ def read_whatever(root: Path, seconds: float, seed: str, first: int = 0) -> None
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("seconds", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_whatever_stands_in_a_file_is_read_or_refused_in_a_sentence(seconds: int, tmp_path: Path) -> None:
     """CONVOY_FUZZ_S=3600 -m slow tries for an hour, CONVOY_FUZZ_SEED others."""
     longer = os.environ.get("CONVOY_FUZZ_S", seconds) if seconds > 3 else seconds

@@ -1,13 +1,12 @@
 """Builds Convoy's kernels for GPUs that are not here, with what the operations launch them with.
 
-    python -m triton_builds [more]
+    python -m triton_builds
 
 in a process in which Triton does not interpret. Batch norm and random bits run on tensors of the CPU, and what would
-launch a kernel builds it: few variants for each of `CAPABILITIES`, or more of them for one.
+launch a kernel builds it.
 """
 
 import re
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -26,9 +25,9 @@ from convoy.ops.batch_norm_torch import Norm
 from convoy.ops.kernel import Holders
 from convoy.ops.statistics import Running
 
-CAPABILITIES = (80, 100)
-TYPES = (torch.bfloat16, torch.float32, torch.float64)
 LAST, FIRST = torch.channels_last, torch.contiguous_format
+VARIANTS = [(80, torch.bfloat16, LAST), (90, torch.bfloat16, FIRST), (90, torch.float32, LAST)]
+VARIANTS += [(90, torch.float64, LAST), (100, torch.bfloat16, LAST)]
 NO_ACTIVATIONS = ("_random_bits",)
 """Kernels that read no activations."""
 
@@ -98,19 +97,18 @@ def check(name: str, dtype: torch.dtype, ptx: str) -> None:
         assert "ld.global.cg" in after and "ld.global.nc" not in after, f"{name}: read from an old copy"
 
 
-def main(more: bool) -> None:
+def main() -> None:
     batch_norm_module.batch_norm_kernels = lambda x: batch_norm_kernels  # type: ignore[assignment]
     batch_norm_module.at_once = lambda x: True
     random_bits._fused, random_bits._kernels = lambda x: True, lambda x: random_kernels  # type: ignore[assignment]
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    many = [(90, torch.bfloat16, FIRST), *((90, dtype, LAST) for dtype in TYPES)]
-    for capability, dtype, order in many if more else [(each, torch.bfloat16, LAST) for each in CAPABILITIES]:
+    for capability, dtype, order in VARIANTS:
         driver.set_active(Gpu(capability))
         built.clear()
         batch_norm(dtype, order, affine=True, relu=True, counts=False)
         for part in (None, torch.arange(100, dtype=torch.int32)):
             random_bits.random_bits(torch.zeros(4, 2, dtype=torch.int32), 3, 100, part)
-        if more:
+        if order is FIRST:
             batch_norm(dtype, order, affine=False, relu=False, counts=True)
         assert set(built) == {*kernels_of(batch_norm_kernels), *kernels_of(random_kernels)}
         for (_, name), texts in built.items():
@@ -121,4 +119,4 @@ def main(more: bool) -> None:
 
 
 if __name__ == "__main__":
-    main("more" in sys.argv)
+    main()

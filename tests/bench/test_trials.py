@@ -81,7 +81,7 @@ def study_of(data: Path, folder: Path, number: int, stops: str = "none") -> list
             raise KeyboardInterrupt
 
     def loaded(values: Mapping[str, Any]) -> Recipe:
-        return recipe_of(data, {"epochs": "40ba", **{key: str(value) for key, value in values.items()}})
+        return recipe_of(data, {"epochs": "12ba", **{key: str(value) for key, value in values.items()}})
 
     settings = ["data.augment.random_erasing=0..0.5", "optimizer.momentum=0.5,0.9"]
     train_trials(folder, settings, number, loaded, "convoy trials", (1, "cpu"), say, print)

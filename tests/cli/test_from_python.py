@@ -67,7 +67,7 @@ def test_the_run_is_that_of_the_command_and_a_notebook_shows_it(
 
 @pytest.mark.slow
 def test_an_interrupt_saves_and_the_run_goes_on(data: Path, tmp_path: Path) -> None:
-    finish(command(data, tmp_path / "whole", epochs="160ba"))
+    finish(command(data, tmp_path / "whole", epochs="100ba"))
 
     def interrupt() -> None:
         wait_for(lambda: steps(tmp_path / "run") >= 5, 60)
@@ -76,10 +76,10 @@ def test_an_interrupt_saves_and_the_run_goes_on(data: Path, tmp_path: Path) -> N
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(convoy.ConvoyError, match=r"interrupted: go on with convoy.train\('run', resume=True\)"):
-        convoy.train(**RUN, data=data, epochs="160ba", lr=0.05, devices=2, out="run")
+        convoy.train(**RUN, data=data, epochs="100ba", lr=0.05, devices=2, out="run")
     thread.join()
-    assert 5 <= json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] < 160
-    assert convoy.train("run", resume=True, trust_code=True).summary["steps"] == 160
+    assert 5 <= json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] < 100
+    assert convoy.train("run", resume=True, trust_code=True).summary["steps"] == 100
     assert digest(tmp_path / "run") == digest(tmp_path / "whole")
 
 

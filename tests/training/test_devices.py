@@ -181,16 +181,15 @@ WHITE |= {
 }
 
 
-@pytest.mark.parametrize("plan", ["filter=2", "height=2", "sample=2", "stage=2"])
-def test_whitening_lookahead_groups_and_views_are_those_of_one_device(data: Path, tmp_path: Path, plan: str) -> None:
-    settings = DOUBLE | WHITE | ({"parallel.shares": "[3,1]"} if plan == "sample=2" else {})
+def test_whitening_lookahead_groups_and_views_are_those_of_one_device(data: Path, tmp_path: Path) -> None:
+    settings, shares = DOUBLE | WHITE, {"parallel.shares": "[3,1]"}
     (want,) = on_plan(data, tmp_path / "serial", "serial", settings)
-    for ended in on_plan(data, tmp_path / "run", plan, settings):
-        assert ended.curve == pytest.approx(want.curve, rel=1e-6)  # recorded in float32
-    assert distance(tmp_path / "run", tmp_path / "serial") < 1e-9
-    if plan == "sample=2":
-        on_plan(data, tmp_path / "other", plan, settings | {"lookahead.step": "0.51"})
-        assert distance(tmp_path / "other", tmp_path / "serial") > 1e-6
+    for plan in ("filter=2", "height=2", "sample=2", "stage=2"):
+        for ended in on_plan(data, tmp_path / plan, plan, settings | (shares if plan == "sample=2" else {})):
+            assert ended.curve == pytest.approx(want.curve, rel=1e-6), plan  # recorded in float32
+        assert distance(tmp_path / plan, tmp_path / "serial") < 1e-9, plan
+    on_plan(data, tmp_path / "other", "sample=2", settings | shares | {"lookahead.step": "0.51"})
+    assert distance(tmp_path / "other", tmp_path / "serial") > 1e-6
 
 
 GROWING = {"model.name": "tiny:TinyResidual", "loss.name": "bce", "loss.target_threshold": "0.2", "epochs": "6ba"}
