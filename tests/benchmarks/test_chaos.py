@@ -8,9 +8,8 @@ from pathlib import Path
 import chaos
 import pytest
 
-ELSEWHERE = ["stranger's factory", "hosts, a name", "checkpoint, bit of shard", "unpack through a link"]
-ELSEWHERE += ["pack through a link"]
-"""What other tests say of the same faults: test_factory.py, test_data_and_code.py, test_store.py, test_pack.py."""
+ELSEWHERE = ["stranger's factory", "unpack through a link", "pack through a link"]
+"""What other tests say of the same faults: cli/test_trust.py and models/test_factory.py, data/test_pack.py."""
 # The last row promises what is not so: another seed gives other weights.
 SOME = f"""
 import sys, chaos
