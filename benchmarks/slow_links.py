@@ -11,7 +11,8 @@ Three sorts of jobs, kept in --folder one by one, so that the same command goes 
 - `time`: updates on four emulated hosts of half a core (Linux, root), with links of 100 Mbit/s and 1 Gbit/s, and
   devices that are equal, one of half the speed, or one that stops for seconds at random; and what each host sends.
 
-Seconds to an error are updates to it by `curve`, times the seconds of an update by `time`, evaluations left out.
+Seconds to an error are updates to it by `curve`, times the seconds of an update by `time`, evaluations left out. Beside
+--out lie pictures of the error over samples and over time, of equal devices on the slower link.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from measuring import harness
 
 from convoy.bench.course import add_evaluations
@@ -36,6 +38,7 @@ from convoy.bench.records import Training
 from convoy.files import write_json
 from convoy.progress import Reporter
 from convoy.recipe.recipe import load_recipe
+from convoy.report import axes as ax
 from convoy.training import Trainer
 from convoy.training.environment import join_ranks
 
@@ -53,8 +56,8 @@ METHODS: dict[str, dict[str, str]] = {
     "post-local 16": ROUND | {f"{OUTER}start": "decay"},
     "SlowMo 16": ROUND | {f"{OUTER}outer_momentum": "0.5"},
     "DiLoCo 16": ROUND | {f"{OUTER}outer_momentum": "0.9", f"{OUTER}outer_nesterov": "true", f"{OUTER}outer_lr": "0.7"},
-    "late 4, 2 rounds": {LOCAL: "4", f"{OUTER}staleness": "2"},
-    "late 4, 8 rounds": {LOCAL: "4", f"{OUTER}staleness": "8"},
+    "8 late rounds of 4": {LOCAL: "4", f"{OUTER}staleness": "8"},
+    "4 late rounds of 16": ROUND | {f"{OUTER}staleness": "4"},
 }
 CURVE_OF = {"auto": "sample"}  # exact plans have one curve
 LINKS = ("100mbit", "1gbit")
@@ -62,7 +65,7 @@ DEVICES = ("equal", "half", "stutter")
 STOPS_S, BETWEEN_S = (1.0, 3.0), 20.0  # how long the last device stops, and for how long it runs before, on average
 RECIPE = {
     "model.name": "cifar-quick",
-    "microbatch": "8",
+    "microbatch": "16",
     "optimizer": "{name: sgd, lr: 0.05, momentum: 0.9, nesterov: true, weight_decay: 5e-4}",
     "data.augment.crop": "pad",
     "data.augment.flip": "true",
@@ -73,10 +76,10 @@ RECIPE = {
 }
 
 
-WHOLE: dict[str, Any] = {"rates": (0.005, 0.01, 0.02, 0.05, 0.1), "tuning": "1ep", "every": "0.25ep"}
-WHOLE |= {"updates": "600ba", "target": 0.3}
+WHOLE: dict[str, Any] = {"rates": (0.01, 0.02, 0.05, 0.1), "tuning": "0.5ep", "every": "0.5ep"}
+WHOLE |= {"updates": "400ba", "target": 0.3}
 SMALL: dict[str, Any] = {"rates": (0.05,), "tuning": "16ba", "every": "32ba", "updates": "64ba", "target": 0.85}
-SMALL |= {"methods": ["sample", "local SGD 16", "late 4, 2 rounds"], "links": ["100mbit"], "devices": ["equal"]}
+SMALL |= {"methods": ["sample", "local SGD 16", "8 late rounds of 4"], "links": ["100mbit"], "devices": ["equal"]}
 SMALL |= {"seeds": [0], "epochs": "64ba"}
 
 
@@ -202,6 +205,7 @@ def study(report: harness.Report, options: argparse.Namespace) -> None:
     report.document |= {"batch": options.batch, "target": options.target, "methods": METHODS, "rates": {}, "curves": {}}
     reached = learn(report, options)
     report.print("")
+    times = dict[str, float]()
     columns = ("s an update", "kB an update and host", "s to the error", "times as soon")
     report.header("link", "devices", "method", *columns)
     for link, devices in itertools.product(options.links, options.devices):
@@ -213,6 +217,7 @@ def study(report: harness.Report, options: argparse.Namespace) -> None:
             result = do(job, options)
             last = result["evaluations"][-1]
             update_s, sent = last["train_s"] / last["step"], result["sent"] / HOSTS / last["step"]
+            times.setdefault(method, update_s)
             updates = reached[CURVE_OF.get(method, method)]
             to_s = None if updates is None else updates * update_s
             exact_s = to_s if method == "sample" else exact_s
@@ -220,6 +225,23 @@ def study(report: harness.Report, options: argparse.Namespace) -> None:
             cells = (f"{update_s:.3f}", f"{sent / 1e3:,.0f}", _number(to_s), ratio)
             figures = {"update_s": update_s, "sent": sent, "to_s": to_s}
             report.row(link, devices, method, *cells, link=link, devices=devices, method=method, **figures)
+    if options.out is not None:
+        with ax.house_style():
+            draw(report.document, times, options.out)
+
+
+def draw(document: Mapping[str, Any], update_s: Mapping[str, float], out: Path) -> None:
+    """The median error of the seeds over samples and over time, in the range between them."""
+    for unit, scale in {"samples": dict.fromkeys(update_s, document["batch"]), "seconds": update_s}.items():
+        axes = ax.panel("Test error, %", unit, list(scale))
+        for place, (method, factor) in enumerate(scale.items()):
+            curves, look = document["curves"][CURVE_OF.get(method, method)], ax.look(place)
+            x = [factor * evaluation["step"] for evaluation in curves[0]]
+            errors = 100 * np.array([[evaluation["error"] for evaluation in curve] for curve in curves])
+            ax.band(axes, x, errors.min(0), errors.max(0), look["color"])
+            axes.plot(x, np.median(errors, 0), label=method, markersize=4, **look)
+        ax.course_axis(axes, axes.get_xlim()[1])
+        ax.figure_of(ax.with_legend(axes)).savefig(out.with_name(f"{out.stem}-{unit}.svg"))
 
 
 def _number(value: float | None) -> str:
@@ -236,7 +258,7 @@ def main() -> None:
     harness.choice(parser, "--devices", DEVICES, DEVICES)
     parser.add_argument("--seeds", type=harness.numbers, default=[0, 1, 2])
     parser.add_argument("--batch", type=int, default=64, help="samples of an update, of all hosts (64)")
-    parser.add_argument("--epochs", default="6ep", help="of a whole training")
+    parser.add_argument("--epochs", default="4ep", help="of a whole training (4)")
     options = parser.parse_args()
     vars(options).update(SMALL if options.small else WHOLE)
     with harness.report(options.out) as report:

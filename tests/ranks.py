@@ -41,7 +41,7 @@ from convoy.comm.joining import leave
 from short import measure_shortly
 
 _PRELOAD = ["pytest", "numpy", "torch", "torch.distributed", "torch.distributed.nn", "torch.testing", "torch._dynamo"]
-_PRELOAD += ["convoy.engine", "convoy.training"]
+_PRELOAD += ["convoy.bench.measure", "convoy.training.trainer"]  # which load what they need
 _START_S = 300.0
 """To start processes and load modules, which takes a minute where many do so at the same time."""
 

@@ -30,7 +30,8 @@ from convoy.launch.rank import end_with_parent, private_folder
 Say = Callable[[str, int, int], None]  # is told of long work: what, done, of how many
 
 _PATIENCE_S, _AGAIN_S = 60.0, 0.25  # in which ranks that were asked to stop save; and until they are asked again
-PRELOAD = ("torch", "torch.distributed", "convoy.training", "convoy.planner", "convoy.bench.measure")
+# Modules, as the packages of Convoy load theirs only when they are used; torch._dynamo comes with an optimizer.
+PRELOAD = ("torch", "torch._dynamo", "convoy.bench.measure", "convoy.training.trainer", "convoy.report.report")
 
 
 class RankFailed(RuntimeError):  # noqa: N818 (it is what happened)

@@ -130,7 +130,7 @@ def verb(
         settings["epilog"] = f"\b\nExamples:{examples}"
 
     def made(function: Callable[..., Any]) -> click.Command:
-        command = click.command(name, **settings)(function)
+        command: click.Command = click.command(name, **settings)(function)
         command.params.append(click.Option(["-v", "--verbose"], is_flag=True, expose_value=False, help=verbose))
         return command
 

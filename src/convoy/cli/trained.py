@@ -286,7 +286,7 @@ def _show_evaluation(name: str, result: "Evaluation", names: Sequence[str], clas
 def _keep(run: Path, data: "DataSet", result: "Evaluation") -> None:
     """Write the evaluation into the run; where that is closed to this user, it is still printed."""
     try:
-        write_json(run / "evaluation.json", result.save(run, data.classes, data.test.name))
+        write_json(run / "evaluation.json", result.save(run, data))
     except OSError as error:
         click.echo(f"{run} cannot be written to ({error.strerror}): its confusion matrix stays as it was", err=True)
 

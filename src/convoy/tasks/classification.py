@@ -132,8 +132,8 @@ class ClassificationEvaluation(Evaluation):
         is_right = predicted == labels
         certainty = probability.nan_to_num()
         places = (certainty * _BINS).long().clamp(max=_BINS - 1)
-        facts = torch.stack([torch.ones_like(pairs), is_right.long(), (certainty * _UNIT).round().long()])
-        self.reliability.index_add_(1, places, facts)
+        of_bins = torch.stack([torch.ones_like(pairs), is_right.long(), (certainty * _UNIT).round().long()])
+        self.reliability.index_add_(1, places, of_bins)
         wrong = (~is_right).nonzero().flatten()
         if len(self.shown) == self.most_shown:
             wrong = wrong[probability[wrong] >= self.shown[-1].score]

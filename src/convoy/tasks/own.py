@@ -63,7 +63,7 @@ def own_metric(name: str) -> MetricOfAll:
     """`function(outputs, targets)` of all samples of an evaluation, in their order, on the CPU; an attribute `better`
     of the function says what is, `higher` where it has none."""
     function = function_of(name)
-    better = getattr(function, "better", "higher")
+    better: Any = getattr(function, "better", "higher")
     if better not in ("higher", "lower"):
         raise ConvoyError(f"the metric {name} has better={better!r}: set it to 'higher' or 'lower'")
 
