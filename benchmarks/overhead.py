@@ -1,9 +1,8 @@
-"""What the trainer costs beside a bare loop, its reproducible mode beside the fast one, looks and checks of loops.
+"""What the trainer costs beside a bare loop, its reproducible mode beside the fast one, and the checks of loops.
 
     python benchmarks/overhead.py                                          LeNet on mnist-mini
     python benchmarks/overhead.py --recipe cifar-quick --data CIFAR-10     the CIFAR net on a folder with CIFAR-10
     python benchmarks/overhead.py modes --rounds 2                         fast and reproducible, on two devices
-    python benchmarks/overhead.py looks                                    a look at what forward reads, before a pass
     python benchmarks/overhead.py kernels                                  SGD by one kernel, and by torch's default
     python benchmarks/overhead.py checks --seconds 60 --networks alexnet   what ranks compare in a loop of one's own
 
@@ -78,18 +77,6 @@ def trainer(recipe: Recipe, folder: Path) -> float:
     with Path(os.devnull).open("w") as nowhere:
         Trainer(recipe, folder, device=torch.device("cpu"), reporter=ConsoleReporter(Console(file=nowhere))).run()
     return float(harness.lines_of(folder)[-1]["time_s"])
-
-
-def looks(report: harness.Report, options: argparse.Namespace) -> None:
-    """What it takes to see that nothing has changed of what `forward` reads, and that something has."""
-    report.header("", "attributes", "nothing has changed", "something has", "layers and parameters are the same")
-    for name, image in (("lenet", (1, 28, 28)), ("resnet50", (3, 64, 64))):
-        tensors = [torch.empty(2, *image)]
-        seen = network_of(parallelize(models.create(name, num_classes=10), "serial", tensors[0]))._unchanged
-        sides: dict[str, Callable[[], object]] = {"state": seen.state, "changed": seen.noted}
-        sides["same"] = lambda: seen.check(tensors)  # noqa: B023
-        times = {what: [harness.seconds_of(look) for _ in range(200)] for what, look in sides.items()}
-        report.row(name, len(seen._names), *(f"{statistics.median(each) * 1e6:,.0f} µs" for each in times.values()))
 
 
 MODES = {"fast": [], "reproducible": ["--reproducible"]}
@@ -204,7 +191,7 @@ def beside_a_loop(report: harness.Report, options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = harness.parser(__doc__)
-    ways = {"loop": beside_a_loop, "modes": modes, "looks": looks, "checks": checks, "kernels": kernels}
+    ways = {"loop": beside_a_loop, "modes": modes, "checks": checks, "kernels": kernels}
     parser.add_argument("what", nargs="?", choices=ways, default="loop")
     parser.add_argument("--recipe", default="lenet-mnist")
     parser.add_argument("--data", default="mnist-mini")

@@ -120,11 +120,8 @@ def train_rank(job: Job, folder: Path, say: Say) -> int:
 
 def _sent_bytes() -> int:
     """What this host has sent through its link; 0 where it has none."""
-    for line in Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == INTERFACE:
-            return int(numbers.split()[8])
-    return 0
+    lines = map(str.split, Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines())
+    return next((int(words[9]) for words in lines if words[0] == f"{INTERFACE}:"), 0)
 
 
 def do(job: Job, options: argparse.Namespace) -> dict[str, Any]:
@@ -147,10 +144,6 @@ def do(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def slug(text: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in text.lower())
-
-
 def settings_of(method: str, options: argparse.Namespace) -> dict[str, str]:
     """Those of all jobs of a method."""
     common = {"data.path": str(options.data), "parallel.devices": str(HOSTS), "batch": str(options.batch)}
@@ -163,7 +156,7 @@ def tuned(method: str, options: argparse.Namespace) -> float:
     for rate in options.rates if len(options.rates) > 1 else ():
         settings = settings_of(method, options) | {"optimizer.lr": str(rate), "data.validation_fraction": "0.1"}
         settings |= {"epochs": options.tuning, "evaluate_every": options.tuning}
-        done = do(Job(f"rate-{options.batch}-{slug(method)}-{rate:g}", settings), options)
+        done = do(Job(f"rate-{options.batch}-{method}-{rate:g}", settings), options)
         errors[rate] = done["evaluations"][-1]["error"]
     return min(errors, key=lambda rate: errors[rate])
 
@@ -188,10 +181,8 @@ def learn(report: harness.Report, options: argparse.Namespace) -> dict[str, floa
         rate = tuned(method, options)
         settings = settings_of(method, options) | {"optimizer.lr": str(rate)}
         settings |= {"epochs": options.epochs, "evaluate_every": options.every}
-        curves = []
-        for seed in options.seeds:
-            job = Job(f"curve-{options.batch}-{slug(method)}-{seed}", settings | {"seed": str(seed)})
-            curves.append(do(job, options)["evaluations"])
+        jobs = [Job(f"curve-{options.batch}-{method}-{seed}", settings | {"seed": str(seed)}) for seed in options.seeds]
+        curves = [do(job, options)["evaluations"] for job in jobs]
         report.document["rates"][method], report.document["curves"][method] = rate, curves
         numbers = [updates_to(curve, options.target) for curve in curves]
         reached[method] = None if None in numbers else statistics.median(filter(None, numbers))
@@ -206,14 +197,13 @@ def study(report: harness.Report, options: argparse.Namespace) -> None:
     reached = learn(report, options)
     report.print("")
     times = dict[str, float]()
-    columns = ("s an update", "kB an update and host", "s to the error", "times as soon")
-    report.header("link", "devices", "method", *columns)
+    report.header("link", "devices", "method", "s an update", "kB of each host", "s to the error", "times as soon")
     for link, devices in itertools.product(options.links, options.devices):
         exact_s = None
         for method in options.methods:
             settings = settings_of(method, options)
             settings |= dict.fromkeys(("epochs", "evaluate_every", "log_every"), options.updates)
-            job = Job(f"time-{options.batch}-{link}-{devices}-{slug(method)}", settings, link, devices)
+            job = Job(f"time-{options.batch}-{link}-{devices}-{method}", settings, link, devices)
             result = do(job, options)
             last = result["evaluations"][-1]
             update_s, sent = last["train_s"] / last["step"], result["sent"] / HOSTS / last["step"]
@@ -221,10 +211,10 @@ def study(report: harness.Report, options: argparse.Namespace) -> None:
             updates = reached[CURVE_OF.get(method, method)]
             to_s = None if updates is None else updates * update_s
             exact_s = to_s if method == "sample" else exact_s
-            ratio = "" if to_s is None or exact_s is None else f"{exact_s / to_s:.2f}"
+            ratio = f"{exact_s / to_s:.2f}" if exact_s and to_s else ""
             cells = (f"{update_s:.3f}", f"{sent / 1e3:,.0f}", _number(to_s), ratio)
-            figures = {"update_s": update_s, "sent": sent, "to_s": to_s}
-            report.row(link, devices, method, *cells, link=link, devices=devices, method=method, **figures)
+            where, figures = {"link": link, "devices": devices, "method": method}, {"update_s": update_s, "sent": sent}
+            report.row(*where.values(), *cells, **where, **figures, to_s=to_s)
     if options.out is not None:
         with ax.house_style():
             draw(report.document, times, options.out)

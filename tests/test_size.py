@@ -30,7 +30,7 @@ LINES = {
     "src/convoy/tasks": 1010,
     "src/convoy/training": 6728,
     "tests": 20684,
-    "benchmarks": 6014,
+    "benchmarks": 5988,
     "docs": 3350,
 }
 """Lines by folder: of code with those below it, of `docs` the guides, of `src/convoy` what lies there itself."""
