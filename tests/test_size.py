@@ -28,8 +28,8 @@ LINES = {
     "src/convoy/run": 715,
     "src/convoy/script": 1480,
     "src/convoy/tasks": 1010,
-    "src/convoy/training": 6728,
-    "tests": 20684,
+    "src/convoy/training": 6724,
+    "tests": 20683,
     "benchmarks": 5988,
     "docs": 3350,
 }

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.training import Session
-from convoy.training.gradients import Exchange
-from convoy.training.noise import GradientNoise, estimate
+from convoy.training.gradients import Exchange, GradientNoise, estimate_noise
 from ranks import run_ranks
 from training.scenarios import cores_as_before, lines, session
 from whole_runs import train_here
@@ -21,9 +20,9 @@ def test_over_all_microbatches_the_estimate_is_the_definition() -> None:
     gradients = torch.randn(7, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.3
     big = float(gradients.mean(0).square().sum())
     parts = [gradients[list(places)].mean(0).square().sum() for places in combinations(range(7), 3)]
-    squared, variance = torch.tensor([estimate(float(small), big, 3, 7) for small in parts], dtype=torch.float64).mean(
-        0
-    )
+    squared, variance = torch.tensor(
+        [estimate_noise(float(small), big, 3, 7) for small in parts], dtype=torch.float64
+    ).mean(0)
     covariance = float(gradients.var(0).sum())  # the trace of the unbiased one
     assert float(variance) == pytest.approx(covariance, rel=1e-12)
     assert float(squared) == pytest.approx(big - covariance / 7, rel=1e-12)
@@ -54,7 +53,7 @@ def test_a_sampled_update_has_the_norms_of_the_gradients_of_its_samples(data: Pa
         step = run.step()
         step.noise = GradientNoise(1, run.division, {})
         step(batch, 0)
-    expected = dict(zip(("gradient_squared", "gradient_variance"), estimate(small, big, 4, 16), strict=True))
+    expected = dict(zip(("gradient_squared", "gradient_variance"), estimate_noise(small, big, 4, 16), strict=True))
     assert step.noise.averages == pytest.approx(expected, rel=1e-9)
     assert expected["gradient_variance"] > 0
 

@@ -15,7 +15,7 @@ from convoy.cli import main
 from ranks import run_ranks
 from whole_runs import as_before
 
-MOST_BEFORE, MOST_IN_AN_UPDATE = 99, 31
+MOST_BEFORE, MOST_IN_AN_UPDATE = 100, 32
 ROOT = Path(convoy.__file__).parent
 UPDATES = 78
 QUIET = range(66, 77)

@@ -33,7 +33,7 @@ from convoy.run.records import RunProgress, RunSummary, SkippedImage, Status
 from convoy.tasks.metric import metric_in_words
 from convoy.tasks.task import Evaluation
 from convoy.terminal import losses
-from convoy.training.noise import noise_scale
+from convoy.training.gradients import noise_scale
 from convoy.training.session import Session
 from convoy.training.step import Update
 from convoy.training.watchdog import SlowRanks

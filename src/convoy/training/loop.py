@@ -24,8 +24,8 @@ from convoy.tasks.task import Evaluation
 from convoy.training.checkpoints import TIMEOUT_S, CheckpointTally, Saver, Timetable
 from convoy.training.evaluation import StoppedError
 from convoy.training.finite import ADVICE, NotFiniteError
+from convoy.training.gradients import GradientNoise
 from convoy.training.log import SHOW_EVERY_S, Log, MetricsWriter, Sums
-from convoy.training.noise import GradientNoise
 from convoy.training.recorder import REMEMBERED, Recorder, Subscriber, compare
 from convoy.training.resume import (
     OtherCodeError,

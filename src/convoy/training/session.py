@@ -33,7 +33,7 @@ from convoy.training.derived import Quantities
 from convoy.training.division import Division, Pass, soonest, text
 from convoy.training.evaluation import InputPipeline, evaluate
 from convoy.training.finite import FiniteGuard
-from convoy.training.noise import interval
+from convoy.training.gradients import noise_interval
 from convoy.training.precision import lowered
 from convoy.training.resume import Code
 from convoy.training.state import RunState
@@ -191,7 +191,7 @@ class Session(Prepared):
     @property
     def noise_every(self) -> int:
         """Every how many updates the gradient noise scale is sampled; 0 where it is not."""
-        return 0 if self.why_no_noise else interval(self.division, self.plan.num_stages, self.is_recorded)
+        return 0 if self.why_no_noise else noise_interval(self.division, self.plan.num_stages, self.is_recorded)
 
     @property
     def metric(self) -> Metric:

@@ -31,7 +31,7 @@ from convoy.tasks.task import Task
 from convoy.training.division import Pass
 from convoy.training.evaluation import InputPipeline
 from convoy.training.finite import FiniteGuard
-from convoy.training.noise import GradientNoise
+from convoy.training.gradients import GradientNoise
 from convoy.training.optimizer import set_rates
 from convoy.training.precision import autocast_of
 from convoy.training.state import RunState
