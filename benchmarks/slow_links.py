@@ -20,7 +20,6 @@ import itertools
 import json
 import os
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -67,16 +66,11 @@ RECIPE = {
     "model.name": "cifar-quick",
     "microbatch": "16",
     "optimizer": "{name: sgd, lr: 0.05, momentum: 0.9, nesterov: true, weight_decay: 5e-4}",
-    "data.augment.crop": "pad",
-    "data.augment.flip": "true",
+    "data.augment": "{crop: pad, flip: true}",
     "clip_norm": "null",
-    "threads": "1",
     "checkpoint.every": "1ep",
-    "checkpoint.keep": "1",
 }
-
-
-WHOLE: dict[str, Any] = {"rates": (0.01, 0.02, 0.05, 0.1), "tuning": "0.5ep", "every": "0.5ep"}
+WHOLE: dict[str, Any] = {"rates": (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2), "tuning": "0.5ep", "every": "0.5ep"}
 WHOLE |= {"updates": "400ba", "target": 0.3}
 SMALL: dict[str, Any] = {"rates": (0.05,), "tuning": "16ba", "every": "32ba", "updates": "64ba", "target": 0.85}
 SMALL |= {"methods": ["sample", "local SGD 16", "8 late rounds of 4"], "links": ["100mbit"], "devices": ["equal"]}
@@ -126,19 +120,17 @@ def _sent_bytes() -> int:
 
 def do(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     """What came of a job, done now or before: evaluations with their step and error, and bytes sent."""
-    place = options.folder / job.name
-    done = place / "done.json"
+    done = options.folder / job.name / "done.json"
     if not done.exists():
-        began = time.perf_counter()
         speeds = [0.5] * (HOSTS - 1) + [0.25 if job.devices == "half" else 0.5]
         devices = tuple(ClusterDevice(speed, f"host{number}") for number, speed in enumerate(speeds))
         cores = nullcontext(Places(1).of(HOSTS))
         with emulate(Cluster(devices, job.link)) if job.link else cores as places:
-            sent = sum(run_ranks(train_rank, places, job, place, seconds=86400.0, quiet=True))
+            sent = sum(run_ranks(train_rank, places, job, done.parent, seconds=86400.0, quiet=True))
         training = Training()
-        add_evaluations(training, place, options.batch)
+        add_evaluations(training, done.parent, options.batch)
         rows = [evaluation.model_dump() for evaluation in training.evaluations]
-        write_json(done, {"evaluations": rows, "sent": sent, "took_s": round(time.perf_counter() - began, 1)})
+        write_json(done, {"evaluations": rows, "sent": sent})
         harness.say(f"{job.name}: {rows[-1]['error']:.1%} wrong after {rows[-1]['step']:,} updates")
     result: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
     return result
@@ -151,14 +143,21 @@ def settings_of(method: str, options: argparse.Namespace) -> dict[str, str]:
 
 
 def tuned(method: str, options: argparse.Namespace) -> float:
-    """The rate with the least error on held-out training pictures after a short training."""
-    errors: dict[float, float] = dict.fromkeys(options.rates, 0.0)
-    for rate in options.rates if len(options.rates) > 1 else ():
-        settings = settings_of(method, options) | {"optimizer.lr": str(rate), "data.validation_fraction": "0.1"}
-        settings |= {"epochs": options.tuning, "evaluate_every": options.tuning}
-        done = do(Job(f"rate-{options.batch}-{method}-{rate:g}", settings), options)
-        errors[rate] = done["evaluations"][-1]["error"]
-    return min(errors, key=lambda rate: errors[rate])
+    """The rate with the least error on held-out training pictures after a short training, by steps from the middle."""
+    rates, errors, best = options.rates, dict[int, float](), len(options.rates) // 2
+    while missing := [
+        place for place in (best - 1, best, best + 1) if place in range(len(rates)) and place not in errors
+    ]:
+        for place in missing:
+            settings = settings_of(method, options) | {
+                "optimizer.lr": str(rates[place]),
+                "data.validation_fraction": "0.1",
+            }
+            settings |= {"epochs": options.tuning, "evaluate_every": options.tuning}
+            done = do(Job(f"rate-{options.batch}-{method}-{rates[place]:g}", settings), options)
+            errors[place] = done["evaluations"][-1]["error"]
+        best = min(errors, key=lambda place: errors[place])
+    return float(rates[best])
 
 
 def updates_to(curve: Sequence[Mapping[str, float]], target: float) -> float | None:
@@ -181,7 +180,8 @@ def learn(report: harness.Report, options: argparse.Namespace) -> dict[str, floa
         rate = tuned(method, options)
         settings = settings_of(method, options) | {"optimizer.lr": str(rate)}
         settings |= {"epochs": options.epochs, "evaluate_every": options.every}
-        jobs = [Job(f"curve-{options.batch}-{method}-{seed}", settings | {"seed": str(seed)}) for seed in options.seeds]
+        named = f"curve-{options.batch}-{method}-{rate:g}"
+        jobs = [Job(f"{named}-{seed}", settings | {"seed": str(seed)}) for seed in options.seeds]
         curves = [do(job, options)["evaluations"] for job in jobs]
         report.document["rates"][method], report.document["curves"][method] = rate, curves
         numbers = [updates_to(curve, options.target) for curve in curves]
