@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from bench.made_study import measure, new_store, write_study, write_trainings
+from bench.made_study import document, measure, new_store, rewrite, write_study, write_trainings
 from convoy.bench.ask import configurations
 from convoy.bench.page import convergence_remarks
 from convoy.bench.records import Store
 from convoy.bench.results import Convergence, Results, convergence, escaped, of_trainings
+from convoy.errors import ConvoyError
 from convoy.files import csv_of
 from convoy.units import SPACE
 
@@ -78,3 +79,17 @@ def test_the_largest_distance_is_over_all_evaluations_and_rows(tmp_path: Path) -
     assert f"The final weights of all 3 configurations are the same bit for bit: SHA-256 {0:064x}." in words
     _, words = curves_of(tmp_path / "one", same=["sample=2 on 2"])
     assert "final weights of sample=2 are the reference's bit for bit" in words and "filter=2 are not" in words
+
+
+def test_what_is_no_study_is_said_with_what_it_lacks(tmp_path: Path) -> None:
+    whole, words = document(write_study(tmp_path)), "is no study of convoy bench, or damaged"
+    refused: list[tuple[Any, str]] = [
+        ([], f"{words}: name"),
+        (whole | {"format": "other"}, "of another kind or version"),
+    ]
+    refused += [(whole | {"schema": 2}, r"\({'schema': 2}\): use the Convoy that wrote it")]
+    refused += [({key: whole[key] for key in whole if key != "study"}, rf"{words} \(study: Field required\)")]
+    refused += [(whole | {"configurations": [{}]}, rf"{words} \(configurations.0.key: Field required\)")]
+    for content, sentence in refused:
+        with pytest.raises(ConvoyError, match=sentence):
+            rewrite(tmp_path, content)

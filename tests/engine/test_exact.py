@@ -18,29 +18,16 @@ STAGES_AT = {"two heads": "last"}
 """Where the second of two stages begins."""
 SKIP = {"mesh": {"stage": 3}, "layers": {}, "stages": ["down", "up"]}
 """With a skip connection over two cuts."""
+STRATEGIES = {
+    "resnet18": "conv1 height width, layer1.* sample filter, layer2.0.* filter sample, layer2.1.* height channel, "
+    "layer3.* channel filter, layer4.* replicate sample, fc filter filter",
+    "dense": "stem sample height, convs.0 filter sample, convs.1 channel filter, convs.2 sample replicate, "
+    "head channel filter",
+}
+"""By layer, those over the two axes of a mesh."""
 MIXED: dict[str, dict[str, Any]] = {
-    "resnet18": {
-        "mesh": {"a": 2, "b": 2},
-        "layers": {
-            "conv1": {"a": "height", "b": "width"},
-            "layer1.*": {"a": "sample", "b": "filter"},
-            "layer2.0.*": {"a": "filter", "b": "sample"},
-            "layer2.1.*": {"a": "height", "b": "channel"},
-            "layer3.*": {"a": "channel", "b": "filter"},
-            "layer4.*": {"a": "replicate", "b": "sample"},
-            "fc": {"a": "filter", "b": "filter"},
-        },
-    },
-    "dense": {
-        "mesh": {"a": 2, "b": 2},
-        "layers": {
-            "stem": {"a": "sample", "b": "height"},
-            "convs.0": {"a": "filter", "b": "sample"},
-            "convs.1": {"a": "channel", "b": "filter"},
-            "convs.2": {"a": "sample", "b": "replicate"},
-            "head": {"a": "channel", "b": "filter"},
-        },
-    },
+    name: {"mesh": {"a": 2, "b": 2}, "layers": {k: {"a": a, "b": b} for k, a, b in map(str.split, text.split(", "))}}
+    for name, text in STRATEGIES.items()
 }
 
 SPARSE, PARTS = {"batches": (2, 1, 5)}, {"batches": (8, 7), "microbatches": 3}

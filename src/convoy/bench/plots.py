@@ -25,7 +25,7 @@ PARTS = {
     OPTIMIZER: ("optimizer", ax.GREEN),
 }
 SHORT = {"ddp": "DDP", "fabric": "Fabric", "accelerate": "accelerate", TORCH: "PyTorch"}
-_ROW, _SIDE, _STRIP = 31, 8, 52  # in points: heights of a row and of the strip of distances, the margin left of rows
+_ROW, _SIDE, _STRIP = 31, 8, 52  # in points: height of a row, the margin left of rows, height of the strip
 _PALE: dict[str, Any] = {"color": ax.MUTED, "alpha": 0.45}
 
 

@@ -7,13 +7,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from convoy.errors import ConvoyError
 from convoy.files import write_text
-from convoy.recipe.schema import sentence
 from convoy.run.directory import RunDirectory
 from convoy.units import plural
 
@@ -26,7 +25,7 @@ COMPUTE, COMMUNICATION, INPUT, OPTIMIZER = "compute", "communication", "input", 
 class Record(BaseModel):
     """A part of the file; keys that this version does not know are passed over. Numbers may be infinite, or none."""
 
-    model_config = ConfigDict(extra="ignore", ser_json_inf_nan="constants", serialize_by_alias=True)
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan="constants")
 
 
 class StudyFile(Record):
@@ -34,6 +33,7 @@ class StudyFile(Record):
 
     NAME: ClassVar[str]
     VERB: ClassVar[str]
+    HEAD: ClassVar[dict[str, Any]] = {}  # what the file begins with, by which it is known
     folder: Path = Field(Path(), exclude=True)
 
     @classmethod
@@ -44,10 +44,15 @@ class StudyFile(Record):
         path = path / cls.NAME if path.is_dir() else path
         try:
             # not by pydantic's own reader, which refuses names of files that are no UTF-8
-            study = cls.model_validate(json.loads(path.read_bytes()))
-        except (OSError, ValueError, RecursionError) as error:
-            why = f" ({sentence(error, cls)})" if isinstance(error, ValidationError) else ""
+            document = json.loads(path.read_bytes())
+            other = {key: document[key] for key, value in cls.HEAD.items() if document[key] != value}
+            study = None if other else cls.model_validate(document)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            mistakes = error.errors() if isinstance(error, ValidationError) else []
+            why = "".join(f" ({'.'.join(map(str, one['loc']))}: {one['msg']})" for one in mistakes[:1])
             raise ConvoyError(f"{path} is no study of {cls.VERB}, or damaged{why}: name another") from error
+        if study is None:
+            raise ConvoyError(f"{path} is of another kind or version ({other}): use the Convoy that wrote it")
         study.folder = path.parent
         return study
 
@@ -57,7 +62,7 @@ class StudyFile(Record):
         if RunDirectory(folder).is_run():
             raise ConvoyError(f"--out {folder} holds a training run, which a study would overwrite: give another --out")
         if not (folder / cls.NAME).exists():
-            return cls(folder=folder, **facts)
+            return cls(folder=folder, **facts).model_copy(deep=True)
         study = cls.read(folder)
         for what, stored, wanted in study.compared(**facts):
             if unlike := difference(stored, wanted):
@@ -80,7 +85,7 @@ class StudyFile(Record):
         """Write the file, as a whole or not at all."""
         path = self.folder / self.NAME
         try:
-            write_text(path, json.dumps(self.model_dump(mode="json"), ensure_ascii=False) + "\n")
+            write_text(path, json.dumps(self.HEAD | self.model_dump(mode="json")) + "\n")
         except OSError as error:
             raise ConvoyError(f"{path} cannot be written ({error.strerror}): choose another --out") from error
 
@@ -258,8 +263,7 @@ class Store(StudyFile):
     """The file of a study of devices."""
 
     NAME, VERB = "bench.json", "convoy bench"
-    format: Literal["convoy-bench"] = "convoy-bench"
-    version: Literal[1] = Field(1, alias="schema")
+    HEAD = {"format": "convoy-bench", "schema": 1}
     study: StudyFacts
     machine: Annotated[dict[str, Any], _with("machine", "cores", "torch")]
     table: TableOptions = TableOptions(epochs=None, dataset_size=0)

@@ -208,7 +208,7 @@ def pack(
     return 0
 
 
-@options.verb("verify", epilog="\b\nExample:\n  convoy data verify packed/\n")
+@options.verb("verify", "\n  convoy data verify packed/\n")
 @click.argument("path", metavar="PACK", type=options.OutputPath())
 @options.as_json
 def verify(path: Path, as_json: bool) -> int:
@@ -229,7 +229,7 @@ def verify(path: Path, as_json: bool) -> int:
     return 1 if sentences else 0
 
 
-@options.verb("unpack", epilog="\b\nExample:\n  convoy data unpack packed/ photos/\n")
+@options.verb("unpack", "\n  convoy data unpack packed/ photos/\n")
 @click.argument("path", metavar="PACK", type=options.OutputPath())
 @click.argument("dest", type=options.OutputPath())
 def unpack(path: Path, dest: Path) -> int:

@@ -127,7 +127,7 @@ def verb(
 ) -> Callable[[Callable[..., Any]], click.Command]:
     """Makes a function a verb, whose last option is -v, and whose help ends with the lines of `examples`."""
     if examples:
-        settings["epilog"] = f"\b\nExamples:{examples}"
+        settings["epilog"] = f"\b\n{'Examples' if examples.count('  convoy ') > 1 else 'Example'}:{examples}"
 
     def made(function: Callable[..., Any]) -> click.Command:
         command: click.Command = click.command(name, **settings)(function)

@@ -347,7 +347,7 @@ def export(
 @options.run_argument
 def report(run: Path) -> None:
     """Write report.html for the run directory RUN, or the folder of a scaling study, as far as it has come."""
-    if (run / "bench.json").exists():
+    if (run / "bench.json").exists() and not RunDirectory(run).is_run():
         from convoy.bench.page import write_files
 
         click.echo(f"report: {write_files(run).report}")

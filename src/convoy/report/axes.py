@@ -131,7 +131,7 @@ def columns(words: Sequence[str]) -> int:
     size = 10.5
     handle, gap = size * (LEGEND["handlelength"] + LEGEND["handletextpad"]), size * LEGEND["columnspacing"]
     widths = [handle + TextPath((0, 0), word, size).get_extents().width for word in words]
-    for number in (3, 2):
+    for number in (3, 2) if words else ():
         needed = sum(max(column, default=0) for column in np.array_split(widths, number)) + gap * (number - 1)
         if needed <= WIDTH - 8:
             return -(-len(words) // -(-len(words) // number))

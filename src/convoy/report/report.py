@@ -233,9 +233,8 @@ def confusion(evaluation: EvaluationFile) -> dict[str, Any]:
             "recall": _share(right[place], images[place]),
             "precision": _share(right[place], predicted[place]),  # of the images taken for it
             "f1": _share(2 * right[place], both[place]),  # harmonic mean of both
-            "mostly": names[int(wrong[place].argmax())]
-            if wrong[place].any()
-            else "",  # what it is taken for most often
+            # what it is taken for most often
+            "mostly": names[int(wrong[place].argmax())] if wrong[place].any() else "",
         }
         for place, name in enumerate(names)
     ]
@@ -252,17 +251,20 @@ def confusion(evaluation: EvaluationFile) -> dict[str, Any]:
         if wrong[true, taken_for] > 0
     ]
     mistaken = [row for row in classes if row["recall"] is not None and row["recall"] < 1]
-    # Right answers are shaded by recall, mistakes by the square root of their share relative to the worst, so that rare
-    # ones are still seen.
-    recalls = np.diag(np.diag(shares))
-    mistakes = shares - recalls
-    shades = recalls + np.sqrt(mistakes / max(mistakes.max(initial=0), 1e-12))
-    cells = [list(zip(*row, strict=True)) for row in zip(counts.tolist(), shades.round(3).tolist(), strict=True)]
+    matrix = None
+    if names and not many:
+        # Right answers are shaded by recall, mistakes by the square root of their share relative to the worst, so that
+        # rare ones are still seen.
+        recalls = np.diag(np.diag(shares))
+        mistakes = shares - recalls
+        shades = (recalls + np.sqrt(mistakes / max(mistakes.max(), 1e-12))).round(3).tolist()
+        cells = [list(zip(*row, strict=True)) for row in zip(counts.tolist(), shades, strict=True)]
+        matrix = list(zip(classes, cells, strict=True))
     return {
         "classes": classes,
         "pairs": pairs,  # that were confused most often, the most frequent first
         "hardest": sorted(mistaken, key=lambda row: row["recall"])[:12] if many else [],
-        "matrix": list(zip(classes, cells, strict=True)) if names and not many else None,
+        "matrix": matrix,
     }
 
 

@@ -3,7 +3,7 @@ every sample counts once, whatever the batches are. `classification.py` is one t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
@@ -17,7 +17,6 @@ from torch import Tensor
 from convoy.data import Batch, DataSet
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
-from convoy.graph.tree import leaves
 from convoy.run import records
 from convoy.tasks.metric import Metric, MetricOfAll
 
@@ -261,11 +260,20 @@ class Task(ABC):
 
     def heads(self, outputs: Any) -> tuple[Tensor, ...]:
         """The outputs of every head, the main head first; a ConvoyError where they are of another shape."""
-        tensors = tuple(leaves(outputs, Tensor))
+        tensors = tuple(_tensors(outputs))
         if not tensors or any(tensor.dim() != self.num_dims for tensor in tensors):
             shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors) or type(outputs).__name__
             raise ConvoyError(f"the network gives {shapes} where {self.name} needs logits {self.output_shape}")
         return tensors
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """Those in tuples, lists and dicts, in order; objects of other kinds do not say which is the main head."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, dict | tuple | list):
+        for output in outputs.values() if isinstance(outputs, dict) else outputs:
+            yield from _tensors(output)
 
 
 def to_image(pixels: Tensor) -> Image.Image:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import ConfigDict
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
@@ -45,6 +46,8 @@ from convoy.training.precision import lowered
 
 class NetworkInput(Record):
     """What a network is given: kept with the run, so that other pictures are prepared for it in the same way."""
+
+    model_config = ConfigDict(extra="forbid")  # what this version does not know would be prepared otherwise
 
     classes: list[str]  # names, by label
     channels: int  # 1 or 3

@@ -260,7 +260,7 @@ class Log:
         self.show(done, None if done == 1 else f"{self._place(done, '.2f')}  {line}")
 
     def evaluation(self, done: int, result: Evaluation, data: DataSet) -> None:
-        """A line on an evaluation of the test split of some data."""
+        """A line on an evaluation, of the split that data are evaluated on."""
         for sample, reason in result.bad:
             self._progress.add_bad(data.test.name(sample), reason, data.split)
         speed = result.num_images / max(result.seconds, 1e-9)

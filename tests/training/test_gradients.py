@@ -42,7 +42,7 @@ class Plain(nn.Module):
 def test_a_sampled_update_has_the_norms_of_the_gradients_of_its_samples(data: Path) -> None:
     with cores_as_before(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Session, "noise_every", 1)
-        run = session(data, "model.name=training.test_noise:Plain", "microbatch=4", "clip_norm=0.01")
+        run = session(data, "model.name=training.test_gradients:Plain", "microbatch=4", "clip_norm=0.01")
         (batch,) = run.batches(0, 1)
         plain, gradients = Plain(), []
         plain.load_state_dict(run.model.state_dict())
