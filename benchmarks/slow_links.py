@@ -1,6 +1,6 @@
 """Four hosts behind slow links: test error over samples and over time, by exact and by approximate methods.
 
-    python benchmarks/slow_links.py --data DIR --folder runs/slow --small     two minutes, to try it (as root)
+    python benchmarks/slow_links.py --data DIR --folder runs/slow --small     some minutes, to try it (as root)
     python benchmarks/slow_links.py --data DIR --folder runs/slow --out slow.json
 
 Three sorts of jobs, kept in --folder one by one, so that the same command goes on where it was stopped:
