@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -71,11 +71,13 @@ class _Listed(_Section):
     count: Number = 1
 
 
-_Devices = TypeVar("_Devices", _Alike, list[_Listed])
+class _AlikeDevices(_Section):
+    devices: _Alike
+    links: _Links = _Links()
 
 
-class _File(_Section, Generic[_Devices]):
-    devices: _Devices
+class _ListedDevices(_Section):
+    devices: list[_Listed]
     links: _Links = _Links()
 
 
@@ -140,11 +142,11 @@ class Cluster:
         if devices is None or (isinstance(devices, dict) and "count" not in devices):
             form = "write e.g. `devices: {count: 4, speed: 0.5}` and below it `links: {rate: 3gbit}`"
             raise ConvoyError(f"{path}: a cluster needs devices and their count: {form}")
-        kind: type[_File[Any]] = _File[list[_Listed]] if isinstance(devices, list) else _File[_Alike]
+        kind = _ListedDevices if isinstance(devices, list) else _AlikeDevices
         try:
             content = kind.model_validate(document)
             links = content.links
-            if isinstance(content.devices, _Alike):
+            if isinstance(content, _AlikeDevices):
                 return Cluster.alike(**dict(content.devices), rate=links.rate, rates=links.hosts)
             listed = [entry for entry in content.devices for _ in range(entry.count)]
             hosts = (f"host{number}" if entry.host is None else entry.host for number, entry in enumerate(listed))

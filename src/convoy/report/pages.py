@@ -125,11 +125,9 @@ def drawn(name: str, title: str, draw: Callable[[str], Drawing], nothing: str) -
     """A plot under a title, or a sentence where there is nothing to draw."""
     with axes.house_style():
         drawing = draw(title)
-    return (
-        Panel(name, title, nothing, None)
-        if drawing is None
-        else Panel(name, title, drawing[0], axes.figure_of(drawing[1]))
-    )
+    if drawing is None:
+        return Panel(name, title, nothing, None)
+    return Panel(name, title, drawing[0], axes.figure_of(drawing[1]))
 
 
 @dataclass(frozen=True)
