@@ -165,7 +165,7 @@ def _calibration(run: Run, title: str) -> Drawing:
     axes = ax.panel("Right answers, %", "mean probability of the answer, %")
     axes.plot([0, 100], [0, 100], color=ax.MUTED, linewidth=0.8, linestyle="--")
     x, y = ([100 * getattr(part, key) for part in bins] for key in ("confidence", "accuracy"))
-    axes.plot(x, y, color=ax.TEST, marker="o", linewidth=1.4)
+    axes.plot(x, y, color=ax.TEST, marker="o", linewidth=1.4, clip_on=False)
     axes.set_xlim(0, 100)
     axes.set_ylim(0, 104)
     error = units.percent(run.evaluation.calibration_error)
