@@ -64,14 +64,13 @@ DEVICES = ("equal", "half", "stutter")
 STOPS_S, BETWEEN_S = (1.0, 3.0), 20.0  # how long the last device stops, and for how long it runs before, on average
 RECIPE = {
     "model.name": "cifar-quick",
-    "microbatch": "16",
     "optimizer": "{name: sgd, lr: 0.05, momentum: 0.9, nesterov: true, weight_decay: 5e-4}",
     "data.augment": "{crop: pad, flip: true}",
     "clip_norm": "null",
     "checkpoint.every": "1ep",
 }
 WHOLE: dict[str, Any] = {"rates": (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2), "tuning": "0.5ep", "every": "0.5ep"}
-WHOLE |= {"updates": "400ba", "target": 0.3}
+WHOLE |= {"target": 0.3}
 SMALL: dict[str, Any] = {"rates": (0.05,), "tuning": "16ba", "every": "32ba", "updates": "64ba", "target": 0.85}
 SMALL |= {"methods": ["sample", "local SGD 16", "8 late rounds of 4"], "links": ["100mbit"], "devices": ["equal"]}
 SMALL |= {"seeds": [0], "epochs": "64ba"}
@@ -138,7 +137,8 @@ def do(job: Job, options: argparse.Namespace) -> dict[str, Any]:
 
 def settings_of(method: str, options: argparse.Namespace) -> dict[str, str]:
     """Those of all jobs of a method."""
-    common = {"data.path": str(options.data), "parallel.devices": str(HOSTS), "batch": str(options.batch)}
+    common = {"data.path": str(options.data), "parallel.devices": str(HOSTS)}
+    common |= {"batch": str(options.batch), "microbatch": str(options.batch // HOSTS)}
     return RECIPE | common | METHODS[method]
 
 
@@ -203,7 +203,7 @@ def study(report: harness.Report, options: argparse.Namespace) -> None:
         for method in options.methods:
             settings = settings_of(method, options)
             settings |= dict.fromkeys(("epochs", "evaluate_every", "log_every"), options.updates)
-            job = Job(f"time-{options.batch}-{link}-{devices}-{method}", settings, link, devices)
+            job = Job(f"time-{options.batch}-{options.updates}-{link}-{devices}-{method}", settings, link, devices)
             result = do(job, options)
             last = result["evaluations"][-1]
             update_s, sent = last["train_s"] / last["step"], result["sent"] / HOSTS / last["step"]
@@ -249,6 +249,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=harness.numbers, default=[0, 1, 2])
     parser.add_argument("--batch", type=int, default=64, help="samples of an update, of all hosts (64)")
     parser.add_argument("--epochs", default="4ep", help="of a whole training (4)")
+    parser.add_argument("--updates", default="400ba", help="on emulated hosts (400ba); stops need thousands")
     options = parser.parse_args()
     vars(options).update(SMALL if options.small else WHOLE)
     with harness.report(options.out) as report:
