@@ -185,7 +185,10 @@ def _flat(image: Image.Image) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     if "exif" not in image.info or image.format == "TIFF":  # Pillow turns TIFF by itself
         return 1
-    value = image.getexif().get(_ORIENTATION, 1)
+    try:
+        value = image.getexif().get(_ORIENTATION, 1)
+    except Exception:  # the header is damaged, which pixels need not be
+        return 1
     return value if isinstance(value, int) else 1
 
 

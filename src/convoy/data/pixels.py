@@ -238,6 +238,7 @@ def _unpickled(data: bytes) -> Any:
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
+    encoded: dict[str, bytes] = {}
     value: Any
     for number, (code, value, _) in enumerate(pickletools.genops(data)):
         if number == _MOST_INSTRUCTIONS:
@@ -284,7 +285,7 @@ def _unpickled(data: bytes) -> Any:
                 text, encoding = items[1]
                 if encoding != "latin1":
                     raise pickle.UnpicklingError("encodes text as something else than latin1")
-                stack.append(text.encode(encoding))
+                stack.append(encoded.setdefault(text, text.encode(encoding)))  # once, however often it is asked for
             case "REDUCE":
                 stack.append(_Kept(items[1]))
             case "BUILD" if isinstance(items[0], _Kept):
