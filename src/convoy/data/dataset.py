@@ -184,16 +184,16 @@ def num_changed(sizes: Sequence[int], old_sizes: Sequence[int]) -> int:
     return sum(size != old_size for size, old_size in zip(sizes, old_sizes, strict=False))
 
 
-def _open_parquet(path: Path, config: DataConfig, progress: Progress | None) -> Opened:
-    from convoy.data.parquet import open_parquet  # pyarrow takes a while to import
-
-    return open_parquet(path, config)
-
-
 def _tables(path: str | Path) -> list[str]:
     """A sentence on the CSV files in a folder, which are read where they are named."""
     names = sorted(shown(file) for file in Path(path).glob("*.csv"))
     return [f"to read {names[0]}, set data.path to it"] if names else []
+
+
+def _open_parquet(path: Path, config: DataConfig, progress: Progress | None) -> Opened:
+    from convoy.data.parquet import open_parquet  # pyarrow takes a while to import
+
+    return open_parquet(path, config)
 
 
 def _has(suffix: str) -> Callable[[Path], bool]:

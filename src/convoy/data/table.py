@@ -1,8 +1,7 @@
 """`labels.csv`: pictures by their paths, each with a class, several labels, numbers, or a mask.
 
 Columns go by their names in the first row (`path`, `label`, and `split` where there is one; or, in the place of
-`label`, any names of numbers, or of labels whose columns are of 0 and 1), or without such by position: path, label,
-split.
+`label`, names of numbers, or of labels as 0 and 1), or without such by position: path, label, split.
 """
 
 import csv
@@ -10,6 +9,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from pathlib import Path
 
@@ -46,8 +46,7 @@ def open_table(
     table = path if path.is_file() else path / TABLE
     columns, rows = _rows(table)
     kind = _kind(table, columns, rows) if task == "auto" else task
-    rows = _classed(table, kind, columns, rows)
-    root = table.parent
+    rows, root = _classed(table, kind, columns, rows), table.parent
     first_rows = dict[Path, _Row]()
     for row in rows:
         other = first_rows.setdefault(root / row.path, row)
@@ -173,7 +172,7 @@ def _number(label: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _classed(table: Path, kind: str, columns: Sequence[str], rows: Sequence[_Row]) -> Sequence[_Row]:
+def _classed(table: Path, kind: str, columns: Sequence[str], rows: list[_Row]) -> list[_Row]:
     """The rows with the classes that they name."""
 
     def classes(row: _Row) -> Iterable[str]:
@@ -243,14 +242,12 @@ def _check_classes(table: Path, kind: str, train: Sequence[_Row], test: Sequence
 
 
 def _source(root: Path, kind: str, names: Sequence[str], rows: Sequence[_Row]) -> FolderSource:
-    def files(paths: Iterable[str]) -> list[str]:
-        return [os.path.join(root, path) for path in paths]  # noqa: PTH118 (names are to stay as they are written)
-
+    below = partial(os.path.join, root)  # names are to stay as they are written
     numbers = {name: number for number, name in enumerate(names)}
     labels = np.zeros(len(rows), np.int64)
     if kind == "classification":
         labels = np.array([numbers[row.labels[0]] for row in rows], np.int64)
-    source = FolderSource(root, files(row.path for row in rows), labels)
+    source = FolderSource(root, [below(row.path) for row in rows], labels)
     if kind == "multi-label":
         source.values = np.zeros((len(rows), len(names)), np.float32)
         for place, row in enumerate(rows):
@@ -258,7 +255,7 @@ def _source(root: Path, kind: str, names: Sequence[str], rows: Sequence[_Row]) -
     elif kind == "regression":
         source.values = np.array([[float(label) for label in row.labels] for row in rows], np.float32)
     elif kind == "segmentation":
-        source.masks = FolderSource(root, files(row.labels[0] for row in rows), labels)
+        source.masks = FolderSource(root, [below(row.labels[0]) for row in rows], labels)
     return source
 
 
