@@ -7,7 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from convoy.data import DataConfig, open_data
+from convoy.data.config import DataConfig
+from convoy.data.dataset import open_data
 from convoy.errors import ConvoyError
 from data.made import packed, trained
 
@@ -104,7 +105,7 @@ SPLIT = "path,label,split\n0.png,a,train\n1.png,b,train\n2.png,a,val\n"
         (
             rows("a", "b", ""),
             {},
-            "line 4 has no label: write one, or take the row out; or say that pictures may have none",
+            "line 4 has no label: write one, or where there may be none, say --task multi-label",
         ),
         (
             rows("1,0", "0,1").replace("label", "a,b"),
@@ -114,7 +115,7 @@ SPLIT = "path,label,split\n0.png,a,train\n1.png,b,train\n2.png,a,val\n"
         (rows("1,0", "0,2").replace("label", "a,b"), {"task": "multi-label"}, "line 3: '2' is not 0 or 1"),
         (rows("1,a", "2,b").replace("label", "id,breed"), {}, "call the one column that is to be learnt label"),
         (rows("a", "b,c"), {}, "line 3 has 3 columns: a path and its label are needed, and nothing beyond the 2"),
-        ("what,label\n0.png,a\n", {}, "begins with 'what, label', neither columns of which one is called path nor"),
+        ("what,label\n0.png,a\n", {}, "begins with 'what, label', no picture that is there: begin it with path,label"),
         (rows("1.5", "1e38", "1e39"), {}, "line 4: '1e39' is beyond 3.4e+38, the largest number of float32"),
         (rows("0-mask.png", "negative.tif"), {}, "negative.tif is a mask with the value -3"),
         (rows("0-mask.png", "both.png"), {}, "are 0, 1, 2, 200, beside 255, which counts nowhere, but classes are"),

@@ -185,9 +185,8 @@ def num_changed(sizes: Sequence[int], old_sizes: Sequence[int]) -> int:
 
 
 def _tables(path: str | Path) -> list[str]:
-    """A sentence on the CSV files in a folder, which are read where they are named."""
-    names = sorted(shown(file) for file in Path(path).glob("*.csv"))
-    return [f"to read {names[0]}, set data.path to it"] if names else []
+    """A sentence on the first CSV file in a folder, which is read where it is named."""
+    return [f"to read {shown(file)}, set data.path to it" for file in sorted(Path(path).glob("*.csv"))[:1]]
 
 
 def _open_parquet(path: Path, config: DataConfig, progress: Progress | None) -> Opened:
@@ -241,7 +240,7 @@ def open_files(
         if getattr(config, option) is not None and not has_effect:
             raise ConvoyError(f"data.{option} would be ignored: {shown(path)} is read as {kind}; leave it out")
     if kind == "csv":
-        return kind, open_table(path, config, progress, task, to_evaluate)
+        return kind, open_table(path, config, progress, task, 1 if to_evaluate else 2)
     contents = FORMATS[kind].open(path, config, progress)
     if config.classes is not None and list(config.classes) != contents.classes:
         raise ConvoyError(f"data.classes are others than those of {shown(path)}: it names its own, leave them out")
@@ -315,9 +314,7 @@ def _in_memory(
                 continue
             if image.size != (form[1], form[0]):
                 return None, []
-            if (
-                image.mode == "RGB" and form[2] == 1
-            ):  # the first that is not grey, as those by which the form was chosen
+            if image.mode == "RGB" and form[2] == 1:  # those looked at first are grey
                 return _in_memory(sources, skip_bad, progress, least_channels=3)
             pixels[sample] = np.asarray(in_channels(image, form[2])).reshape(form)
             if progress and (sample % _PROGRESS_EVERY == 0 or sample == len(source) - 1):

@@ -269,10 +269,6 @@ class _Machine(pickle._Unpickler):
         else:
             raise pickle.UnpicklingError("encodes text as something else than latin1")
 
-    def _build(self) -> None:
-        state = self.stack.pop()
-        self.stack[-1].state = state
-
     def _set(self, items: list[Any]) -> None:
         # Hashing other keys takes for ever where tuples nest the same tuples.
         if not all(type(key) in (str, bytes) for key in items[::2]):
@@ -284,7 +280,7 @@ class _Machine(pickle._Unpickler):
 
     dispatch: ClassVar = pickle._Unpickler.dispatch | {
         pickle.REDUCE[0]: _call,
-        pickle.BUILD[0]: _build,
+        pickle.BUILD[0]: lambda self: vars(self.stack[-2]).update(state=self.stack.pop()),
         pickle.DICT[0]: lambda self: self._set((self.pop_mark(), self.stack.append({}))[0]),
         pickle.SETITEM[0]: lambda self: self._set([self.stack.pop(-2), self.stack.pop()]),
         pickle.SETITEMS[0]: lambda self: self._set(self.pop_mark()),

@@ -39,10 +39,8 @@ class _Row:
     split: str  # train, val, test or nothing
 
 
-def open_table(
-    path: Path, config: DataConfig, progress: Progress | None, task: str = "auto", to_evaluate: bool = False
-) -> Opened:
-    """The pictures of a table, or of a folder that holds one. A ConvoyError names the first row that cannot be."""
+def open_table(path: Path, config: DataConfig, progress: Progress | None, task: str = "auto", least: int = 2) -> Opened:
+    """The pictures of a table, or a folder with one; masks have `least` classes. A ConvoyError names what is wrong."""
     table = path if path.is_file() else path / TABLE
     columns, rows = _rows(table)
     kind = _kind(table, columns, rows) if task == "auto" else task
@@ -67,13 +65,11 @@ def open_table(
         _check_classes(table, kind, train, part)
     sources: dict[str, Source] = {split: _source(root, kind, names, part) for split, part in splits.items() if part}
     if kind == "segmentation":
-        to_learn, *others = (
-            check_masks(one, config.classes, config.ignore_index, progress) for one in sources.values()
-        )
-        found, is_one = to_learn.union(*others), len(to_learn) < 2 and not to_evaluate
+        checked = [check_masks(one, config.classes, config.ignore_index, progress) for one in sources.values()]
+        found, is_one = set().union(*checked), len(checked[0]) < least
         number = max(found, default=0) + 1
         if is_one or (not names and not {*range(number)} <= found | {config.ignore_index}):
-            there = ", ".join(map(str, sorted(to_learn if is_one else found))) or "none"
+            there = ", ".join(map(str, sorted(checked[0] if is_one else found))) or "none"
             raise ConvoyError(
                 f"{shown(table)}: the values in the masks to train on are {there}, beside {config.ignore_index}, which "
                 "counts nowhere, but classes are numbered 0, 1, 2, …: write them so"
@@ -99,17 +95,15 @@ def _rows(table: Path) -> tuple[tuple[str, ...], list[_Row]]:
     names: tuple[str, ...] = ("label",)
     if path_column is not None:
         lines, split_column = lines[1:], words.index("split") if "split" in words else None
-        used = path_column, split_column
-        columns = [place for place, word in enumerate(words) if place not in used and word not in _INDEX]
+        columns = [n for n, word in enumerate(words) if n not in (path_column, split_column) and word not in _INDEX]
         columns = [place for place in columns if words[place] in _LABELS][:1] or columns
         names = tuple(header[place] for place in columns)
     else:
         path_column, columns, split_column = 0, [1], 2 if len(header) > 2 else None
         if lines and not os.path.isfile(table.parent / header[0]):  # noqa: PTH113
             raise ConvoyError(
-                f"{shown(table)} begins with {brief(', '.join(header))!r}, neither columns of which one is called path "
-                "nor a picture that is there: begin it with path,label and, if any, split, or say what else is to be "
-                "read, as by --set data.format=folder"
+                f"{shown(table)} begins with {brief(', '.join(header))!r}, no picture that is there: begin it with "
+                "path,label and, if any, split, or say what else is to be read, as by --set data.format=folder"
             )
     if not lines or not columns:
         raise ConvoyError(f"{shown(table)} has no rows of paths and labels: write path,label and, if any, split")
@@ -133,9 +127,8 @@ def _kind(table: Path, columns: Sequence[str], rows: Sequence[_Row]) -> str:
     if len(columns) > 1:
         return "multi-label" if all(_number(label) in (0, 1) for row in rows for label in row.labels) else "regression"
     kinds = dict[str, _Row]()
-    for row in rows:
-        if row.labels[0]:
-            kinds.setdefault(_kind_of(row.labels[0]), row)
+    for row in filter(lambda row: row.labels[0], rows):
+        kinds.setdefault(_kind_of(row.labels[0]), row)
     if "list" in kinds and not {"number", "mask"} & set(kinds):
         return "multi-label"
     if set(kinds) <= {"number", "whole"}:
@@ -198,8 +191,8 @@ def _names(table: Path, kind: str, columns: Sequence[str], rows: Sequence[_Row],
     if kind in ("classification", "multi-label"):
         labels = {label: row for row in reversed(rows) for label in row.labels}
         if kind == "classification" and "" in labels:
-            advice = "write one, or take the row out; or say that pictures may have none by --task multi-label"
-            raise ConvoyError(f"{_place(table, labels[''])} has no label: {advice}")
+            where = _place(table, labels[""])
+            raise ConvoyError(f"{where} has no label: write one, or where there may be none, say --task multi-label")
         if config.classes is not None:
             for label in (label for label in labels if label not in config.classes):
                 raise ConvoyError(f"{_place(table, labels[label])}: {brief(label)!r} is none of data.classes")
