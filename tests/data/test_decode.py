@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from convoy.data import AugmentConfig
 from convoy.data.batch import BatchMaker
+from convoy.data.config import AugmentConfig
 from convoy.data.decode import BadImage, Turbo, finish_picture, open_picture, oriented, turbo_lacks, upright_size
 from convoy.data.transforms import Geometry
 from data.made import Listed, encoded, picture, turned

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from convoy.data import DataConfig, DataSet, open_data
-from convoy.data.dataset import difference
+from convoy.data.config import DataConfig
+from convoy.data.dataset import DataSet, difference, open_data
 from convoy.data.sources import split_of
 from convoy.errors import ConvoyError
 from data.made import encoded, names, opened, picture, write_folder

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from convoy.data import BadImage, DataConfig
+from convoy.data.config import DataConfig
+from convoy.data.decode import BadImage
 from convoy.data.folder import open_folder
 from convoy.data.pixels import read_idx, read_pickle
 from convoy.data.webdataset import open_tars
