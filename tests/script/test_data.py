@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import convoy
-from convoy.data import Order
+from convoy.data.order import Order
 from convoy.script.data import BatchSampler, evaluate
 from ranks import run_ranks
 from script.saved import refused

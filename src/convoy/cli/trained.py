@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.status import Status
 
     from convoy.comm.ranks import Ranks
-    from convoy.data import DataSet
+    from convoy.data.dataset import DataSet
     from convoy.tasks.task import Evaluation
     from convoy.training.use import FileClasses
 
