@@ -13,6 +13,7 @@ import torch.distributed as dist
 from convoy.comm.ranks import gather_objects
 from convoy.engine.network import Network
 from convoy.errors import ConvoyError
+from convoy.slurm import translate
 
 
 def rank() -> int:
@@ -22,7 +23,7 @@ def rank() -> int:
     >>> if convoy.rank() == 0:
     ...     torch.save(weights, "weights.pt")
     """
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK") or 0)
+    return dist.get_rank() if dist.is_initialized() else _variable("RANK", 0)
 
 
 def num_ranks() -> int:
@@ -32,7 +33,12 @@ def num_ranks() -> int:
     >>> plan
     'sample=2'
     """
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+    return dist.get_world_size() if dist.is_initialized() else _variable("WORLD_SIZE", 1)
+
+
+def _variable(name: str, alone: int) -> int:
+    translate()
+    return int(os.environ.get(name) or alone)
 
 
 def print(*values: object, **options: Any) -> None:
