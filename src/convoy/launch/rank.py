@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from convoy.errors import ConvoyError
-from convoy.failure import AGENTS, Failure, Kind, failure_of, leave_word
+from convoy.failure import AGENTS, Failure, Kind, failure_of, write_error_file
 from convoy.resources import check_threads
 from convoy.slurm import number_of, translate
 
@@ -50,7 +50,7 @@ class RankPlace:
     rank: int
     num_ranks: int
     source: str  # its launcher, for sentences: `--devices`, `torchrun` or `Slurm`
-    # where ranks leave word for `convoy.launch.start`; None where it did not start them
+    # where ranks leave error files for `convoy.launch.start`; None where it did not start them
     folder: Path | None = None
     job: str = ""  # its name, the same when ranks are started again; empty where nobody restarts them
     max_restarts: int = 0
@@ -240,7 +240,7 @@ def _stop_early(number: int, frame: Any) -> None:
 def _fail(failure: Failure, folder: Path | None) -> None:
     """Report a failure and end, whatever becomes of the report."""
     verbose = "-v" in sys.argv or "--verbose" in sys.argv
-    if not leave_word(failure, verbose):
+    if not write_error_file(failure, verbose):
         with contextlib.suppress(OSError, ValueError):
             print(failure.text(verbose), file=sys.stderr, flush=True)
     if failure.kind == "lost" and folder is None:  # the rank that was lost is the cause, and is to be noticed first

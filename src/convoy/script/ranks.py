@@ -52,7 +52,7 @@ def print(*values: object, **options: Any) -> None:
 
 
 @contextmanager
-def together(network: Network) -> Iterator[None]:
+def fail_on_all_ranks(network: Network) -> Iterator[None]:
     """Run a block that fails on all ranks where one is refused, with the first rank's sentence. All ranks enter it."""
     group = network.groups.of(tuple(network.groups.mesh.axes))
     failure: Exception | None = None
@@ -71,7 +71,7 @@ def together(network: Network) -> Iterator[None]:
         raise ConvoyError(text if sentences.count(text) == len(sentences) else f"rank {rank}: {text}")
 
 
-def alike(network: Network, facts: Mapping[str, str]) -> None:
+def check_same_on_all_ranks(network: Network, facts: Mapping[str, str]) -> None:
     """See that all ranks have the same facts; a ConvoyError names the first that is not the same. All ranks call it."""
     group = network.groups.of(tuple(network.groups.mesh.axes))
     digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).hexdigest()
