@@ -18,9 +18,8 @@ def translate(environment: MutableMapping[str, str] = os.environ) -> None:
     # The batch script itself has these variables too, but is no task of a step.
     if "SLURM_TASK_PID" in environment and "SLURM_STEP_ID" not in environment:
         return
-    num_tasks = number_of(
-        environment, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    )
+    of_job = "SLURM_STEP_NUM_TASKS" not in environment
+    num_tasks = number_of(environment, "SLURM_NTASKS" if of_job else "SLURM_STEP_NUM_TASKS")
     if num_tasks < 2:
         return
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
