@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
-from convoy.plans.plan import STRATEGIES, Plan, of_layer, strategies_on, strategy_error
+from convoy.plans.plan import STRATEGIES, Plan, axis_names_of, of_layer, strategies_on, strategy_error
 from convoy.terminal import brief, did_you_mean
 from convoy.units import plural
 
@@ -138,8 +138,7 @@ def fit(plan: Plan, num_devices: int) -> tuple[Plan, int, int]:
     if not any(by_samples) and num_groups > 1:
         position = 1 if mesh.stage_axis == 0 else 0
         names, sizes = list(mesh.names), list(new_sizes.values())
-        free = ("sample", *(f"sample{number}" for number in range(2, len(names) + 2)))
-        name = next(name for name in free if name not in names)
+        name = next(name for name in axis_names_of(["sample"] * (len(names) + 1)) if name not in names)
         names.insert(position, name)
         sizes.insert(position, num_groups)
         layers = tuple((pattern, {name: "sample", **strategies}) for pattern, strategies in plan.layers or (("*", {}),))

@@ -8,7 +8,7 @@ plans of that form. The result says so.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -149,11 +149,11 @@ def tied(groups: Groups, met: Sequence[str], roles: Mapping[str, Role]) -> Group
             wider.append(inside)
     everything, fixes = list(roles), {layer: role[:1] for layer, role in roles.items()}
     ways = [(layers, roles) for layers in (*wider, met, everything)]
-    for layers, alike in (*ways, (met, fixes), (everything, fixes)):
+    for layers, alike in (*ways, (met, fixes), (everything, fixes), (everything, dict.fromkeys(everything, ()))):
         merged = _by_role(groups, layers, alike)
         if len(merged) < len(groups):
-            return merged
-    return _merged(groups, [set(roles)])
+            break
+    return merged
 
 
 def tied_where_wide(groups: Groups, graph: Graph, roles: Mapping[str, Role], most: int) -> Groups:
@@ -184,15 +184,11 @@ def in_common(group: Sequence[str], allowed: Mapping[str, Sequence[Strategy]]) -
 
 
 def _by_role(groups: Groups, layers: Sequence[str], roles: Mapping[str, Role]) -> Groups:
+    """Groups with some of the layers that have one role become one, where the first of them is."""
     by_role: dict[Role, set[str]] = {}
     for layer in layers:
         by_role.setdefault(roles[layer], set()).add(layer)
-    return _merged(groups, by_role.values())
-
-
-def _merged(groups: Groups, together: Iterable[set[str]]) -> Groups:
-    """Groups that share a set become one, where the first of them is."""
-    for members in together:
+    for members in by_role.values():
         joined = [group for group in groups if members & set(group)]
         if len(joined) > 1:
             layers = tuple(layer for group in joined for layer in group)
