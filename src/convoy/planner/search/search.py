@@ -283,7 +283,8 @@ class _Search:
         fastest = [solution for mesh in self.meshes for solution in self._on(mesh)]
         if not fastest:
             # with fewer axes, layers that are fixed by samples are refused whatever else is wrong
-            raise self.refused[max(self.refused)]
+            nothing = ConvoyError("no plan divides this network over these devices")
+            raise max(self.refused.items(), default=(0, nothing))[1]
         ranking, limit = self._ranked([self._simplest(solution) for solution in fastest]), self.constraints.memory_limit
         if limit is not None and ranking[0].memory > limit:
             self.tolerance, self.is_counted = 0.0, True
