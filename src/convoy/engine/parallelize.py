@@ -470,4 +470,5 @@ def _take_shards(network: Network, device: torch.device, world: Group) -> None:
     with torch.no_grad():
         for name, tensor in named_tensors(network.model).items():
             whole = tensor.data.to(device)
+            whole = whole.clone() if 0 in whole.stride() else whole  # an expanded one has no room of its own
             tensor.data = network.part(name, whole.copy_(broadcast(whole.contiguous(), world)))
