@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from convoy.comm import collectives
 from convoy.comm.collectives import Group
@@ -353,6 +354,7 @@ class _Function(torch.autograd.Function):
         return transfer.forward(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         current.at(ctx.layer)
         return ctx.transfer.backward(gradient), None

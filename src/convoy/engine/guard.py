@@ -73,6 +73,8 @@ class Guard:
             ],
             network.groups,
         )
+        if compares and network.shows_uses:
+            self._follow()  # from before the first pass: a loss may be of layers that are called by themselves
         _guards.add(self)
         _watch_optimizers()
 
@@ -258,10 +260,23 @@ class Guard:
             at_end_of_backward(self.unfollow)
 
     def _enter_backward(self) -> None:
-        """Forget what an earlier backward pass has left, which broke off or was that of `torch.autograd.grad`."""
+        """Forget what an earlier backward pass has left, which broke off, and look at what this one leaves."""
         backward = current_backward()
         if backward != self._backward:
             self._backward, self._uses = backward, {}
+            if backward != _NONE and not self._inner:
+                at_end_of_backward(self._check_rest)
+
+    def _check_rest(self) -> None:
+        """Refuse uses of parameters whose gradients have come from there, and have not been added to any `.grad`."""
+        if self._uses:
+            name = next(iter(self._uses))
+            self.unfollow()
+            raise ConvoyError(
+                f"torch.autograd.grad of the weight {name} would give this rank's part of its gradient, which nobody "
+                "adds up: call backward(), and take convoy.gradients(net), or pass checks=False to convoy.parallelize "
+                "if that is meant"
+            )
 
     @torch.no_grad()
     def _check_use(self, name: str, gradient: Tensor) -> None:
@@ -280,7 +295,7 @@ class Guard:
         raise ConvoyError(
             f"the loss uses the weight {name} outside of the network, which would be added over the ranks: compute a "
             "penalty on weights by convoy.penalty(net, function), or in the network's forward pass, or use the "
-            "optimizer's weight decay"
+            "optimizer's weight decay; and call the network itself, not layers of it"
         )
 
     # Optimizers.

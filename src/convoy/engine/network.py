@@ -303,6 +303,8 @@ class Network:
         """Serial shape and layout of a parameter or buffer, under any of its names."""
         if name not in self.shapes:
             tensor = self.model.state_dict(keep_vars=True)[name]
+            if self.plan.mesh.num_devices == 1:  # where layers may have changed
+                return tuple(tensor.shape), WHOLE
             name = next(
                 serial_name for serial_name, candidate in named_tensors(self.model).items() if candidate is tensor
             )
