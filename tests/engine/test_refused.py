@@ -10,7 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from odd_nets import base
+from exactness import announce
+from odd_nets import UNSEEN, base, coupled
 from own_loops import IMAGES, LABELS, loss_of, rank, ranks_net, small
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -99,6 +100,29 @@ def copied(plan: str) -> None:
     twin.train()(IMAGES[mine])
 
 
+def layers_alone(plan: str, after: bool = False) -> None:
+    net, mine = ranks_net(plan)
+    if after:
+        loss_of(net, mine).backward()
+    net[0](IMAGES[mine]).mean().backward()
+
+
+def gradients_alone(plan: str) -> None:
+    net, mine = ranks_net(plan)
+    torch.autograd.grad(loss_of(net, mine), list(net.parameters()))
+
+
+def second_derivatives(plan: str) -> None:
+    images = IMAGES.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(ranks_net(plan)[0](images).sum(), images, create_graph=True)
+    gradient.square().sum().backward()
+
+
+def scalar_of_microbatches(plan: str) -> None:
+    net = convoy.parallelize(coupled(UNSEEN["choice"], "scalar")(), plan, EXAMPLE.float(), batch_norm="microbatch")
+    net(IMAGES[announce(net, 0, (3, 3, 2), IMAGES.device)].float())
+
+
 def checkpointed(plan: str) -> None:
     checkpoint(ranks_net(plan)[0], IMAGES.clone().requires_grad_(), use_reentrant=False).sum().backward()
 
@@ -107,6 +131,9 @@ OUTSIDE = "outside of the network.*convoy.penalty"
 MISTAKES: dict[str, list[tuple[Script, str]]] = {
     "sample=2": [
         (penalized(lambda net: 1e-6 * net[5].bias.abs().sum()), OUTSIDE),
+        (layers_alone, OUTSIDE + ".* call the network itself"),
+        (lambda plan: layers_alone(plan, after=True), OUTSIDE),
+        (scalar_of_microbatches, r"shape \[\] for a microbatch of 3 samples.* the samples along dim 0"),
         (drifting("gradient"), "weight 5.bias should be the same on ranks 0 and 1, and"),
         (drifting("buffer"), "the buffer 1.running_mean should be the same"),
         (drifting("rate"), r"different options \(learning rate 0.01 and 0.02\)"),
@@ -119,6 +146,7 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
     ],
     "filter=2": [
         (penalized(lambda net: 1e-4 * sum((p**2).sum() for p in net.parameters())), OUTSIDE),
+        (gradients_alone, r"autograd.grad of the weight .*\(net\)"),
         (drifting("left out"), "rank 0 has made 3 updates since .*, and rank 1 2"),
         (drifting("samples"), "work on the same samples under this plan, and were given diff"),
         (lambda plan: ranks_net(plan)[0](IMAGES[: 2 + rank()]), r"pass the samples that convoy\.local_samples says"),
@@ -129,6 +157,7 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
     ],
     "height=2": [
         (lambda plan: ranks_net(plan)[0](EXAMPLE[..., rank() :]), "must pass images of the same size and type"),
+        (second_derivatives, "differentiate twice"),
     ],
     "stage=2": [
         (penalized(lambda net: 1e-4 * sum((p**2).sum() for p in net.parameters()), before=True), OUTSIDE),
@@ -144,7 +173,7 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
 def refusal(plan: str, number: int) -> str:
     try:
         MISTAKES[plan][number][0](plan)
-    except ConvoyError as error:
+    except (ConvoyError, RuntimeError) as error:
         return str(error)
     return ""
 
