@@ -259,8 +259,8 @@ class Transfer:
         self._groups = groups
         self.source_shape = step.source.local_shape(shape, mesh, coordinates)
         make: dict[str, Callable[[Coordinates], tuple[Move, Move]]] = {
-            "reduce": self._reduce,
-            "copy": self._copy,
+            "reduce": lambda place: (self._sum(), _same),
+            "copy": lambda place: (_same, self._sum()),
             "keep": self._keep,
             "slice": self._slice,
             "gather": self._gather,
@@ -296,12 +296,6 @@ class Transfer:
         held = [self._box(layout, member) for member in members]
         wanted = [whole] * len(members)
         return Exchange(held, wanted, lambda sender, _: held[sender], self._groups.of(axes), members.index(place))
-
-    def _reduce(self, place: Coordinates) -> tuple[Move, Move]:
-        return self._sum(), _same
-
-    def _copy(self, place: Coordinates) -> tuple[Move, Move]:
-        return _same, self._sum()
 
     def _sum(self) -> Move:
         group = self._groups.of(self.step.axes)

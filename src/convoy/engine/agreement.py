@@ -69,15 +69,14 @@ def arguments(
             bound = inspect.signature(own or partial(type(model).forward, model)).bind(*args, **kwargs)
         except TypeError as error:
             raise ConvoyError(f"{type(model).__name__}.forward: {error}") from error
-        args, kwargs = bound.args, bound.kwargs
+        args, kwargs = bound.args, dict(sorted(bound.kwargs.items()))
     if args and not kwargs and all(isinstance(value, Tensor) for value in args):
         return tuple(args), None
-    values = [*args, *kwargs.values()]
-    tensors = tuple(value for value in values if isinstance(value, Tensor))
+    tensors = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     if not tensors:
         raise ConvoyError("the network is called without a tensor: pass samples along dim 0 of at least one")
     texts, words = Texts(), []
-    for name, value in [*((f"{place}", value) for place, value in enumerate(args)), *sorted(kwargs.items())]:
+    for name, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, Tensor):
             continue
         words.append(f"argument {name} = {texts.of(value)}")
@@ -92,9 +91,8 @@ def arguments(
                 "them only what does not change, as numbers, text, tuples of these or None"
             )
     positional = tuple(Tensor if isinstance(value, Tensor) else value for value in args)
-    named = tuple((name, Tensor if isinstance(value, Tensor) else value) for name, value in sorted(kwargs.items()))
-    ordered = [*args, *(kwargs[name] for name, _ in named)]
-    return tuple(value for value in ordered if isinstance(value, Tensor)), Form(positional, named, shared(", ".join(words)))
+    named = tuple((name, Tensor if isinstance(value, Tensor) else value) for name, value in kwargs.items())
+    return tensors, Form(positional, named, shared(", ".join(words)))
 
 
 def shared(words: str) -> str:
@@ -202,15 +200,8 @@ def _check(call: str, rank: int, calls: Sequence[int]) -> None:
 @contextmanager
 def _impatient(call: str, rank: int) -> Iterator[None]:
     """Say so where the others do not come: they may wait for something else for ever."""
-
-    def say() -> None:
-        print(
-            f"rank {rank} has waited {PATIENCE_S:.0f} s in {call} for the other ranks: all ranks call it together",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    timer = threading.Timer(PATIENCE_S, say)
+    text = f"rank {rank} has waited {PATIENCE_S:.0f} s in {call} for the other ranks: all ranks call it together"
+    timer = threading.Timer(PATIENCE_S, print, (text,), {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
     try:

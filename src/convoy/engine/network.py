@@ -230,7 +230,14 @@ class Network:
         """The inputs to compute a pass with, and how many samples every sample rank has. All ranks call it. `call` is
         what all ranks are to be in; see `exchange_samples`."""
         cast = self._unchanged.check(inputs)
-        samples = self.samples_of_pass(inputs, form, call)
+
+        def ask() -> tuple[int, ...]:
+            state = zlib.crc32(shared(repr(self.python_state())).encode(), self._unchanged.types)
+            return exchange_samples(inputs, form, state, self.model.training, self.groups, self.sample_axes, call)
+
+        samples = self.samples  # as announced, or asked of the other ranks
+        if samples is None:
+            samples = ask() if self.context.tape is None else self.context.tape.samples(ask)
         if cast:
             self._recast()
         if self.samples is None and not self.context.replays:
@@ -370,17 +377,6 @@ class Network:
                 f"{self.num_sample_ranks}: give {self.num_sample_ranks} numbers"
             )
         return tuple(samples)
-
-    def samples_of_pass(self, inputs: Sequence[Tensor], form: Form | None, call: str) -> tuple[int, ...]:
-        """How many samples every sample rank has in this pass: as announced, or asked of the other ranks."""
-        if self.samples is not None:
-            return self.samples
-
-        def ask() -> tuple[int, ...]:
-            state = zlib.crc32(shared(repr(self.python_state())).encode(), self._unchanged.types)
-            return exchange_samples(inputs, form, state, self.model.training, self.groups, self.sample_axes, call)
-
-        return ask() if self.context.tape is None else self.context.tape.samples(ask)
 
     def python_state(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Modules in another mode than the network, and how what `forward` reads has changed; as in a `Signature`."""
