@@ -14,6 +14,7 @@ from exactness import announce
 from odd_nets import UNSEEN, base, coupled
 from own_loops import IMAGES, LABELS, loss_of, rank, ranks_net, small
 from torch import nn
+from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
 
 import convoy
@@ -100,22 +101,9 @@ def copied(plan: str) -> None:
     twin.train()(IMAGES[mine])
 
 
-def layers_alone(plan: str, after: bool = False) -> None:
-    net, mine = ranks_net(plan)
-    if after:
-        loss_of(net, mine).backward()
-    net[0](IMAGES[mine]).mean().backward()
-
-
-def gradients_alone(plan: str) -> None:
-    net, mine = ranks_net(plan)
-    torch.autograd.grad(loss_of(net, mine), list(net.parameters()))
-
-
 def second_derivatives(plan: str) -> None:
     images = IMAGES.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(ranks_net(plan)[0](images).sum(), images, create_graph=True)
-    gradient.square().sum().backward()
+    grad(ranks_net(plan)[0](images).sum(), images, create_graph=True)[0].square().sum().backward()
 
 
 def scalar_of_microbatches(plan: str) -> None:
@@ -131,8 +119,9 @@ OUTSIDE = "outside of the network.*convoy.penalty"
 MISTAKES: dict[str, list[tuple[Script, str]]] = {
     "sample=2": [
         (penalized(lambda net: 1e-6 * net[5].bias.abs().sum()), OUTSIDE),
-        (layers_alone, OUTSIDE + ".* call the network itself"),
-        (lambda plan: layers_alone(plan, after=True), OUTSIDE),
+        (lambda plan: ranks_net(plan)[0][0](IMAGES[:4]).mean().backward(), OUTSIDE + ".* call the network itself"),
+        (changed(lambda net: net[0](IMAGES[:4]).mean().backward()), OUTSIDE),
+        (lambda p: [grad(loss_of(net, mine), net[5].bias) for net, mine in [ranks_net(p)]], r"grad of the weight 5\.bias"),
         (scalar_of_microbatches, r"shape \[\] for a microbatch of 3 samples.* the samples along dim 0"),
         (drifting("gradient"), "weight 5.bias should be the same on ranks 0 and 1, and"),
         (drifting("buffer"), "the buffer 1.running_mean should be the same"),
@@ -146,7 +135,6 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
     ],
     "filter=2": [
         (penalized(lambda net: 1e-4 * sum((p**2).sum() for p in net.parameters())), OUTSIDE),
-        (gradients_alone, r"autograd.grad of the weight .*\(net\)"),
         (drifting("left out"), "rank 0 has made 3 updates since .*, and rank 1 2"),
         (drifting("samples"), "work on the same samples under this plan, and were given diff"),
         (lambda plan: ranks_net(plan)[0](IMAGES[: 2 + rank()]), r"pass the samples that convoy\.local_samples says"),

@@ -294,7 +294,7 @@ def start_receive(x: Tensor, source: int, group: dist.ProcessGroup, tag: int = 0
 
 def gather_ints(numbers: Sequence[int], group: Group) -> list[list[int]]:
     """Equally many whole numbers from every rank of a group."""
-    return start_gather_ints(numbers, group)()
+    return [list(numbers)] if group is None else start_gather_ints(numbers, group)()
 
 
 def largest(numbers: Sequence[int], group: Group) -> list[int]:
