@@ -121,7 +121,7 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
         (penalized(lambda net: 1e-6 * net[5].bias.abs().sum()), OUTSIDE),
         (lambda plan: ranks_net(plan)[0][0](IMAGES[:4]).mean().backward(), OUTSIDE + ".* call the network itself"),
         (changed(lambda net: net[0](IMAGES[:4]).mean().backward()), OUTSIDE),
-        (lambda p: [grad(loss_of(net, mine), net[5].bias) for net, mine in [ranks_net(p)]], r"grad of the weight 5\.bias"),
+        (lambda p: [grad(loss_of(net, x), net[5].bias) for net, x in [ranks_net(p)]], r"grad of the weight 5\.bias"),
         (scalar_of_microbatches, r"shape \[\] for a microbatch of 3 samples.* the samples along dim 0"),
         (drifting("gradient"), "weight 5.bias should be the same on ranks 0 and 1, and"),
         (drifting("buffer"), "the buffer 1.running_mean should be the same"),
