@@ -15,9 +15,11 @@ from torch.nn.parameter import is_lazy
 from convoy import models
 from convoy.comm.collectives import Group, by_way_of_host
 from convoy.comm.ranks import Ranks
-from convoy.data import DataSet, Normalize, evaluation_batches
 from convoy.data.config import DataConfig
+from convoy.data.dataset import DataSet
+from convoy.data.loader import evaluation_batches
 from convoy.data.pixels import PixelSource
+from convoy.data.transforms import Normalize
 from convoy.engine.coupling import Probe, coupling, microbatch_sizes, probe, why_coupled
 from convoy.engine.recorded import graph_on
 from convoy.engine.shards import deferred
