@@ -30,7 +30,7 @@ from convoy.comm.groups import Groups
 from convoy.comm.redistribution import Transfer, chained
 from convoy.engine.allocation import get_ahead, page_faults
 from convoy.engine.program import Program
-from convoy.engine.shards import cut
+from convoy.engine.shards import CHANNELS_LAST, cut
 from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.graph.graph import Value
 from convoy.ops.context import StepContext
@@ -81,9 +81,8 @@ def source(
 
 def contiguous(tensor: Tensor, channels_last: bool) -> Tensor:
     """The tensor without gaps, images with the channels innermost in memory if that is how the network has them."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    memory_format = formats.get(tensor.dim(), torch.contiguous_format) if channels_last else torch.contiguous_format
-    return tensor.contiguous(memory_format=memory_format)
+    formats = CHANNELS_LAST if channels_last else {}
+    return tensor.contiguous(memory_format=formats.get(tensor.dim(), torch.contiguous_format))
 
 
 class StandIn(torch.autograd.Function):
