@@ -145,10 +145,12 @@ class Constants:
 
     def drawing(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], layer: str) -> Draw | None:
         """What a function draws: `bernoulli` of a constant, or what `bernoulli_` and `uniform_` write over one; None
-        for another distribution."""
+        for another distribution, or the numbers of a generator."""
+        if kwargs.get("generator") is not None:
+            return None
         if name == "uniform_":
             return ("uniform", None) if (*args[1:], *kwargs.values()) in ((), (0, 1)) else None
-        p = args[0] if name == "bernoulli" else (*args[1:], *kwargs.values(), 0.5)[0]
+        p = (*args[1:], kwargs.get("p", args[0] if name == "bernoulli" else 0.5))[0]
         return "bernoulli", self.probability(p, layer) if isinstance(p, Tensor) else float(p)
 
     def probability(self, tensor: Tensor, layer: str) -> float:

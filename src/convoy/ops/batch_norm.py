@@ -41,10 +41,11 @@ def _batch_norm(call: TorchCall) -> Recognized:
     arguments = call.bound(
         input=None, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     )
-    counter = call.updates[-1] if call.updates and arguments["training"] and arguments["running_mean"] else None
-    if counter and hasattr(call.module, "momentum"):  # the argument is 1 / count where the layer has None
-        arguments["momentum"] = call.module.momentum
     updates = bool(arguments["training"] and arguments["running_mean"])
+    owner = str(arguments["running_mean"]).rpartition(".")[0]
+    counter = next((name for name in call.updates if updates and name.rpartition(".")[0] == owner), None)
+    if counter and arguments["momentum"] == 1.0 and getattr(call.module, "momentum", 0) is None:  # it is 1 / count
+        arguments["momentum"] = None
     return Recognized("batch_norm", {**arguments, "num_batches_tracked": counter}, updates=updates)
 
 

@@ -131,7 +131,7 @@ def follow(situation: Situation, source: str, dim: int, axes: Axes, size: int) -
     """The split that a dimension already has over exactly these axes, if it is a fair one; otherwise an even one."""
     before = situation.given[source].split(dim) if source in situation.given else None
     if before is not None and before.axes == axes:
-        is_fair = max(map(len, before.parts)) <= -(-size // len(before.parts)) * 1.5
-        if is_fair:
+        lengths = list(map(len, before.parts))
+        if min(lengths) > 0 and max(lengths) <= -(-size // len(lengths)) * 1.5:
             return before
     return even(situation.mesh, axes, size)

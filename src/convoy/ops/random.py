@@ -58,13 +58,12 @@ def uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _dropout(call: TorchCall, channels: bool) -> Recognized | None:
-    arguments = call.bound(input=None, p=0.5, training=True, train=True)
-    if call.name in ("dropout", "feature_dropout") and "train" in call.kwargs:
-        arguments["training"] = arguments["train"]
+    arguments = call.bound(input=None, p=0.5, training=True)
     if not arguments["training"] or arguments["p"] == 0:
         return Recognized("identity", {"input": call.input})
-    if channels and len(call.shape(call.input)) < 3:
-        return None
+    rank = len(call.shape(call.input))
+    if channels and (rank < 3 or (call.name == "dropout3d" and rank != 5)):
+        return None  # without a dimension of samples
     attributes = {"input": call.input, "p": float(arguments["p"]), "channels": channels}
     return Recognized("dropout", attributes, draws=True)
 
