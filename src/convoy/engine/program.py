@@ -31,7 +31,7 @@ from convoy.engine.shards import cut
 from convoy.graph.graph import Call, Graph
 from convoy.ops import OPERATIONS
 from convoy.ops.context import StepContext
-from convoy.ops.kernel import Alone, Kernel, Recorded, Site
+from convoy.ops.kernel import Kernel, NotCompiled, Site, WithStatistics
 from convoy.ops.memory import Readers, overwritten
 from convoy.ops.recompute import stretches
 from convoy.plans.layout import Layout
@@ -366,13 +366,13 @@ class Program:
             else:
                 local_values = None if stretch is None else results[stretch]
                 kernel = overwriting(placed, readers, local_values) or self._built(placed, ending)
-            if compile and isinstance(kernel, Recorded):
+            if compile and isinstance(kernel, WithStatistics):
                 terms = self._new_slot()
                 self._add(kernel.compute, inputs, [*outputs, terms], name=name)
                 buffers = tuple(inputs[place] for place in kernel.buffers)
                 records.append(Instruction(_recording(kernel), (*buffers, terms), (), alone=True))
             else:
-                self._add(kernel, inputs, outputs, isinstance(kernel, Alone), name)
+                self._add(kernel, inputs, outputs, isinstance(kernel, NotCompiled), name)
             if stretch is not None:
                 results[stretch].update(placed.call.outputs)
                 places[stretch] = range(places.get(stretch, range(start, start)).start, len(self._instructions))
@@ -450,7 +450,7 @@ class Program:
         return {self._slot(n, layouts[n]) for n in names if graph.values[n].origin == "buffer" and n in layouts}
 
 
-def _recording(kernel: Recorded) -> Callable[..., Sequence[Any]]:
+def _recording(kernel: WithStatistics) -> Callable[..., Sequence[Any]]:
     def run(*tensors: Any) -> Sequence[Any]:
         *buffers, terms = tensors
         kernel.record(buffers, terms)

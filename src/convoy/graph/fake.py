@@ -1,9 +1,6 @@
-"""Tensors that share memory: a change of one in place is a change of the others, which a graph cannot say.
-
-Tensors that have a shape, a type and a device but no numbers: the one file that uses torch's private module.
-
-Tensors of a network that are always the same: tables, masks, grids; they are computed once, at the capture.
-"""
+"""The tensors of a capture: fakes, which have a shape, a type and a device but no numbers (the one file that uses
+torch's private module); which of them share memory, so that a change of one is a change of others; and the numbers of
+those that are always the same, as tables, masks and grids are."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator

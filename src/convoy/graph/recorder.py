@@ -287,17 +287,13 @@ class Recorder(TorchFunctionMode):
             raise CaptureError("it switches autocast on by itself", self._layers.name)
         result = run(*args, **kwargs)
         outputs = tree.leaves(result, Tensor)
-        if not outputs:
-            return result
-        if len(outputs) == 1 and any(outputs[0] is tensor for tensor in tensors):
-            return result
-        recognition = self._record(func, args, kwargs, result, outputs)
-        changed_ids = {id(t) for t, version in zip(tensors, versions, strict=True) if t._version != version}
-        if changed_ids and not recognition.updates:
+        is_new = outputs and not (len(outputs) == 1 and any(outputs[0] is tensor for tensor in tensors))
+        recognition = self._record(func, args, kwargs, result, outputs) if is_new else Recognized("identity")
+        if versions != [tensor._version for tensor in tensors] and not recognition.updates:
             raise CaptureError(f"{_called(func)} changes a tensor in place", self._layers.name)
         if self._fakes.draws > draws and not recognition.draws:
             dropout = _called(func).startswith("dropout")
-            reason = "of numbers that belong to no sample" if dropout else "in a way of its own"
+            reason = "for numbers that belong to no sample" if dropout else "in a way of its own"
             raise CaptureError(f"{_called(func)} draws random numbers {reason}", self._layers.name)
         return result
 

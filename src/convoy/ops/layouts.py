@@ -8,11 +8,6 @@ from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import Placed, Situation
 
 
-def without_partial(layout: Layout) -> Layout:
-    """The layout after its partial sums have been added up."""
-    return Layout(layout.splits, frozenset(), frozenset())
-
-
 def even(mesh: Mesh, axes: Iterable[int], size: int) -> Split:
     """A dimension cut into consecutive parts as even as can be, the first axis being the coarsest."""
     axes = tuple(sorted(axes))
@@ -45,7 +40,7 @@ def axes_along(layout: Layout, dims: Container[int]) -> Axes:
 
 def resolved(situation: Situation, name: str) -> Layout:
     """The layout that a value has, with partial sums added up."""
-    return without_partial(situation.given.get(name, WHOLE))
+    return Layout(situation.given.get(name, WHOLE).splits)
 
 
 def by_channel(situation: Situation, layout: Layout | None = None) -> Placed:
@@ -102,11 +97,6 @@ def groups_in(part: Indices, size: int) -> Indices | None:
 def members(groups: Indices, size: int) -> Indices:
     """The channels of groups."""
     return indices(channel for group in groups for channel in range(group * size, (group + 1) * size))
-
-
-def spatial(num_dims: int, num_spatial: int) -> range:
-    """The last dimensions of a tensor."""
-    return range(num_dims - num_spatial, num_dims)
 
 
 def agreed(
