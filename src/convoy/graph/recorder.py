@@ -385,7 +385,7 @@ class Recorder(TorchFunctionMode):
         draws = self._fakes.draws
         result = self.constants.compute(func, args, kwargs)
         if self._fakes.draws > draws:
-            raise CaptureError(f"{name} draws random numbers in a way of its own", self._layers.name)
+            raise CaptureError(f"{_called(func)} draws random numbers in a way of its own", self._layers.name)
         return result
 
     def _constant(self, tensor: Tensor) -> str:
