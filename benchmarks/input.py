@@ -46,7 +46,10 @@ Made = Iterator[Any]
 
 def convoy(path: Path, workers: int | None, decoder: str | None = "turbo") -> Made:
     """Workers: None for as many as Convoy thinks fit."""
-    from convoy.data import AugmentConfig, DataConfig, Order, open_data, training_batches
+    from convoy.data.config import AugmentConfig, DataConfig
+    from convoy.data.dataset import open_data
+    from convoy.data.loader import training_batches
+    from convoy.data.order import Order
 
     augment = AugmentConfig(crop="random-resized", flip=True)
     options: dict[str, Any] = {"path": str(path), "image_size": SIZE, "workers": workers}

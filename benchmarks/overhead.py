@@ -34,7 +34,7 @@ from measuring import harness, ranks
 
 from convoy import models
 from convoy.comm.joining import join
-from convoy.data import DataSet, open_data
+from convoy.data.dataset import DataSet, open_data
 from convoy.data.pixels import PixelSource
 from convoy.engine.network import network_of
 from convoy.engine.parallelize import local_samples, parallelize

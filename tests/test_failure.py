@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError, MachineError, MeetingError
-from convoy.failure import AGENTS, Failure, cause, failure_of, leave_word, place_of, text_of, word_in
+from convoy.failure import AGENTS, Failure, cause, failure_of, place_of, read_error_file, text_of, write_error_file
 from convoy.recipe.schema import Duration
 
 
@@ -66,9 +66,9 @@ def test_the_loss_of_another_rank_is_not_the_cause_and_the_first_is() -> None:
 def test_what_a_rank_leaves_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     failure = fail(1, ConvoyError("no plan"))
-    assert not leave_word(failure)  # there is no agent that would say it
+    assert not write_error_file(failure)  # there is no agent that would say it
     monkeypatch.setenv(AGENTS, f"1 {os.getppid()}")
-    assert leave_word(failure)
-    assert word_in(tmp_path / "error.json") == failure
+    assert write_error_file(failure)
+    assert read_error_file(tmp_path / "error.json") == failure
     (tmp_path / "other.json").write_text('{"message": "theirs", "timestamp": 1}')
-    assert word_in(tmp_path / "other.json") is None and word_in("<N/A>") is None
+    assert read_error_file(tmp_path / "other.json") is None and read_error_file("<N/A>") is None

@@ -25,9 +25,10 @@ from safetensors import safe_open
 
 from convoy.checkpoint.files import STATE, Checkpoint, write_record
 from convoy.checkpoint.store import CheckpointStore, read_checkpoint
-from convoy.data import BadImage, DataConfig, open_data, pack
-from convoy.data.dataset import open_files
-from convoy.data.decode import finish_picture, open_picture
+from convoy.data import pack
+from convoy.data.config import DataConfig
+from convoy.data.dataset import open_data, open_files
+from convoy.data.decode import BadImage, finish_picture, open_picture
 from convoy.data.packed import INDEX, PackOptions, index_file
 from convoy.documents import read_mapping
 from convoy.errors import ConvoyError

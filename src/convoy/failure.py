@@ -138,7 +138,7 @@ _STAY_S, _STAY_LOST_S = 0.5, 2.0
 _MARK = "convoy"
 
 
-def leave_word(failure: Failure, verbose: bool = False) -> bool:
+def write_error_file(failure: Failure, verbose: bool = False) -> bool:
     """Write the failure where who started this rank looks for it; whether that says it: torchrun's agent, or Convoy's.
 
     The file is what torch's own `record` writes, with Convoy's entry beside: an agent that knows nothing of Convoy
@@ -164,7 +164,7 @@ def has_agent() -> bool:
     return "TORCHELASTIC_ERROR_FILE" in os.environ and str(os.getppid()) in os.environ.get(AGENTS, "").split()
 
 
-def word_in(path: str | Path) -> Failure | None:
+def read_error_file(path: str | Path) -> Failure | None:
     """The failure that a rank has left in a file; None where there is none of Convoy's."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return Failure(**json.loads(Path(path).read_text(encoding="utf-8"))[_MARK])
@@ -190,7 +190,7 @@ def say_uncaught(first: Callable[[], bool]) -> None:
     """Have what a rank's script does not catch said once, last and shortly, instead of by every rank.
 
     A `ConvoyError` is one sentence, with the line of the script; other exceptions keep the traceback that Python
-    prints. Where torchrun's agent says it (`convoy.launch.torchrun`) this process only leaves word, otherwise the
+    prints. Where torchrun's agent says it (`convoy.launch.torchrun`) this process writes its error file, otherwise the
     `first` of the ranks prints it. With CONVOY_TRACEBACK=1 the traceback of a `ConvoyError` is shown too.
 
     Without torchrun's variables, on one device, nothing is changed.
@@ -217,13 +217,13 @@ def say_uncaught(first: Callable[[], bool]) -> None:
 
 
 def _say(rank: int, error: Exception, clear: bool, first: Callable[[], bool]) -> None:
-    """Leave word of an exception, whose traceback is printed already if it is not clear by itself."""
+    """Write the error file of an exception, whose traceback is printed already if it is not clear by itself."""
     failure = failure_of(rank, error)
     if isinstance(error, ConvoyError) and (place := place_of(error)) is not None:
         failure = replace(failure, sentence=f"{failure.sentence} ({place})")
     failure = replace(failure, clear=clear, trace=failure.trace if clear else "")
     verbose = os.environ.get(TRACEBACK, "0") not in ("", "0")
-    if leave_word(failure, verbose):
+    if write_error_file(failure, verbose):
         time.sleep(_STAY_LOST_S if failure.kind == "lost" else _STAY_S)
     elif clear and first():
         print(failure.text(verbose), file=sys.stderr, flush=True)

@@ -8,7 +8,8 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,15 @@ def write_json(path: Path, value: Any) -> None:
 def to_json(value: Any, indent: int | None = None) -> str:
     """Strict JSON (RFC 8259): NaN and infinity become null."""
     return json.dumps(finite(value), allow_nan=False, ensure_ascii=False, indent=indent)
+
+
+@contextmanager
+def writing(what: object, otherwise: str) -> Iterator[None]:
+    """Say in a sentence what cannot be written, and what to do `otherwise`, where the operating system fails."""
+    try:
+        yield
+    except OSError as error:
+        raise ConvoyError(f"{what} cannot be written ({error.strerror or error}): {otherwise}") from error
 
 
 def csv_line(row: Iterable[Any]) -> str:

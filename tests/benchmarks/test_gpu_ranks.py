@@ -15,7 +15,10 @@ from torch import Tensor, nn
 import convoy
 import small_nets
 from convoy import models
-from convoy.data import AugmentConfig, DataConfig, DataSet, Order, training_batches
+from convoy.data.config import AugmentConfig, DataConfig
+from convoy.data.dataset import DataSet
+from convoy.data.loader import training_batches
+from convoy.data.order import Order
 from convoy.data.pixels import PixelSource
 from convoy.plans.plan import Plan
 from convoy.recipe.optim import Schedule

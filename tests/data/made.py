@@ -16,8 +16,12 @@ import pyarrow.parquet as pq
 import torch
 from PIL import Image
 
-from convoy.data import Batch, DataConfig, DataSet, Order, evaluation_batches, open_data, pack, training_batches
-from convoy.data.dataset import open_files
+from convoy.data import pack
+from convoy.data.batch import Batch
+from convoy.data.config import DataConfig
+from convoy.data.dataset import DataSet, open_data, open_files
+from convoy.data.loader import evaluation_batches, training_batches
+from convoy.data.order import Order
 from convoy.data.packed import PackOptions, Statistics
 from convoy.data.sources import EncodedSource, Source
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from convoy.data import AugmentConfig, DataConfig, open_data
 from convoy.data.batch import BatchMaker
+from convoy.data.config import AugmentConfig, DataConfig
+from convoy.data.dataset import open_data
 from convoy.data.pixels import PixelSource
 from convoy.data.sources import Source
 from convoy.data.transforms import Geometry

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from convoy.data import AugmentConfig
 from convoy.data.batch import BatchMaker
+from convoy.data.config import AugmentConfig
 from convoy.data.decode import BadImage, Turbo, finish_picture, open_picture, oriented, turbo_lacks, upright_size
 from convoy.data.transforms import Geometry
 from data.made import Listed, encoded, picture, turned
@@ -69,6 +69,9 @@ def test_pictures_are_upright_and_large_jpegs_decoded_smaller_but_never_below_wh
         assert upright_size(open_picture(data, "it")) == wanted.size
         np.testing.assert_array_equal(decode(data), wanted)
     assert decode(encoded(picture(60, 40), "TIFF", tiffinfo={0x112: 6})).size == (40, 60)
+    for kind in ("PNG", "WEBP", "JPEG"):  # what turns a picture is damaged, its pixels are not
+        data = encoded(picture(60, 40), kind, exif=b"Exif\0\0no tags", dpi=(72, 72))
+        assert upright_size(open_picture(data, "it")) == decode(data).size == (60, 40)
     for least, size in (((190, 140), (200, 150)), ((201, 100), (400, 300))):
         assert decode(encoded(picture(800, 600), "JPEG"), at_least=least).size == size
 

@@ -3,10 +3,11 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from convoy.data import DataConfig, DataSet, open_data
-from convoy.data.dataset import difference
+from convoy.data.config import DataConfig
+from convoy.data.dataset import DataSet, difference, open_data
 from convoy.data.sources import split_of
 from convoy.errors import ConvoyError
 from data.made import encoded, names, opened, picture, write_folder
@@ -93,3 +94,12 @@ def test_a_bad_picture_hides_no_other_size_wherever_it_lies(tmp_path: Path) -> N
     assert opened(tmp_path, bad_images="skip").image_size == 28
     (tmp_path / "dog" / "031.jpg").write_bytes(encoded(picture(40, 30), "JPEG"))
     assert opened(tmp_path, bad_images="skip").image_size == 224
+
+
+def test_one_colored_picture_among_grey_ones_is_enough(tmp_path: Path) -> None:
+    write_folder(tmp_path, num=60, width=28, height=28)
+    for file in tmp_path.rglob("*.jpg"):
+        if file != tmp_path / "cat" / "003.jpg":  # where nothing is looked at to begin with
+            file.write_bytes(encoded(picture(28, 28, "L"), "JPEG"))
+    data = opened(tmp_path)
+    assert (data.channels, data.image_size) == (3, 28) and np.ptp(data.train.pixels, axis=3).any()

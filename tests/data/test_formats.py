@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from convoy.data import BadImage
 from convoy.data.dataset import CIFAR10, CIFAR100, IMAGENET, MNIST
+from convoy.data.decode import BadImage
 from convoy.data.parquet import MemorySource
 from convoy.data.pixels import PixelSource
 from data.made import (

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from convoy.data import BadImage, DataConfig
+from convoy.data.config import DataConfig
+from convoy.data.decode import BadImage
 from convoy.data.folder import open_folder
 from convoy.data.pixels import read_idx, read_pickle
 from convoy.data.webdataset import open_tars
@@ -104,6 +105,8 @@ HOSTILE = {
     "memory": b"\x80\x04\x96" + (2**62).to_bytes(8, "little") + b"x.",
     "build": b"cnumpy\nndarray\n(tR(dS'__class__'\nS'x'\nsb.",
     "key of 2^60 tuples": b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"K\x01s.",
+    "set of 2^60 tuples": b"\x80\x04})" + b"q\x00h\x00\x86" * 60 + b"0(h\x00\x91s.",
+    "named class": b"cnumpy\nndarray\n)\x81.",
     "long name": b"c" + b"x" * 100_000 + b"\n\x1b[2J\n.",
     "no dictionary": b"]K\x01K\x02s.",
 }
@@ -126,3 +129,8 @@ def test_hostile_pickles_do_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         file.write_bytes(b"\x80\x02}" + code + b".")
         with memory_below(2**20):
             assert read_pickle(file) == {}
+    # A text of a megabyte, and a hundred times the wish to have it in bytes.
+    text = b"X" + (2**20).to_bytes(4, "little") + b"x" * 2**20
+    file.write_bytes(b"\x80\x02}]" + text + b"q\x000" + b"c_codecs\nencode\nh\x00X\x06\0\0\0latin1\x86Ra" * 100 + b"0.")
+    with memory_below(2**24):
+        read_pickle(file)

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from convoy.data import DataConfig, loader
+from convoy.data import loader
+from convoy.data.config import DataConfig
 from convoy.data.loader import Buffers
 from data.made import same, trained
 
@@ -52,7 +53,10 @@ def test_batches_in_pieces_are_the_same_for_any_number_of_workers(
 SCRIPT = """
 import multiprocessing, sys, time
 from contextlib import closing
-from convoy.data import DataConfig, Order, open_data, training_batches
+from convoy.data.config import DataConfig
+from convoy.data.dataset import open_data
+from convoy.data.loader import training_batches
+from convoy.data.order import Order
 
 if __name__ == "__main__":
     section = DataConfig(path=sys.argv[1], image_size=24, workers=2)

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from convoy.data import Order
 from convoy.data.imbalance import class_weights
-from convoy.data.order import stratified_split
+from convoy.data.order import Order, stratified_split
 from convoy.errors import ConvoyError
 
 

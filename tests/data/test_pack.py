@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from convoy.data import DataConfig, pack
+from convoy.data import pack
+from convoy.data.config import DataConfig
 from convoy.data.dataset import difference, open_files
 from convoy.data.packed import INDEX, Pack, PackOptions, damaged, unpack
 from convoy.errors import ConvoyError

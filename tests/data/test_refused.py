@@ -43,6 +43,11 @@ def changed(write: Make, file: str, change: Callable[[bytes], bytes] | None) -> 
     return make
 
 
+def beside(write: Make, file: str, content: str = "") -> Make:
+    """With another file among those of the data set."""
+    return lambda root: [write(root), (root / file).write_text(content)]
+
+
 JPEGS = [encoded(picture(seed=seed), "JPEG") for seed in range(4)]
 LABELED = [0, 1, 0, 1]
 
@@ -76,6 +81,14 @@ REFUSED: list[tuple[Any, ...]] = [  # words of the sentence, what makes the data
     ("no parquet file, or is cut off", changed(parquet(x=LABELED), "x.parquet", lambda data: data[:-100])),
     ("has no label for 0-0002.jpg: a sample needs 0-0002.cls", tar(cls2=None)),
     ("is compressed", tar(mode="w:gz")),
+    ("say which to read by --set data.format=webdataset or --set data.format=folder", beside(small, "train.tar")),
+    ("say which to read by --set data.format=parquet", beside(folders(train="a b"), "train/x.parquet")),
+    (
+        "begins with 'id, what', no picture.*read, as by --set data.format=folder",
+        beside(small, "labels.csv", "id,what\n1,2\n"),
+    ),
+    ("has only 1 class .*to read .*train.csv, set data.path to it", beside(folders(images="a"), "train.csv")),
+    ("or labels.csv; to read .*train.csv, set data.path to it", beside(lambda _: None, "train.csv")),
 ]
 
 

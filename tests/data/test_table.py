@@ -7,7 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from convoy.data import DataConfig, open_data
+from convoy.data.config import DataConfig
+from convoy.data.dataset import open_data
 from convoy.errors import ConvoyError
 from data.made import packed, trained
 
@@ -44,6 +45,10 @@ MASKS = rows(*(f"{number}-mask.png" for number in range(6)))
         (rows("1", "2.5", "3", "4", "5", "-6"), "regression", ["label"]),
         (rows(*["1,2"] * 6).replace("label", "x,y"), "regression", ["x", "y"]),
         (MASKS, "segmentation", ["0", "1", "2"]),
+        (rows(*["1,0", "0,1", "1,1"] * 2).replace("label", "Cat,Dog"), "multi-label", ["Cat", "Dog"]),
+        ('\ufeff"image_path","label"' + rows(*"aabbab").removeprefix("path,label"), "classification", ["a", "b"]),
+        (rows(*"aabbab").replace(",", ";"), "classification", ["a", "b"]),
+        (f",{rows(*'556677')}".replace("\n", "\n8,").replace("label", "age"), "classification", ["5", "6", "7"]),
     ],
 )
 def test_labels_say_the_task_and_a_pack_has_them(text: str, task: str, classes: list[str], tmp_path: Path) -> None:
@@ -95,11 +100,27 @@ SPLIT = "path,label,split\n0.png,a,train\n1.png,b,train\n2.png,a,val\n"
         (SPLIT, {}, "line 3: no held-out row has the class 'b'"),
         (SPLIT + "3.png,b,val\n4.png,c,val\n", {}, "line 6: no training row has the class 'c'"),
         (SPLIT.replace("val", "later"), {}, "line 4: 'later' is no split"),
-        (SPLIT + "1.png,b,val\n./0.png,a,val\n", {}, "line 5: '1.png' is in val, and by line 3 in train"),
+        (SPLIT + "1.png,b,val\n./0.png,a,val\n", {}, "line 5: '1.png' is in val as 'b', and by line 3 in train as 'b'"),
+        (rows("a", "b\n./0.png,b"), {}, "line 4: './0.png' is in train as 'b', and by line 2 in train as 'a'"),
+        (
+            rows("a", "b", ""),
+            {},
+            "line 4 has no label: write one, or where there may be none, say --task multi-label",
+        ),
+        (
+            rows("1,0", "0,1").replace("label", "a,b"),
+            {"task": "classification"},
+            "classification takes one column, not a, b",
+        ),
+        (rows("1,0", "0,2").replace("label", "a,b"), {"task": "multi-label"}, "line 3: '2' is not 0 or 1"),
+        (rows("1,a", "2,b").replace("label", "id,breed"), {}, "call the one column that is to be learnt label"),
+        (rows("a", "b,c"), {}, "line 3 has 3 columns: a path and its label are needed, and nothing beyond the 2"),
+        ("what,label\n0.png,a\n", {}, "begins with 'what, label', no picture that is there: begin it with path,label"),
         (rows("1.5", "1e38", "1e39"), {}, "line 4: '1e39' is beyond 3.4e+38, the largest number of float32"),
         (rows("0-mask.png", "negative.tif"), {}, "negative.tif is a mask with the value -3"),
         (rows("0-mask.png", "both.png"), {}, "are 0, 1, 2, 200, beside 255, which counts nowhere, but classes are"),
         (rows("black.png", "black.png"), {}, "are 0, beside 255, which counts nowhere, but classes are numbered"),
+        (rows("black.png", "black.png"), {"classes": ["a", "b"]}, "are 0, beside 255, which counts nowhere, but"),
         (rows("a", "b", ""), {"task": "classification"}, "line 4 has no label"),
         (rows("a", "b"), {"classes": ["a", "c"]}, "line 3: 'b' is none of data.classes"),
         (MASKS, {"classes": ["a", "b"]}, "0-mask.png has the value 2, but the classes are 0 to 1"),

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from convoy.data import MixConfig, mix
+from convoy.data.config import MixConfig
+from convoy.data.transforms import mix
 
 LABELS = torch.tensor([0, 1, 2, 3, 4, 0])
 

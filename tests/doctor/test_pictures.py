@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from convoy.data import AugmentConfig, DataConfig
 from convoy.data.batch import BatchMaker
+from convoy.data.config import AugmentConfig, DataConfig
 from convoy.data.dataset import DataSet
 from convoy.data.decode import turbo_lacks
 from convoy.data.sources import EncodedSource

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from exactness import worst_gradient
 from odd_nets import base
-from own_loops import IMAGES, LABELS, loss_of, ranks_net, small, world_of
+from own_loops import IMAGES, LABELS, loss_of, rank, ranks_net, small, world_of
 from torch import Tensor, nn
 
 import convoy
@@ -26,7 +26,7 @@ class Conditioned(nn.Module):
         self.stem, self.head = nn.Conv2d(3, 6, 3, padding=1), nn.Linear(6 + 2, 4)
 
     def forward(self, x: Tensor, meta: Tensor | None = None, *, scale: float = 1.0, both: bool = False) -> Any:
-        y = F.relu(self.stem(x)).mean((2, 3)) * scale
+        y = F.relu(self.stem(x)).mean((2, 3)) * (5.0 if scale is True else scale)
         y = torch.cat([y, torch.zeros_like(x[:, :2, 0, 0]) if meta is None else meta], 1)
         return (self.head(y), y) if both else self.head(y)
 
@@ -40,7 +40,8 @@ def called(plan: str) -> Pair:
     serial = Conditioned().double()
     net = convoy.parallelize(copy.deepcopy(serial), plan, {"x": IMAGES[:4], "meta": META[:4], "scale": 0.5})
     mine, worst = convoy.local_samples(net, 8), 0.0
-    for options in ({"meta": META}, {"meta": META, "scale": 3.0}, {"scale": 2.0}, {"meta": META, "both": True}):
+    scales = ({"scale": scale} for scale in (1, True, 2.0))  # of which Python takes two for equal
+    for options in ({"meta": META}, {"meta": META, "scale": 3.0}, *scales, {"meta": META, "both": True}):
         own = {key: value[mine] if isinstance(value, Tensor) else value for key, value in options.items()}
         got, want = net(IMAGES[mine], **own), serial(IMAGES, **options)
         got, want = (got[0], want[0]) if "both" in options else (got, want)
@@ -52,8 +53,11 @@ def called(plan: str) -> Pair:
     with pytest.raises((ConvoyError, TypeError), match="unexpected keyword argument 'mta'"):
         net(IMAGES[mine], mta=META[mine])
     if plan != "serial":
-        with pytest.raises(ConvoyError, match=r"argument \w+ of the network is a list"):
-            net(IMAGES[mine], meta=[META[mine]])
+        for kind in (list, tuple):
+            with pytest.raises(ConvoyError, match=rf"argument \w+ of the network is a {kind.__name__}"):
+                net(IMAGES[mine], meta=kind([META[mine]]))
+        with pytest.raises(ConvoyError, match=r"with argument scale = [12]\.5 in training, but rank . passes others"):
+            net(IMAGES[mine], scale=1.5 + rank())
     other = net(IMAGES[mine], META[mine], scale=0.5) - serial(IMAGES, META, scale=3.0)[mine]
     return worst, other.abs().max().item()
 

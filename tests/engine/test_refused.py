@@ -10,9 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from odd_nets import base
+from exactness import announce
+from odd_nets import UNSEEN, base, coupled
 from own_loops import IMAGES, LABELS, loss_of, rank, ranks_net, small
 from torch import nn
+from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
 
 import convoy
@@ -99,6 +101,16 @@ def copied(plan: str) -> None:
     twin.train()(IMAGES[mine])
 
 
+def second_derivatives(plan: str) -> None:
+    images = IMAGES.clone().requires_grad_()
+    grad(ranks_net(plan)[0](images).sum(), images, create_graph=True)[0].square().sum().backward()
+
+
+def scalar_of_microbatches(plan: str) -> None:
+    net = convoy.parallelize(coupled(UNSEEN["choice"], "scalar")(), plan, EXAMPLE.float(), batch_norm="microbatch")
+    net(IMAGES[announce(net, 0, (3, 3, 2), IMAGES.device)].float())
+
+
 def checkpointed(plan: str) -> None:
     checkpoint(ranks_net(plan)[0], IMAGES.clone().requires_grad_(), use_reentrant=False).sum().backward()
 
@@ -107,6 +119,10 @@ OUTSIDE = "outside of the network.*convoy.penalty"
 MISTAKES: dict[str, list[tuple[Script, str]]] = {
     "sample=2": [
         (penalized(lambda net: 1e-6 * net[5].bias.abs().sum()), OUTSIDE),
+        (lambda plan: ranks_net(plan)[0][0](IMAGES[:4]).mean().backward(), OUTSIDE + ".* call the network itself"),
+        (changed(lambda net: net[0](IMAGES[:4]).mean().backward()), OUTSIDE),
+        (lambda p: [grad(loss_of(net, x), net[5].bias) for net, x in [ranks_net(p)]], r"grad of the weight 5\.bias"),
+        (scalar_of_microbatches, r"shape \[\] for a microbatch of 3 samples.* the samples along dim 0"),
         (drifting("gradient"), "weight 5.bias should be the same on ranks 0 and 1, and"),
         (drifting("buffer"), "the buffer 1.running_mean should be the same"),
         (drifting("rate"), r"different options \(learning rate 0.01 and 0.02\)"),
@@ -129,6 +145,7 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
     ],
     "height=2": [
         (lambda plan: ranks_net(plan)[0](EXAMPLE[..., rank() :]), "must pass images of the same size and type"),
+        (second_derivatives, "differentiate twice"),
     ],
     "stage=2": [
         (penalized(lambda net: 1e-4 * sum((p**2).sum() for p in net.parameters()), before=True), OUTSIDE),
@@ -144,7 +161,7 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
 def refusal(plan: str, number: int) -> str:
     try:
         MISTAKES[plan][number][0](plan)
-    except ConvoyError as error:
+    except (ConvoyError, RuntimeError) as error:
         return str(error)
     return ""
 

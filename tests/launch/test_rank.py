@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import ConvoyError
-from convoy.launch.rank import ended, find_place, first_host
+from convoy.launch.rank import ended, find_place
+from convoy.slurm import first_host
 
 TORCHRUN = {"WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "job"}
 SLURM = {
@@ -29,10 +30,21 @@ def test_torchruns_and_slurms_variables_are_places_and_incomplete_ones_are_refus
     place = find_place(environment)
     assert place is not None and (place.rank, place.num_ranks, place.source) == (5, 6, "Slurm")
     variables = {"MASTER_ADDR": "gpu07", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "18456"}
+    assert variables.items() <= environment.items() and find_place(environment) == place
+    step = {"SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "gpu[08-09]", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
+    environment = SLURM | step | {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NODEID": "0"}
+    assert find_place(environment) is not None
+    variables = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "gpu08"}
     assert variables.items() <= environment.items()
+    assert environment["MASTER_PORT"] not in ("18456", "18457")  # those of the step before, and of the next job
     nodes = {"one": "one", "a,b": "a", "node[03-05,9],x": "node03", "n[7,9]": "n7", "r[1-2]-x": "r1-x"}
     assert {text: first_host(text) for text in nodes} == nodes
-    for alone in ({}, SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, SLURM | {"SLURM_TASK_PID": "77"}):
+    for alone in (
+        {},
+        SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        SLURM | {"SLURM_TASK_PID": "77"},
+        SLURM | {"SLURM_STEP_NUM_TASKS": "1"},
+    ):
         assert find_place(alone) is None  # also of a batch script, which is no task of a step
     for wrong in ({"RANK": "1"}, {"RANK": "2", "WORLD_SIZE": "2"}, SLURM | {"SLURM_JOB_NODELIST": ""}):
         with pytest.raises(ConvoyError, match=r"WORLD_SIZE|SLURM_JOB_NODELIST"):

@@ -167,3 +167,22 @@ def test_a_job_that_slurm_queues_again_in_its_middle(folder: Path, serial: Calla
     assert "SIGUSR2: stopped and saved after" in text and "on 2 devices (cpu), plan sample=2" in text
     assert 5 <= int(text.partition("going on after ")[2].partition(" of 60 updates")[0]) < 60
     assert digest(run) == weights
+
+
+SCRIPT = """import socket, torch, convoy
+place = convoy.rank(), convoy.num_ranks()
+net = convoy.parallelize(torch.nn.Linear(4, 3), "sample=2", torch.zeros(1, 4))
+net(torch.full((1, 4), float(convoy.rank()))).sum().backward()
+print(*place, socket.gethostname(), net.weight.grad.mean().item(), flush=True)
+"""
+
+
+def test_scripts_of_two_steps_side_by_side_on_a_part_of_a_job(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    step = f"srun --nodes=1 --ntasks=2 --relative=1 --exact --overlap {sys.executable} script.py &\n"
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{2 * step}wait\n")
+    with slurm_cluster() as cluster:
+        cluster.run("sbatch", "--nodes=2", "--ntasks=4", "--wait", "--output=log", "job.sh", cwd=tmp_path)
+    printed = (tmp_path / "log").read_text()
+    for rank in "01":
+        assert printed.count(f"{rank} 2 node2 0.5\n") == 2, printed

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from convoy.errors import ConvoyError
-from convoy.models import accepts, classifier_names, count, create, describe, load_weights, published
+from convoy.models import accepts, count, create, describe, load_weights, published
+from convoy.models.weights import classifier_names
 
 
 def real(name: str) -> ModuleType:

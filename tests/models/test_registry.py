@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convoy.models import classifier_names, count, create, describe, list_models
+from convoy.models import count, create, describe, list_models
 from convoy.models.alexnet import response_norm
 from convoy.models.resnet import Blur, DropPath
+from convoy.models.weights import classifier_names
 from convoy.ops import capture
 
 # Parameters, the digest of (name, shape) of every entry of the state dict, taken from torchvision 0.28.0 by

@@ -13,7 +13,7 @@ import torch
 
 from convoy.comm.position import NEEDS_LESS
 from convoy.comm.ranks import Ranks
-from convoy.engine.profiling import CallTimes, Profile, Profiler
+from convoy.engine.profiling import Profile, Profiler
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.launch.host import HostLoad
 from convoy.models import create
@@ -88,7 +88,7 @@ def taking(seconds: float) -> Any:
 
     def running(profiler: Profiler, *args: object) -> Profile:
         result = run(profiler, *args)  # type: ignore[arg-type]
-        calls = dict.fromkeys(result.calls, CallTimes(seconds, seconds))
+        calls = dict.fromkeys(result.calls, Times(seconds, seconds))
         return replace(result, calls=calls, seconds=seconds, slowest=seconds)
 
     return patch.object(Profiler, "run", running)
@@ -99,8 +99,11 @@ def unequal(folder: str, slower: float) -> tuple[Any, ...]:
     ranks, store = Ranks.here(), ProfileStore(Path(folder) / str(slower))
     with taking(1e-3 * (slower if ranks.rank else 1.0)):
         result = make_plan(Question(recipes(2, 1), 2, store=store, plans=[SAMPLES]), ranks)
-    again = make_plan(Question(recipes(2, 1), 2, store=store, plans=[SAMPLES]), ranks)
+    noted = partial(store.noted, device_of(result.workload, 2), f"2 devices, {result.workload.optimizer_name}")
+    kept = noted()
+    again = make_plan(Question(recipes(2, 1), 2, link="10gbit", store=store, plans=[SAMPLES]), ranks)
     assert again.costs.slowdowns == result.costs.slowdowns
+    assert noted() == kept and kept["links"]  # as they were measured, whatever links are asked about
     return result.costs.slowdowns, result.shares(result.best.plan), [note for note in result.notes if "fast" in note]
 
 
@@ -222,5 +225,6 @@ def test_a_given_plan_is_predicted_without_its_input_where_all_of_it_is_known(tm
     kinds, reference = (result.timeline.by_kind() for result in (again(), score(workload, plan, costs)))
     for kind in ("forward", "backward", "update", "around"):
         assert kinds[kind] == pytest.approx(reference[kind])
-    store.note(DEVICE, "2 devices, sgd", {"links": "damaged"})
-    assert again() is None
+    for links in ("damaged", []):  # which says of no link what it takes
+        store.note(DEVICE, "2 devices, sgd", {"links": links})
+        assert again() is None

@@ -44,7 +44,7 @@ def test_what_is_put_is_found_again_by_another_store_of_the_same_device(tmp_path
     others = {"str": "other", "int": 7, "bool": True, "float": 0.5}
     variants = [replace(DEVICE, **{one.name: others[one.type.__name__]}) for one in fields(Device)]
     assert len({DEVICE.key, *(one.key for one in variants)}) == 1 + len(variants)
-    store, other = ProfileStore(tmp_path), ProfileStore(tmp_path)
+    store, other, names = ProfileStore(tmp_path), ProfileStore(tmp_path), list[str]()
     assert other.times(DEVICE) == {}
     put(store, {3: 0.5, 4: 2})
     assert other.times(DEVICE).get(op(3)) == Times(0.5, 1) and other.devices() == [DEVICE]
@@ -54,6 +54,14 @@ def test_what_is_put_is_found_again_by_another_store_of_the_same_device(tmp_path
     for value in ([{"ranks": [0, 1]}], []):  # notes are kept beside them
         store.note(DEVICE, "links 2", value)
         assert other.noted(DEVICE, "links 2") == value
+    with patch.object(store_module, "_NOTES", 3):
+        for number in range(9):
+            store.note(DEVICE, f"began {number}", number)
+            store.note(DEVICE, "links 2", number)  # of what is noted again and again the last is kept
+    for name in ("began 8", "never"):
+        store.note(DEVICE, name, None)
+    changed(tmp_path, lambda document: names.extend(document["notes"]))
+    assert names == ["began 7", "links 2"]
     with pytest.raises(ValueError, match="no times"):
         put(store, {1: float("nan")})
     other.put(replace(DEVICE, precision="bfloat16"), {op(1): Times(1, 1)})

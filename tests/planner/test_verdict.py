@@ -36,9 +36,12 @@ def costs(
     return Costs(times=times, links=links, update=update or Update(), **around)
 
 
-def explain(plan: str, device: Costs, alone: Costs | None = None) -> Explanation:
+def explain(
+    plan: str, device: Costs, alone: Costs | None = None, shares: tuple[int, ...] | None = None, batch: int = BATCH
+) -> Explanation:
     """A scored plan, without a search and without measuring anything."""
-    workload = workload_of(create("lenet"), torch.empty(1, 1, 28, 28), BATCH, name="lenet")
+    workload = workload_of(create("lenet"), torch.empty(1, 1, 28, 28), batch, name="lenet")
+    workload = replace(workload, shares=shares)
     parsed = Plan.parse(plan)
     serial = score(workload, Plan.parse("serial"), alone or device)
     scored = score(workload, parsed, device)
@@ -70,12 +73,12 @@ def test_what_was_made_slow_is_what_holds_a_plan_up() -> None:
 
 
 def test_a_change_is_what_the_same_plan_is_predicted_to_take_with_it() -> None:
-    result = explain("sample=2", costs(with_delay))
-    larger = workload_of(create("lenet"), torch.empty(1, 1, 28, 28), 2 * BATCH)
-    double = score(larger, result.scored.plan, costs(with_delay))
-    batch = next(change for change in result.changes if change.kind == "batch")
-    assert batch.update_s == pytest.approx(double.seconds)
-    assert batch.gain == pytest.approx(2 * result.scored.seconds / double.seconds)
+    unequal = replace(costs(with_delay), slowdowns=(0.75, 1.25))
+    for device, shares in ((costs(with_delay), None), (unequal, (5, 3))):
+        result, double = (explain("sample=2", device, None, shares, batch) for batch in (BATCH, 2 * BATCH))
+        batch = next(change for change in result.changes if change.kind == "batch")
+        assert batch.update_s == pytest.approx(double.scored.seconds)
+        assert batch.gain == pytest.approx(2 * result.scored.seconds / double.scored.seconds)
     result = explain("sample=2", costs(gbytes=1e-2))
     links = next(change for change in result.changes if change.kind == "links")
     assert links.update_s == pytest.approx(explain("sample=2", costs(gbytes=2e-2)).scored.seconds)

@@ -52,11 +52,15 @@ FITTED = {  # the plan of more or fewer devices, and how often a layer is divide
 
 def test_samples_take_up_the_difference_where_a_plan_gets_other_devices() -> None:
     for (plan, devices), (text, groups) in FITTED.items():
-        result = fit(Plan.parse(plan), devices)
-        assert (str(result.plan), result.groups, result.plan.mesh.num_devices) == (text, groups, devices), plan
+        fitted, *now = fit(Plan.parse(plan), devices)
+        assert (str(fitted), tuple(now), fitted.mesh.num_devices) == (text, groups, devices), plan
     named = {"mesh": {"stage": 2, "sample": 2}, "layers": {"*": {"sample": "sample"}}, "stages": ["layer3"]}
     for devices, mesh, stages in ((6, (2, 3), ["layer3"]), (3, (1, 3), None)):  # as long as their number stays
-        again = fit(Plan.parse(named), devices).plan
+        again, *_ = fit(Plan.parse(named), devices)
         assert (again.mesh.sizes, again.to_dict().get("stages")) == (mesh, stages)
+    rows = {pattern: dict.fromkeys(("sample", "model"), pattern) for pattern in ("sample", "filter")}
+    mixed, *_ = fit(Plan(Mesh(("sample", "model"), (2, 2)), rows), 8)  # no axis divides samples alone
+    assert mixed.mesh == Mesh(("sample2", "sample", "model"), (2, 2, 2))
+    assert mixed.strategy("filter", "linear") == ("sample", "filter", "filter")
     words = "sample=2 × filter=3 needs 6 devices, but there are 4: "
     assert words in refusal(check_devices, Mesh(("sample", "filter"), (2, 3)), 4)

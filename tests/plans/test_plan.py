@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from convoy.errors import ConvoyError
@@ -59,6 +60,12 @@ def test_texts_have_their_meanings_and_every_form_reads_back() -> None:
     )
     assert str(Plan(Mesh(("x",), (2,)))) == "x=2: every layer replicate"
     assert str(Plan.parse(STAGED)) == "stage=3 × gpu=2: * gpu:sample; stages begin at conv1, layer2, 10"
+    mesh: Any = Mesh(["node", "gpu"], [2, np.int64(3)])
+    rows = {pattern: dict(strategies) for pattern, strategies in Plan.parse(MIXED).layers}
+    again: Any = Plan(mesh, rows)
+    assert (
+        again == Plan.parse(MIXED) and hash(again) == hash(Plan.parse(MIXED)) and Plan.parse(again.to_yaml()) == again
+    )
     first = Plan.parse({"mesh": {"stage": 2}, "stages": ["layer3"]})
     assert first.stages == ("", "layer3") and Plan(first.mesh, (), ("layer3",)) == first  # begins with the network
 
@@ -79,6 +86,7 @@ LINES: dict[str, list[Any]] = {
     "with `layer99: {gpu: filter}`": ["layer99:filter=2", "sample=2,layer99:filter=2"],
     "there is no plan file plan": ["plan.yaml"],
     "line 3: the key layer is unknown: did you mean layers?": ["\nmesh: {a: 2}\nlayer: {}\n"],
+    "from 1 to 1,000,000, e.g. 2": ["sample=1000001"],
     "the size of axis a": [f"mesh: {{a: {size}}}\nlayers: {{}}\n" for size in ("true", "'2'", "0", "[2]")],
     "line 4: the key fc is twice": ["mesh: {a: 2}\nlayers:\n  fc: {a: filter}\n  fc: {a: sample}\n"],
     "line 4: fc names an axis gpus that is not in the mesh: did you mean gpu?": [
@@ -115,3 +123,5 @@ def test_what_is_no_plan_is_refused_in_a_sentence(tmp_path: Path, monkeypatch: p
     assert "is a folder" in refusal(tmp_path) and "UTF-8" in refusal(path)
     with pytest.raises(ConvoyError, match=r"^the plan: .*1 names and 2 sizes"):
         Plan(Mesh(("a",), (2, 2)))
+    with pytest.raises(ConvoyError, match=r"^the plan: layers has fc, but must be pairs"):
+        Plan(Mesh(("a",), (2,)), ("fc", {"a": "filter"}))

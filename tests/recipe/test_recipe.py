@@ -35,6 +35,10 @@ def test_a_built_in_recipe_is_whole_and_comes_back_as_it_was_written(name: str, 
 # Changes to the default recipe with a model, and what the sentence must say: the key, the problem, the way out.
 WRONG = [
     ("optimizer.name=adam", "must be sgd, adamw, lars or lamb|did you mean adamw?"),
+    ("optimizer=adam", "optimizer is adam, but|write optimizer.name=adamw"),
+    ("loss.name=ce", "loss.name is ce, but|did you mean cross-entropy?"),
+    ("clip_norm=None", "clip_norm is None: write null"),
+    ("parallel.memory_limit=8", "the limit 8 is no size: write e.g. 8GB"),
     ("optimizer.lr=.nan", "optimizer.lr is nan|a finite number"),
     ("ema={}", "ema.decay is missing|--set ema.decay="),
     ("model.whiten=9 model.weights=x.pth", "model.whiten would replace the first layer of model.weights"),

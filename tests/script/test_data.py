@@ -1,6 +1,8 @@
 """Each rank gets its own samples, evaluation counts every sample once, and one rank speaks."""
 
 import copy
+import os
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import convoy
-from convoy.data import Order
+from convoy.data.order import Order
 from convoy.script.data import BatchSampler, evaluate
 from ranks import run_ranks
 from script.saved import refused
@@ -76,6 +78,16 @@ def right(outputs: Tensor, labels: Tensor) -> Tensor:
     return outputs.argmax(1) == labels
 
 
+class ProgressBar:
+    """Around a loader, as tqdm is."""
+
+    def __init__(self, iterable: DataLoader) -> None:
+        self.iterable = iterable
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.iterable)
+
+
 def refused_on_ranks() -> None:
     """What cannot be is refused on every rank."""
     net, rank = tiny("sample=2"), dist.get_rank()
@@ -84,9 +96,10 @@ def refused_on_ranks() -> None:
     uneven = DataLoader(pairs, batch_size=3 + 6 * rank)
     sampled = DataLoader(pairs, sampler=DistributedSampler(pairs), batch_size=2)
     dropping = DataLoader(pairs, batch_sampler=BatchSampler(net, 9, 4, drop_last=True))
-    assert "rank 1 has no more batches where rank 0 has one" in refused(evaluate, net, uneven, right)
-    assert "DistributedSampler repeats samples" in refused(evaluate, net, sampled, right)
-    assert "leaves out 1 of the 9 samples" in refused(evaluate, net, dropping, right)
+    for shown in (lambda loader: loader, ProgressBar):
+        assert "rank 1 has no more batches where rank 0 has one" in refused(evaluate, net, shown(uneven), right)
+        assert "DistributedSampler repeats samples" in refused(evaluate, net, shown(sampled), right)
+        assert "leaves out 1 of the 9 samples" in refused(evaluate, net, shown(dropping), right)
 
 
 def test_samplers_and_loaders_that_would_count_wrongly_are_refused() -> None:
@@ -130,3 +143,18 @@ def evaluated(plan: str, shares: tuple[int, ...] | None) -> tuple[dict[str, floa
 def test_evaluation_is_that_of_one_device(plan: str, shares: tuple[int, ...] | None) -> None:
     ranks = run_ranks(evaluated, 2, plan, shares)
     assert all(found == ranks[0][0] and error < 1e-12 and all(modes) for found, error, modes in ranks)
+
+
+def as_a_task_of_slurms() -> list[tuple[int, int]]:
+    """What a script that `srun` has started is told of its place, before its network is parallelized and after."""
+    names = {"PROCID": "RANK", "LOCALID": "LOCAL_RANK", "NTASKS": "WORLD_SIZE", "STEP_NUM_TASKS": "LOCAL_WORLD_SIZE"}
+    for name, of_torchrun in names.items():
+        os.environ[f"SLURM_{name}"] = os.environ.pop(of_torchrun)
+    os.environ |= {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost"}
+    places = [(convoy.rank(), convoy.num_ranks())]
+    tiny("sample=2")
+    return [*places, (dist.get_rank(), dist.get_world_size())]
+
+
+def test_tasks_of_slurms_are_ranks() -> None:
+    assert run_ranks(as_a_task_of_slurms, 2, join=False) == [[(rank, 2)] * 2 for rank in range(2)]

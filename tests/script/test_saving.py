@@ -140,7 +140,7 @@ def test_the_old_one_stays_until_the_new_one_is_whole(
     for step in ("write_shard", "write_record", "sync"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(store, step, full)
-            assert "could not be written (No space left on device)" in refused(save, path, net, epoch=3)
+            assert "cannot be written (No space left on device)" in refused(save, path, net, epoch=3)
         assert load(path, net) == {"epoch": 2} and [file.name for file in tmp_path.iterdir()] == ["x"]
 
 

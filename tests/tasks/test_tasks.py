@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from convoy.data import Batch
+from convoy.data.batch import Batch
 from convoy.models.unet import UNet
 from convoy.tasks.classification import Classification
 from convoy.tasks.multi_label import MultiLabel, average_precision

@@ -15,8 +15,9 @@ from torch import nn
 
 from changing import CHANGES
 from convoy.comm.ranks import Ranks
-from convoy.data import DataConfig, dataset, open_data, pack
-from convoy.data.dataset import open_files
+from convoy.data import dataset, pack
+from convoy.data.config import DataConfig
+from convoy.data.dataset import open_data, open_files
 from convoy.data.packed import PackOptions
 from convoy.errors import ConvoyError
 from convoy.recipe.recipe import load_recipe

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from convoy.cli import main
-from convoy.data import DataConfig, open_data, training_batches
+from convoy.data.config import DataConfig
+from convoy.data.dataset import open_data
+from convoy.data.loader import training_batches
 from convoy.data.order import Order
 from ranks import run_ranks
 from training.scenarios import refusals, summary

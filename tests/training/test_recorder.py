@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from convoy.doctor import updates
 from convoy.doctor.diagnosis import Diagnosis
@@ -176,7 +177,7 @@ def test_a_diagnosis_is_said_once_and_changes_nothing(data: Path, tmp_path: Path
     (closer,) = (sentence for sentence in ended.said if "looks closer" in sentence)
     words = r"An evaluation takes .* What would help most: --set evaluate_every=\S+: [\d.]+ × .* \(predicted\)"
     assert re.fullmatch(rf"In updates 6 to {FIRST}: {words}\. convoy doctor {out} looks closer", closer)
-    kept = Diagnosis.from_document(json.loads((out / "diagnosis.json").read_text()))
+    kept = TypeAdapter(Diagnosis).validate_json((out / "diagnosis.json").read_text())
     assert (kept.batch, kept.devices, kept.model) == (24, 2, "tiny:TinyNet") and kept.images_per_s > 0
     assert kept.advice[0].cause == "evaluation" and kept.advice[0].gain > 1.3
     (plain,) = run_ranks(train_here, 1, data, tmp_path / "plain", LONG | {"reproducible": "true"})

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from convoy.cli import main
 from convoy.comm.ranks import Ranks
-from convoy.data import evaluation_batches
 from convoy.data.folder import pictures
+from convoy.data.loader import evaluation_batches
 from convoy.plans.plan import Plan
 from convoy.training.environment import join_ranks
 from convoy.training.evaluation import mean_over_views

@@ -14,7 +14,7 @@ from convoy.bench.processes import RankFailed, Say, reason_of, run_ranks
 from convoy.bench.records import CONVOY
 from convoy.bench.study import machine_facts, plain_recipe
 from convoy.comm.ranks import Ranks
-from convoy.data import open_data
+from convoy.data.dataset import open_data
 from convoy.errors import ConvoyError
 from convoy.planner.planner import Question, make_plan
 from convoy.plans.plan import Plan

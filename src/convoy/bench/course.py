@@ -33,7 +33,7 @@ from convoy.bench.records import (
     Training,
 )
 from convoy.bench.study import assumed, coarse, prepare, recipe_for
-from convoy.data import open_data
+from convoy.data.dataset import open_data
 from convoy.errors import ConvoyError
 from convoy.recipe.recipe import Recipe
 from convoy.recipe.schema import Duration

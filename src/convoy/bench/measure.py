@@ -36,7 +36,11 @@ from convoy.comm.collectives import watching
 from convoy.comm.joining import join as join_group
 from convoy.comm.ranks import Ranks
 from convoy.compiler import compile_function
-from convoy.data import Batch, DataSet, Order, mix, open_data, training_batches
+from convoy.data.batch import Batch
+from convoy.data.dataset import DataSet, open_data
+from convoy.data.loader import training_batches
+from convoy.data.order import Order
+from convoy.data.transforms import mix
 from convoy.engine.allocation import keep_freed_memory
 from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.watched import DeviceClock

@@ -30,8 +30,7 @@ from convoy.bench.results import (
 )
 from convoy.bench.study import too_coarse
 from convoy.documents import dump
-from convoy.errors import ConvoyError
-from convoy.files import csv_of, write_atomically
+from convoy.files import csv_of, write_atomically, writing
 from convoy.report import pages
 from convoy.report.pages import KINDS, Download, Panel, Tile, data_uri
 
@@ -118,11 +117,9 @@ def render(
         downloads=downloads,
     )
     files["report.html"] = html.encode("utf-8", errors="replace")
-    try:
+    with writing(folder, "free space there, or copy it"):
         for key, raw in files.items():
             write_atomically(folder / key, lambda path, raw=raw: path.write_bytes(raw))  # type: ignore[misc]
-    except OSError as error:
-        raise ConvoyError(f"{folder} cannot be written ({error.strerror}): free space there, or copy it") from error
     return folder / "report.html"
 
 

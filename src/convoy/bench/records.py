@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from convoy.errors import ConvoyError
-from convoy.files import write_text
+from convoy.files import write_text, writing
 from convoy.run.directory import RunDirectory
 from convoy.units import plural
 
@@ -84,10 +84,8 @@ class StudyFile(Record):
     def save(self) -> None:
         """Write the file, as a whole or not at all."""
         path = self.folder / self.NAME
-        try:
+        with writing(path, "choose another --out"):
             write_text(path, json.dumps(self.HEAD | self.model_dump(mode="json")) + "\n")
-        except OSError as error:
-            raise ConvoyError(f"{path} cannot be written ({error.strerror}): choose another --out") from error
 
 
 class TrainingStudy(StudyFile):

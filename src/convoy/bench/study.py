@@ -14,7 +14,7 @@ from convoy import models, units
 from convoy.bench.ask import Ask, configurations, parts_of
 from convoy.bench.emulated import Cluster
 from convoy.bench.records import Configuration, Made, StudyFacts
-from convoy.data import DataSet
+from convoy.data.dataset import DataSet
 from convoy.data.pixels import PixelSource
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan

@@ -21,7 +21,7 @@ from convoy.bench.jobs import Job, Jobs, Outcome, kept
 from convoy.bench.processes import Say
 from convoy.bench.records import Record, TrainingStudy
 from convoy.bench.study import machine_facts, plain_recipe
-from convoy.data import open_data
+from convoy.data.dataset import open_data
 from convoy.errors import ConvoyError
 from convoy.recipe.recipe import Recipe
 from convoy.recipe.schema import fields_of, number_type

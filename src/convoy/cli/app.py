@@ -15,7 +15,7 @@ import click
 
 from convoy.cli.options import HELP, LazyGroup, is_verbose
 from convoy.errors import ConvoyError, MachineError
-from convoy.failure import Failure, Kind, has_agent, leave_word, place_of
+from convoy.failure import Failure, Kind, has_agent, place_of, write_error_file
 from convoy.terminal import LOST, brief, printable, shortened, write_to_any
 from convoy.version import __version__
 
@@ -103,7 +103,7 @@ def _fail(sentence: str, status: int, arguments: Sequence[str]) -> int:
         trace = traceback.format_exc() if verbose else ""
         kind: Kind = "mistake" if status == 2 else "error"
         failure = Failure(int(os.environ.get("RANK", 0)), kind, sentence, trace, time.time())
-        if leave_word(failure, verbose):
+        if write_error_file(failure, verbose):
             return status
     if verbose:
         traceback.print_exc()

@@ -79,7 +79,8 @@ def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> in
     with _named("PATH"):
         folder = existing(path)
     with waiting_for("loading PyTorch"):
-        from convoy.data import BadImage, open_data  # with torch, for which no mistake is to wait
+        from convoy.data.dataset import open_data  # with torch, for which no mistake is to wait
+        from convoy.data.decode import BadImage
         from convoy.data.packed import Pack
         from convoy.recipe.recipe import load_recipe
 

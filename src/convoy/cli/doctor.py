@@ -10,11 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from pydantic import TypeAdapter
 
 from convoy import interfaces, launch, resources
 from convoy.cli import options
@@ -100,7 +101,7 @@ def command(
 
         def show(diagnosis: Diagnosis) -> None:
             diagnosis = with_command(what, diagnosis)
-            click.echo(json.dumps(diagnosis.to_document(), indent=2) if as_json else diagnosis.text())
+            click.echo(json.dumps(asdict(diagnosis), indent=2) if as_json else diagnosis.text())
 
         return _examine(request, show, began, seconds, not no_trials)
 
@@ -212,7 +213,7 @@ def _verify(what: Sequence[str], seconds: float, no_trials: bool, as_json: bool)
                 click.echo("\n".join(filter(None, (f"Tried: {advice.text}", advice.verdict))))
     finally:  # what was found is not lost where the change cannot be tried
         if as_json:
-            click.echo(json.dumps(diagnosis.to_document(), indent=2))
+            click.echo(json.dumps(asdict(diagnosis), indent=2))
     return 0
 
 
@@ -254,4 +255,4 @@ def _examination(what: Sequence[str], seconds: float, no_trials: bool) -> Diagno
         raise MachineError(f"the training that was examined {end_of(process.returncode)}")
     if process.returncode:
         raise SystemExit(process.returncode)
-    return Diagnosis.from_document(json.loads(output))
+    return TypeAdapter(Diagnosis).validate_json(output)

@@ -21,24 +21,11 @@ from convoy.cli.options import LazyGroup, written
 from convoy.cli.requests import TrainRequest
 from convoy.cli.train import command as train
 from convoy.errors import ConvoyError
+from convoy.files import writing
 from convoy.launch.clusters import KINDS, RUNTIME, complete, job_script, manifest, name_for, submit, word
 from convoy.launch.torchrun import Host, commands
 from convoy.models.registry import check_name
 from convoy.units import plural
-
-
-class Count(click.types.IntParamType):
-    """A whole number from `least` to `most`."""
-
-    def __init__(self, least: int, most: int = 2**31) -> None:
-        self.least, self.most = least, most
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if not self.least <= number <= self.most:
-            limits = f"from {self.least} to {self.most}" if self.most < 2**31 else f"{self.least} or more"
-            self.fail(f"{number} must be {limits}", param, ctx)
-        return number
 
 
 def _named(context: click.Context, option: click.Parameter, interface: str | None) -> str | None:
@@ -47,9 +34,10 @@ def _named(context: click.Context, option: click.Parameter, interface: str | Non
     return interface
 
 
+_SOME = click.IntRange(min=1)  # at least one
 trained = click.argument("arguments", metavar="-- TRAIN...", nargs=-1, type=click.UNPROCESSED)
 interface_option = partial(click.option, "--interface", metavar="NAME", callback=_named)
-restarts_option = partial(click.option, "--max-restarts", type=Count(0), show_default=True)
+restarts_option = partial(click.option, "--max-restarts", type=click.IntRange(min=0), show_default=True)
 
 LAUNCHERS = {
     "hosts": ("convoy.cli.launch:on_hosts", "Print the command to start on each of several hosts."),
@@ -88,7 +76,11 @@ def command() -> None:
 @click.option("--devices-per-host", metavar="N", type=int, help="Of hosts without :N, so many ranks.")
 @interface_option(help="Talk through it, e.g. eth1. [default: on the way to the first host]")
 @click.option(
-    "--port", type=Count(1, 65_535), default=29_400, show_default=True, help="Where they meet, on the first host."
+    "--port",
+    type=click.IntRange(1, 65535),
+    default=29400,
+    show_default=True,
+    help="Where they meet, on the first host.",
 )
 @click.option("--min-hosts", "least", metavar="N", type=int, help="Begin, and go on, with so many. [default: all]")
 @restarts_option(metavar="N", default=0, help="After failures of ranks.")
@@ -129,12 +121,10 @@ def on_hosts(
     elastic = values["least"] not in (None, len(group))
     check_recipe(requested(arguments, sum(host.devices for host in group), elastic))
     if secret is not None and not secret.exists():
-        try:
-            # a new file, through no link: others who may write into the folder would read there what is kept from them
-            with open(secret, "x", opener=partial(os.open, mode=0o600)) as file:
-                file.write(f"{token_hex(16)}\n")
-        except OSError as error:
-            raise ConvoyError(f"--secret {secret} cannot be written ({error.strerror}): choose another place") from None
+        # a new file, through no link: others who may write into the folder would read there what is kept from them
+        to_own = partial(os.open, mode=0o600)
+        with writing(f"--secret {secret}", "choose another place"), open(secret, "x", opener=to_own) as file:
+            file.write(f"{token_hex(16)}\n")
     interfaces.secret(variables)  # a file of before may be open to others
     if as_json:
         click.echo(json.dumps([{**asdict(line), "command": str(line)} for line in lines], indent=2))
@@ -159,11 +149,11 @@ def on_hosts(
 """,
 )
 @trained
-@click.option("--nodes", metavar="N", type=Count(1), default=1, show_default=True)
+@click.option("--nodes", metavar="N", type=_SOME, default=1, show_default=True)
 @click.option(
-    "--devices-per-node", metavar="N", type=Count(1), default=1, show_default=True, help="GPUs, so ranks, of each."
+    "--devices-per-node", metavar="N", type=_SOME, default=1, show_default=True, help="GPUs, so ranks, of each."
 )
-@click.option("--cores-per-device", metavar="N", type=Count(1), help="CPU cores of each. [default: Slurm's]")
+@click.option("--cores-per-device", metavar="N", type=_SOME, help="CPU cores of each. [default: Slurm's]")
 @click.option(
     "--time", default="1h", show_default=True, help="At once: 8h, 90m, 1d12h. A run may take many times that."
 )
@@ -247,9 +237,9 @@ AMOUNTS = (
 @click.option("--runtime", default=RUNTIME, show_default=True, help="Of a trainjob: its ClusterTrainingRuntime.")
 @click.option("--name", help="Of the job and its run. [default: made from the model's]")
 @click.option("--namespace", help="[default: kubectl's]")
-@click.option("--nodes", "num_nodes", type=Count(1), default=1, show_default=True, help="Pods.")
+@click.option("--nodes", "num_nodes", type=_SOME, default=1, show_default=True, help="Pods.")
 @click.option("--min-nodes", "least_nodes", type=int, help="Begin, and go on, with so many pods. [default: all]")
-@click.option("--devices-per-node", type=Count(1), default=1, show_default=True, help="Devices, so ranks, in each pod.")
+@click.option("--devices-per-node", type=_SOME, default=1, show_default=True, help="Devices, so ranks, in each pod.")
 @click.option("--accelerator", default="nvidia.com/gpu", show_default=True, help="What a device is; none for CPUs.")
 @click.option("--cpu", metavar="N", help="CPUs of a pod. [default: 4 a device, 1 if it is a CPU]")
 @click.option("--memory", metavar="N", help="Memory of a pod. [default: 16Gi a device, 4Gi if it is a CPU]")
@@ -263,9 +253,7 @@ AMOUNTS = (
     help="An environment variable whose value is in a Kubernetes Secret; repeatable.",
 )
 @restarts_option(default=3, help="Restarts of a pod's ranks, and of each pod.")
-@click.option(
-    "--user", metavar="UID", type=Count(1), default=1000, show_default=True, help="User and group of the pods."
-)
+@click.option("--user", metavar="UID", type=_SOME, default=1000, show_default=True, help="User and group of the pods.")
 @click.option("--out", type=options.OutputPath(), help="The file. [default: print it]")
 def on_kubernetes(
     arguments: tuple[str, ...],

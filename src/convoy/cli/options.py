@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from convoy.errors import ConvoyError
-from convoy.files import expanded, unwritable, write_text
+from convoy.files import expanded, unwritable, write_text, writing
 from convoy.terminal import Console
 
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}  # click keeps those of a command's first context
@@ -116,10 +116,8 @@ def check_writable(option: str, path: Path) -> None:
 
 def written(option: str, path: Path, text: str) -> None:
     """Write a file as a whole or not at all."""
-    try:
+    with writing(f"{option} {path}", "choose another place"):
         write_text(path, text)
-    except OSError as error:
-        raise ConvoyError(f"{option} {path} cannot be written ({error.strerror}): choose another place") from error
 
 
 def verb(

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from convoy.errors import ConvoyError
 from convoy.files import csv_line, csv_of, existing, expanded, write_json
 from convoy.late import waiting_for
 from convoy.run.directory import RunDirectory
+from convoy.tasks.metric import metric_figure
 from convoy.terminal import LOST, Console, printable
 
 if TYPE_CHECKING:
@@ -23,26 +25,11 @@ if TYPE_CHECKING:
     from rich.status import Status
 
     from convoy.comm.ranks import Ranks
-    from convoy.data import DataSet
+    from convoy.data.dataset import DataSet
     from convoy.tasks.task import Evaluation
     from convoy.training.use import FileClasses
 
 STANDARD_INPUT = "-"
-_SHARES = (
-    "top1",
-    "top5",
-    "precision",
-    "recall",
-    "map",
-    "f1",
-    "macro_f1",
-    "ap",
-    "iou",
-    "dice",
-    "pixel_accuracy",
-    "pixels",
-)
-FORMATS = {**dict.fromkeys(_SHARES, "{:.2%}".format), **dict.fromkeys(("loss", "mae", "mse", "r2"), "{:.4f}".format)}
 
 
 @options.verb(
@@ -277,10 +264,12 @@ def _show_evaluation(name: str, result: "Evaluation", names: Sequence[str], clas
     elif form == "csv":
         click.echo(csv_of(rows or [row]), nl=False)
     else:
-        options.show([row], right=list(row)[1:], formats=dict.fromkeys(result.own, "{:.4g}".format) | FORMATS)
+        floats = {name for line in (row, *rows) for name, value in line.items() if isinstance(value, float)}
+        formats = {name: partial(metric_figure, name) for name in floats} | dict.fromkeys(result.own, "{:.4g}".format)
+        options.show([row], right=list(row)[1:], formats=formats)
         if rows:
             click.echo()
-            options.show(rows, right=list(rows[0])[1:], formats=FORMATS)
+            options.show(rows, right=list(rows[0])[1:], formats=formats)
 
 
 def _keep(run: Path, data: "DataSet", result: "Evaluation") -> None:

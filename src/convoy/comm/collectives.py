@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import ParamSpec, Protocol, TypeVar, cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,6 @@ from torch import Tensor
 from convoy.comm import shared_memory
 from convoy.comm.position import current, ledger
 from convoy.comm.shared_memory import Channel
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
 
 class Watch(Protocol):
@@ -54,30 +51,26 @@ def watching(watch: Watch) -> Iterator[None]:
         _watch = before
 
 
-def waits(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Make a function that does nothing but wait for other ranks note so in this process's position."""
-
-    name = function.__name__.strip("_").replace("_", " ")
-
-    @functools.wraps(function)
-    def watched(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if current.collective:
-            return function(*args, **kwargs)
-        watch = _watch
+@contextmanager
+def waiting(name: str) -> Iterator[None]:
+    """While entered, this rank does nothing but wait for others, in what people call `name`; as a decorator, a function
+    that does so. It is noted in this process's position."""
+    if current.collective:
+        yield
+        return
+    watch = _watch
+    if watch is not None:
+        watch.enter()
+    began = current.moved = time.monotonic()
+    current.collective = name
+    try:
+        yield
+    finally:
+        current.collective = ""
+        current.moved = time.monotonic()
+        current.waited_s += current.moved - began
         if watch is not None:
-            watch.enter()
-        began = current.moved = time.monotonic()
-        current.collective = name
-        try:
-            return function(*args, **kwargs)
-        finally:
-            current.collective = ""
-            current.moved = time.monotonic()
-            current.waited_s += current.moved - began
-            if watch is not None:
-                watch.leave()
-
-    return watched
+            watch.leave()
 
 
 Group = dist.ProcessGroup | None
@@ -108,7 +101,7 @@ class Pending:
         """Whether it runs while this rank computes, not only when it is waited for."""
         return bool(self._works)
 
-    @waits
+    @waiting("wait")
     def wait(self) -> Tensor:
         """Wait for the other ranks; the result."""
         for work in self._works:
@@ -190,7 +183,7 @@ def start_all_gather(x: Tensor, group: Group, beside: bool = False) -> Pending:
     return Pending([_numbered("all gather", work, group)], lambda: received)
 
 
-@waits
+@waiting("exchange")
 def exchange(sends: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None], group: Group) -> list[Tensor]:
     """A tensor of any shape to every rank, one from every rank: contiguous, in the order of ranks, views of one buffer.
     All of `sends` have one dtype, and at least one is a tensor, if only an empty one; in `sends` and `shapes`, those of
@@ -233,7 +226,7 @@ def _arrived(buffers: Sequence[Tensor], receives: Sequence[Tensor], rank: int) -
     return receives[rank - 1]
 
 
-@waits
+@waiting("reduce scatter")
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """[ranks, ...] to [...]: the sum over ranks, in their order, of the row with this rank's number."""
     if group is None:
@@ -271,7 +264,7 @@ def _start_over_gloo(
     return works
 
 
-@waits
+@waiting("broadcast")
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     """Overwrite a contiguous `x` by that of the rank numbered `source` in the group."""
     if group is None or x.numel() == 0:
@@ -301,7 +294,12 @@ def start_receive(x: Tensor, source: int, group: dist.ProcessGroup, tag: int = 0
 
 def gather_ints(numbers: Sequence[int], group: Group) -> list[list[int]]:
     """Equally many whole numbers from every rank of a group."""
-    return start_gather_ints(numbers, group)()
+    return [list(numbers)] if group is None else start_gather_ints(numbers, group)()
+
+
+def largest(numbers: Sequence[int], group: Group) -> list[int]:
+    """The largest of each number on any rank."""
+    return [max(column) for column in zip(*gather_ints(numbers, group), strict=True)]
 
 
 def start_gather_ints(numbers: Sequence[int], group: Group, beside_work: bool = False) -> Callable[[], list[list[int]]]:

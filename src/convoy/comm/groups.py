@@ -183,9 +183,9 @@ class Groups:
         elif mesh.stage_axis is not None and is_joined:  # ranks of different stages would ask for different ones
             self._make_all(lambda: None)
             self._kept = list(self._made.values())
-        self._back: dist.ProcessGroup | None = None
-        if mesh.stage_axis is not None and is_joined:
-            self._back = self._second((mesh.stage_axis,))
+        # the ranks of the other stages at this place, for what goes back to earlier ones: what NCCL sends through one
+        # group is sent in one order, in which each of two ranks would wait for the other
+        self.back = self._second((mesh.stage_axis,)) if mesh.stage_axis is not None and is_joined else None
 
     def _make_all(self, meet: Callable[[], None]) -> None:
         # all ranks make all groups before the first is connected: an alarm, or the end of one that has failed, reaches
@@ -204,12 +204,6 @@ class Groups:
         if key not in self._made and self._make(key):
             connect(self._made[key])
         return self._made[key]
-
-    @property
-    def back(self) -> dist.ProcessGroup | None:
-        """The ranks of the other stages at this place, for what goes back to earlier ones: what NCCL sends through one
-        group is sent in one order, in which each of two ranks would wait for the other."""
-        return self._back
 
     def _second(self, axes: Axes) -> dist.ProcessGroup | None:
         """Another group of the ranks of that over `axes`; the same one where gloo carries all."""

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from convoy import interfaces
+from convoy import interfaces, slurm
 from convoy.comm.position import lack_of_memory, ledger
 from convoy.errors import ConvoyError, MachineError, MeetingError
 from convoy.failure import say_uncaught
@@ -334,8 +334,8 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
-    """Join the process group that torchrun's variables describe, unless some group is joined already; the device of
-    this rank.
+    """Join the process group that torchrun's or Slurm's variables describe, unless some group is joined already; the
+    device of this rank.
 
     CPU tensors go through gloo. Where every rank has a GPU of its own, CUDA tensors go through NCCL; where ranks share
     one, or have none, all goes through gloo, and rank 0 says so. Without the variables nothing is joined: one device.
@@ -343,6 +343,8 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
     Ranks wait `timeout` seconds for each other, here and in every collective. The device, which becomes the current
     one, is by `LOCAL_RANK` where there is CUDA and `device` does not ask for the CPU.
     """
+    if not dist.is_initialized():
+        slurm.translate()
     devices = 0 if device is not None and device.startswith("cpu") else gpus().number
     rank_device = torch.device("cuda", _number("LOCAL_RANK", 0) % devices) if devices else torch.device("cpu")
     if not dist.is_initialized() and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):

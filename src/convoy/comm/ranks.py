@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from convoy.comm.collectives import Group, all_gather, broadcast, gather_ints, place, size
+from convoy.comm.collectives import Group, all_gather, broadcast, gather_ints, largest, place, size
 from convoy.comm.groups import Alarm, everyone, temporary
 from convoy.comm.joining import num_local
 from convoy.comm.position import NEEDS_LESS, current, lack_of_memory
@@ -276,7 +276,7 @@ class Ranks:
 
     def largest(self, *numbers: int) -> tuple[int, ...]:
         """The largest of every rank's numbers, one by one."""
-        return tuple(map(max, *gather_ints(numbers, self.group), numbers))
+        return tuple(largest(numbers, self.group))
 
     def broadcast(self, value: T) -> T:
         return broadcast_object(value, self.group)

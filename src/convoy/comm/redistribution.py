@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from convoy.comm import collectives
 from convoy.comm.collectives import Group
@@ -258,8 +259,8 @@ class Transfer:
         self._groups = groups
         self.source_shape = step.source.local_shape(shape, mesh, coordinates)
         make: dict[str, Callable[[Coordinates], tuple[Move, Move]]] = {
-            "reduce": self._reduce,
-            "copy": self._copy,
+            "reduce": lambda place: (self._sum(), _same),
+            "copy": lambda place: (_same, self._sum()),
             "keep": self._keep,
             "slice": self._slice,
             "gather": self._gather,
@@ -295,12 +296,6 @@ class Transfer:
         held = [self._box(layout, member) for member in members]
         wanted = [whole] * len(members)
         return Exchange(held, wanted, lambda sender, _: held[sender], self._groups.of(axes), members.index(place))
-
-    def _reduce(self, place: Coordinates) -> tuple[Move, Move]:
-        return self._sum(), _same
-
-    def _copy(self, place: Coordinates) -> tuple[Move, Move]:
-        return _same, self._sum()
 
     def _sum(self) -> Move:
         group = self._groups.of(self.step.axes)
@@ -353,6 +348,7 @@ class _Function(torch.autograd.Function):
         return transfer.forward(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         current.at(ctx.layer)
         return ctx.transfer.backward(gradient), None

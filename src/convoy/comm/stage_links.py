@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from convoy.comm.collectives import Pending, broadcast, gather_ints, start_receive, start_send, waits
+from convoy.comm.collectives import Pending, broadcast, gather_ints, start_receive, start_send, waiting
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
 from convoy.errors import ConvoyError
@@ -87,13 +87,10 @@ class Arriving:
 
     def wait(self) -> Tensor:
         current.at(self.layer)
-        self._value_of_another_stage()
+        with waiting("value of another stage"):
+            if self.pending is not None:
+                self.pending.wait()
         return self.kind.received(self.numbers, self.shape)
-
-    @waits
-    def _value_of_another_stage(self) -> None:
-        if self.pending is not None:
-            self.pending.wait()
 
 
 @dataclass(frozen=True)

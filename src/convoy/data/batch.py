@@ -62,10 +62,7 @@ class BatchMaker:
         decoder: str = "pillow",
         ignored: int = UNLABELLED,
     ) -> None:
-        self.source = source
-        self.geometry = geometry
-        self.channels = channels
-        self.seed = seed
+        self.source, self.geometry, self.channels, self.seed = source, geometry, channels, seed
         self.skip_bad, self.decoder, self.ignored = skip_bad, decoder, ignored
         self.color = ColorAugment(geometry.augment, seed)
         self.own = OwnAugment(geometry.augment.function, seed) if geometry.augment.function is not None else None

@@ -12,12 +12,12 @@ import numpy as np
 
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, in_channels
-from convoy.data.folder import find_folder, open_class, open_folder
+from convoy.data.folder import find_folder, has_classes, open_class, open_folder
 from convoy.data.order import stratified_split
 from convoy.data.packed import Pack, is_pack
 from convoy.data.pixels import PixelSource, find_cifar, find_mnist, open_cifar, open_mnist, open_mnist_mini
 from convoy.data.sources import EncodedSource, Opened, Progress, Source, check_labels, refusal, shown, spread
-from convoy.data.table import find_table, open_table
+from convoy.data.table import TABLE, open_table
 from convoy.data.webdataset import open_tars
 from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI, existing
@@ -96,7 +96,7 @@ def open_data(
         raise ConvoyError(
             f"{contents.name} has only {len(contents.classes)} class{only}: a net needs at least two to tell apart, so "
             "set data.path to the folder or file that holds all of them"
-            + "".join(f" ({note})" for note in contents.notes)
+            + "".join(f" ({note})" for note in (*contents.notes, *_tables(config.path)))
         )
     selects = config.fold is not None or (selects and [*contents.sources] == ["train", "test"])
     has_split = len(contents.sources) > 1
@@ -184,6 +184,11 @@ def num_changed(sizes: Sequence[int], old_sizes: Sequence[int]) -> int:
     return sum(size != old_size for size, old_size in zip(sizes, old_sizes, strict=False))
 
 
+def _tables(path: str | Path) -> list[str]:
+    """A sentence on the first CSV file in a folder, which is read where it is named."""
+    return [f"to read {shown(file)}, set data.path to it" for file in sorted(Path(path).glob("*.csv"))[:1]]
+
+
 def _open_parquet(path: Path, config: DataConfig, progress: Progress | None) -> Opened:
     from convoy.data.parquet import open_parquet  # pyarrow takes a while to import
 
@@ -206,7 +211,7 @@ FORMATS = {
     "pack": _Format(is_pack, lambda path, *_: Pack.open(path).contents()),
     "mnist": _Format(find_mnist, lambda path, *_: open_mnist(path)),
     "cifar": _Format(find_cifar, lambda path, *_: open_cifar(path)),
-    "csv": _Format(find_table, open_table, ".csv"),
+    "csv": _Format(lambda path: (path / TABLE).is_file(), open_table, ".csv"),
     "parquet": _Format(_has(".parquet"), _open_parquet, ".parquet", is_split_by_name=True),
     "webdataset": _Format(_has(".tar"), open_tars, ".tar", is_split_by_name=True),
     "folder": _Format(find_folder, lambda path, config, _: open_folder(path, config), is_split_by_name=True),
@@ -235,7 +240,7 @@ def open_files(
         if getattr(config, option) is not None and not has_effect:
             raise ConvoyError(f"data.{option} would be ignored: {shown(path)} is read as {kind}; leave it out")
     if kind == "csv":
-        return kind, open_table(path, config, progress, task)
+        return kind, open_table(path, config, progress, task, 1 if to_evaluate else 2)
     contents = FORMATS[kind].open(path, config, progress)
     if config.classes is not None and list(config.classes) != contents.classes:
         raise ConvoyError(f"data.classes are others than those of {shown(path)}: it names its own, leave them out")
@@ -245,12 +250,17 @@ def open_files(
 
 
 def _detect(path: Path) -> str:
-    is_file = path.is_file()
+    is_file, suffix = path.is_file(), path.suffix.lower()
     for kind, form in FORMATS.items():
-        if form.file_suffix == path.suffix != "" if is_file else form.is_in_folder(path):
+        if form.file_suffix == suffix != "" if is_file else form.is_in_folder(path):
+            if not is_file and kind in ("parquet", "webdataset") and has_classes(path):
+                raise ConvoyError(
+                    f"{shown(path)} holds {form.file_suffix} files and folders of pictures: say which to read by --set "
+                    f"data.format={kind} or --set data.format=folder"
+                )
             return kind
     if is_file:
-        is_archive = path.suffix in (".gz", ".tgz", ".zip", ".xz")
+        is_archive = suffix in (".gz", ".tgz", ".zip", ".xz")
         advice = (
             "unpack it and set data.path to the folder"
             if is_archive
@@ -261,7 +271,7 @@ def _detect(path: Path) -> str:
         raise ConvoyError(f"data set {shown(path)} is an empty folder: set data.path to where the data is")
     raise ConvoyError(
         f"{shown(path)} is no data set in a known format: it needs MNIST or CIFAR files, .parquet or .tar files, or a "
-        "folder of pictures for each class, or labels.csv"
+        "folder of pictures for each class, or labels.csv" + "".join(f"; {sentence}" for sentence in _tables(path))
     )
 
 
@@ -285,11 +295,11 @@ _PROGRESS_EVERY = 2000
 
 
 def _in_memory(
-    sources: dict[str, EncodedSource], skip_bad: bool, progress: Progress | None
+    sources: dict[str, EncodedSource], skip_bad: bool, progress: Progress | None, least_channels: int = 1
 ) -> tuple[tuple[int, int, int] | None, list[PixelSource]]:
     """Height, width and channels of the pictures of all splits if they are small, of one size and few enough to keep in
     memory; and the decoded splits, none where pictures that cannot be read are to be skipped."""
-    form = _common_form(sources.values())
+    form = _common_form(sources.values(), least_channels)
     decoded, is_whole = [], True
     for split, source in sources.items() if form is not None else ():
         assert form is not None
@@ -304,6 +314,8 @@ def _in_memory(
                 continue
             if image.size != (form[1], form[0]):
                 return None, []
+            if image.mode == "RGB" and form[2] == 1:  # those looked at first are grey
+                return _in_memory(sources, skip_bad, progress, least_channels=3)
             pixels[sample] = np.asarray(in_channels(image, form[2])).reshape(form)
             if progress and (sample % _PROGRESS_EVERY == 0 or sample == len(source) - 1):
                 progress(f"decoding the {'training' if split == 'train' else split} pictures", sample + 1, len(source))
@@ -311,7 +323,7 @@ def _in_memory(
     return form, decoded if is_whole else []
 
 
-def _common_form(sources: Collection[EncodedSource]) -> tuple[int, int, int] | None:
+def _common_form(sources: Collection[EncodedSource], least_channels: int) -> tuple[int, int, int] | None:
     """Height, width and channels by a few pictures of each source; None where they differ or are too large."""
     sizes, modes = set(), set()
     for source in sources:
@@ -324,7 +336,7 @@ def _common_form(sources: Collection[EncodedSource]) -> tuple[int, int, int] | N
                 sizes.add((height, width))
     if len(sizes) != 1:
         return None
-    form = *sizes.pop(), 1 if modes == {"L"} else 3
+    form = *sizes.pop(), least_channels if modes == {"L"} else 3
     return form if sum(map(len, sources)) * math.prod(form) <= _MAX_BYTES else None
 
 

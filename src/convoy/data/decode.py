@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -183,10 +183,11 @@ def _flat(image: Image.Image) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    if "exif" not in image.info or image.format == "TIFF":  # Pillow turns TIFF by itself
-        return 1
-    value = image.getexif().get(_ORIENTATION, 1)
-    return value if isinstance(value, int) else 1
+    if "exif" in image.info and image.format != "TIFF":  # Pillow turns TIFF by itself
+        with suppress(Exception):  # the header is damaged, which pixels need not be
+            if isinstance(value := image.getexif().get(_ORIENTATION), int):
+                return value
+    return 1
 
 
 @cache

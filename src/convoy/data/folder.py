@@ -69,6 +69,13 @@ def find_folder(path: Path) -> bool:
     return any(_folders(path))
 
 
+def has_classes(path: Path) -> bool:
+    """Whether there are pictures in two folders or more below."""
+    homes = (os.path.dirname(file) for top in _folders(path) for file, end in _files(top) if end in suffixes())  # noqa: PTH120
+    first = next(homes, None)
+    return any(home != first for home in homes)
+
+
 def open_folder(path: Path, config: DataConfig) -> Opened:
     """The pictures in class folders; a note says what else was left out, except hidden files."""
     notes: list[str] = []

@@ -252,12 +252,7 @@ class Workers:
     """
 
     def __init__(
-        self,
-        maker: BatchMaker,
-        requests: Iterator[Request],
-        largest: int,
-        processes: int,
-        pin_memory: bool = False,
+        self, maker: BatchMaker, requests: Iterator[Request], largest: int, processes: int, pin_memory: bool = False
     ) -> None:
         self._maker, self._requests, self._num, self._pin_memory = maker, requests, processes, pin_memory
         ahead = samples_ahead(largest)

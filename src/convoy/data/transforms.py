@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -233,10 +233,7 @@ def trivial_augment(image: Image.Image, draws: NDArray[np.float64]) -> Image.Ima
         lambda: moved(1, 0, 0, 0.99 * signed, 1, 0),
         lambda: moved(1, 0, round(32 * signed), 0, 1, 0),
         lambda: moved(1, 0, 0, 0, 1, round(32 * signed)),
-        lambda: enhanced(ImageEnhance.Color),
-        lambda: enhanced(ImageEnhance.Contrast),
-        lambda: enhanced(ImageEnhance.Brightness),
-        lambda: enhanced(ImageEnhance.Sharpness),
+        *(partial(enhanced, getattr(ImageEnhance, kind)) for kind in ("Color", "Contrast", "Brightness", "Sharpness")),
     ]
     result: Image.Image = operations[math.floor(draws[0] * len(operations))]()
     return result

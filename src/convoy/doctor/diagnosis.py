@@ -3,10 +3,9 @@
 import math
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
-from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from convoy.doctor.facts import Cause, Facts, InputModel, Pictures, Trial
@@ -412,13 +411,6 @@ class Diagnosis:
         return " ".join(
             [f"{when}{self.sentence}", *(f"What would help most: {advice.text}." for advice in self.advice[:1])]
         )
-
-    def to_document(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_document(document: Any) -> "Diagnosis":
-        return TypeAdapter(Diagnosis).validate_python(document)
 
     def text(self) -> str:
         """Lines for people: how fast the training is, what holds it back, and the first changes."""

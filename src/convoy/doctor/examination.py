@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.collectives import all_reduce
-from convoy.data import Order
 from convoy.data.batch import BatchMaker
 from convoy.data.config import DataConfig
 from convoy.data.dataset import DataSet
 from convoy.data.decode import BadImage, turbo_lacks
 from convoy.data.loader import batch_maker, samples_ahead
+from convoy.data.order import Order
 from convoy.data.pack import packed_picture
 from convoy.data.packed import PackOptions
 from convoy.data.parquet import MemorySource

@@ -4,7 +4,7 @@ diagnosis that a run makes of itself, after its first updates and at its end.
 
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import fmean
 
 from convoy import resources
@@ -122,6 +122,6 @@ class RunDoctor:
             loop.tell(f"what holds the run back is not known ({type(error).__name__}: {error})")
             return
         with suppress(OSError):  # neither is a full disk
-            write_json(loop.run.diagnosis, diagnosis.to_document())
+            write_json(loop.run.diagnosis, asdict(diagnosis))
         if not at_end and diagnosis.advice and diagnosis.advice[0].gain > WORTH_SAYING:
             loop.tell(f"{diagnosis.brief} convoy doctor {loop.run.path} looks closer")

@@ -8,6 +8,7 @@ hang: three numbers, in the message by which they know how many samples each has
 
 import copy
 import inspect
+import re
 import sys
 import threading
 import zlib
@@ -25,6 +26,7 @@ from convoy.comm.collectives import gather_ints
 from convoy.comm.groups import Groups
 from convoy.errors import ConvoyError
 from convoy.graph.reads import MISSING, VALUES, Reads, Texts, version
+from convoy.graph.tree import leaves
 from convoy.plans.mesh import Axes
 from convoy.plans.schedule import SCHEDULES
 
@@ -33,10 +35,12 @@ Kind = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Form:
-    """The arguments of a call, by position and by keyword, with `Tensor` in place of each tensor."""
+    """The arguments of a call, by position and by keyword, with `Tensor` in place of each tensor. `words` say what the
+    others are: to Python True, 1 and 1.0 are equal, and an object is what it was whatever its attributes are."""
 
     positional: tuple[Any, ...]
-    named: tuple[tuple[str, Any], ...] = ()
+    named: tuple[tuple[str, Any], ...]
+    words: str
 
     def fill(self, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         remaining_tensors = iter(tensors)
@@ -65,25 +69,35 @@ def arguments(
             bound = inspect.signature(own or partial(type(model).forward, model)).bind(*args, **kwargs)
         except TypeError as error:
             raise ConvoyError(f"{type(model).__name__}.forward: {error}") from error
-        args, kwargs = bound.args, bound.kwargs
+        args, kwargs = bound.args, dict(sorted(bound.kwargs.items()))
     if args and not kwargs and all(isinstance(value, Tensor) for value in args):
         return tuple(args), None
-    values = [*args, *kwargs.values()]
-    tensors = tuple(value for value in values if isinstance(value, Tensor))
+    tensors = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     if not tensors:
         raise ConvoyError("the network is called without a tensor: pass samples along dim 0 of at least one")
-    for name, value in [*((f"{place}", value) for place, value in enumerate(args)), *kwargs.items()]:
+    texts, words = Texts(), []
+    for name, value in (*enumerate(args), *kwargs.items()):
+        if isinstance(value, Tensor):
+            continue
+        words.append(f"argument {name} = {texts.of(value)}")
         try:
             hash(value)
-        except TypeError as error:
+            is_constant = not leaves(value, Tensor)
+        except TypeError:
+            is_constant = False
+        if not is_constant:
             raise ConvoyError(
                 f"argument {name} of the network is a {type(value).__name__}: pass tensors by themselves, and beside "
                 "them only what does not change, as numbers, text, tuples of these or None"
-            ) from error
+            )
     positional = tuple(Tensor if isinstance(value, Tensor) else value for value in args)
-    named = tuple((name, Tensor if isinstance(value, Tensor) else value) for name, value in sorted(kwargs.items()))
-    ordered = [*args, *(kwargs[name] for name, _ in named)]
-    return tuple(value for value in ordered if isinstance(value, Tensor)), Form(positional, named)
+    named = tuple((name, Tensor if isinstance(value, Tensor) else value) for name, value in kwargs.items())
+    return tensors, Form(positional, named, shared(", ".join(words)))
+
+
+def shared(words: str) -> str:
+    """The words without what is a rank's own: the numbers of objects, and of a device on its host."""
+    return re.sub(r" #[\d.]+|, index=\d+", "", words)
 
 
 @dataclass(frozen=True)
@@ -125,16 +139,17 @@ PATIENCE_S = 20.0  # how long a rank waits for the others before it says so
 
 
 def exchange_samples(
-    inputs: Sequence[Tensor], state: int, training: bool, groups: Groups, axes: Axes, call: str
+    inputs: Sequence[Tensor], form: Form | None, state: int, training: bool, groups: Groups, axes: Axes, call: str
 ) -> tuple[int, ...]:
     """How many samples every rank of the sample `axes` has in this pass. All ranks call it. `state` is a checksum of
     the types and devices of the parameters, of the modules in another mode, and of changes of what `forward` reads;
-    `call` is `PASS` or one of `SCHEDULED`. ConvoyError where ranks pass images of different sizes or types, run in
-    different modes or calls, or share samples and have different numbers of them."""
+    `call` is `PASS` or one of `SCHEDULED`. ConvoyError where ranks pass images of different sizes or types, or other
+    arguments beside them, run in different modes or calls, or share samples and have different numbers of them."""
     mesh = groups.mesh
     world = groups.of(tuple(mesh.axes))
     shapes = [f"{list(size)} of {dtype}" for size, dtype in kinds(inputs)]
-    what = f"{', '.join(shapes)}{' in training' if training else ' in evaluation'}"
+    beside = f" with {form.words}" if form is not None and form.words else ""
+    what = f"{', '.join(shapes)}{beside}{' in training' if training else ' in evaluation'}"
     own_row = [_CALLS.index(call), len(inputs[0]), zlib.crc32(f"{what}, {state}".encode())]
     rows = gather_ints(own_row, world)
     _check(call, groups.rank, [row[0] for row in rows])
@@ -144,8 +159,8 @@ def exchange_samples(
         if kind != own_row[2]:
             raise ConvoyError(
                 f"rank {groups.rank} passes samples of {what}, but rank {rank} passes others: all ranks must pass "
-                "images of the same size and type, with every module in the same mode and with the same attributes and "
-                "hooks, to weights of the same types"
+                "images of the same size and type and the same values beside them, with every module in the same mode "
+                "and with the same attributes and hooks, to weights of the same types"
             )
         if samples_at.setdefault(place, number) != number:
             raise ConvoyError(
@@ -185,15 +200,8 @@ def _check(call: str, rank: int, calls: Sequence[int]) -> None:
 @contextmanager
 def _impatient(call: str, rank: int) -> Iterator[None]:
     """Say so where the others do not come: they may wait for something else for ever."""
-
-    def say() -> None:
-        print(
-            f"rank {rank} has waited {PATIENCE_S:.0f} s in {call} for the other ranks: all ranks call it together",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    timer = threading.Timer(PATIENCE_S, say)
+    text = f"rank {rank} has waited {PATIENCE_S:.0f} s in {call} for the other ranks: all ranks call it together"
+    timer = threading.Timer(PATIENCE_S, print, (text,), {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
     try:
@@ -231,7 +239,7 @@ class Unchanged:
         twin._is_copy = True
         return twin
 
-    def exceptions(self) -> tuple[int, ...]:
+    def modules_in_other_mode(self) -> tuple[int, ...]:
         """Modules in another mode than the network (frozen batch norm, for example), by their places in `modules()`."""
         training = self._model.training
         if not self._modules:

@@ -2,11 +2,9 @@
 
 One pass over several microbatches uses the device better, and is exact where the network treats every microbatch as it
 would by itself. Batch norm, which couples samples, and dropout, which draws random numbers, run so that they do.
-Whether anything else does is read off the captured graph (`coupling`). Before, networks were run both ways in the
-run's own precision: under TF32, through fifty layers of batch norm, rounding that differs by the size of the batch
-passed a tolerance of 1 %, and ResNet-50 ran 32 samples at a time, at a fifth of its speed. A call without a rule is
-tried by itself, on random numbers in float64, where the network's weights, which may be next to zero at first, cannot
-hide what it does.
+Whether anything else does is read off the captured graph (`coupling`): in the outputs of fifty layers, under TF32,
+rounding that differs by the size of the batch is more than 1 %. A call without a rule is tried by itself, on random
+numbers in float64, where the network's weights, which may be next to zero at first, cannot hide what it does.
 """
 
 from collections import Counter
@@ -81,34 +79,22 @@ def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
     return (size + 1,) * larger + (size,) * (num_microbatches - larger)
 
 
-def coupled_in_training(net: nn.Module) -> str | None:
-    """What computes with several samples at once in training alone, for a sentence; no trial can show it, as the
-    network draws random numbers. None where nothing does, or evaluation does too, of which a trial shows more."""
-    network = network_of(net)
-    if isinstance(network, Uncaptured) or coupling(network.example_placement(False).graph) is not None:
-        return None
-    call = coupling(network.example_placement(True).graph)
-    return _name(call) if call is not None else None
-
-
-def coupled(net: nn.Module) -> str | None:
-    """What, batch norm aside, makes a sample's output depend on others of its batch, as a trial has shown; for a
-    sentence. None where it is batch norm called as a function."""
+def why_coupled(net: nn.Module, in_training_alone: bool) -> str | None:
+    """What, batch norm aside, makes a sample's output depend on others of its batch, for a sentence: as a trial has
+    shown, or `in_training_alone`, where no trial shows it, as the network draws random numbers. None where nothing does
+    (in evaluation a trial shows more), or batch norm that is called as a function."""
     network = network_of(net)
     if isinstance(network, Uncaptured):
-        return "the network"
+        return None if in_training_alone else "the network"
+    if in_training_alone and coupling(network.example_placement(False).graph) is not None:
+        return None
     graph = network.example_placement(True).graph
-    call = coupling(graph)
-    if call is not None:
-        return _name(call)
+    if (call := coupling(graph)) is not None:
+        function = getattr(call.function, "__name__", "a call").strip("_")
+        return f"{function} in {f'layer {call.layer}' if call.layer else 'the network itself'}"
     layers = {name for name, module in net.named_modules() if isinstance(module, _BatchNorm)}
     by_hand = any(call.op == "batch_norm" and call.layer not in layers for call in graph.calls)
-    return None if by_hand else "the network"
-
-
-def _name(call: Call) -> str:
-    function = getattr(call.function, "__name__", "a call").strip("_")
-    return f"{function} in {f'layer {call.layer}' if call.layer else 'the network itself'}"
+    return None if by_hand or in_training_alone else "the network"
 
 
 PROBE_SAMPLES = 2

@@ -60,7 +60,7 @@ class Guard:
         self._between_updates, self._to_follow = True, False
         self._uses: dict[str, list[Tensor]] = {}
         self._handles: list[Any] = []
-        self._backward = self._ending = _NONE
+        self._backward, self._is_done = _NONE, False  # the backward pass that was followed last, and whether one was
         self._inner = False  # backward passes run within another one
         layouts, axes = network.layouts, network.groups.mesh.axes
         wide = {axis for axis in axes if network.groups.mesh.sizes[axis] > 1}
@@ -73,6 +73,8 @@ class Guard:
             ],
             network.groups,
         )
+        if compares and network.shows_uses:
+            self._follow()  # from before the first pass: a loss may be of layers that are called by themselves
         _guards.add(self)
         _watch_optimizers()
 
@@ -87,7 +89,7 @@ class Guard:
         self._passes += 1
         if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise ConvoyError(WRAPPED)
-        if self._between_updates:  # a loss may need several passes: all of an update's, or none, are followed
+        if self._between_updates or self._is_done:  # of an update's passes those before the first backward pass
             self.unfollow()
         if self._compares and self._passes >= self._next:
             if inputs[0].is_cuda:
@@ -218,7 +220,7 @@ class Guard:
     def inner_backward(self) -> Iterator[None]:
         """Entered in a backward pass that runs others: uses are followed until it ends itself, and its own are kept."""
         self._enter_backward()
-        self._end_with_backward()
+        self._is_done = True
         outer, uses, self._inner = self._backward, self._uses, True
         try:
             yield
@@ -228,7 +230,7 @@ class Guard:
     def unfollow(self) -> None:
         for _, handle in self._handles:
             handle.remove()
-        self._handles, self._uses, self.follows = [], {}, False
+        self._handles, self._uses, self.follows, self._is_done = [], {}, False, False
 
     def _follow(self) -> None:
         for name, parameter in self._network.model.named_parameters():
@@ -246,22 +248,29 @@ class Guard:
     def _arrives(self, name: str) -> Callable[[Sequence[Tensor]], None]:
         def hook(gradients: Sequence[Tensor]) -> None:
             self._enter_backward()
-            if not self._inner:
-                self._end_with_backward()
+            self._is_done = True
             self._check_use(name, gradients[0])
 
         return hook
 
-    def _end_with_backward(self) -> None:
-        if self._ending != self._backward:
-            self._ending = self._backward
-            at_end_of_backward(self.unfollow)
-
     def _enter_backward(self) -> None:
-        """Forget what an earlier backward pass has left, which broke off or was that of `torch.autograd.grad`."""
+        """Forget what an earlier backward pass has left, which broke off, and look at what this one leaves."""
         backward = current_backward()
         if backward != self._backward:
             self._backward, self._uses = backward, {}
+            if backward != _NONE and not self._inner:
+                at_end_of_backward(self._check_rest)
+
+    def _check_rest(self) -> None:
+        """Refuse uses of parameters whose gradients have come from there, and have not been added to any `.grad`."""
+        if self._uses:
+            name = next(iter(self._uses))
+            self.unfollow()
+            raise ConvoyError(
+                f"torch.autograd.grad of the weight {name} would give this rank's part of its gradient, which nobody "
+                "adds up: call backward(), and take convoy.gradients(net), or pass checks=False to convoy.parallelize "
+                "if that is meant"
+            )
 
     @torch.no_grad()
     def _check_use(self, name: str, gradient: Tensor) -> None:
@@ -280,13 +289,14 @@ class Guard:
         raise ConvoyError(
             f"the loss uses the weight {name} outside of the network, which would be added over the ranks: compute a "
             "penalty on weights by convoy.penalty(net, function), or in the network's forward pass, or use the "
-            "optimizer's weight decay"
+            "optimizer's weight decay; and call the network itself, not layers of it"
         )
 
     # Optimizers.
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self._has_parameters_of(optimizer):
+            self.unfollow()
             self._between_updates = True
             self._updates += 1
             self._gradients.clear()

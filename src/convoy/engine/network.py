@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from convoy.comm.groups import Groups
-from convoy.engine.agreement import PASS, Form, Kind, Signature, Unchanged, arguments, exchange_samples, kinds
+from convoy.engine.agreement import PASS, Form, Kind, Signature, Unchanged, arguments, exchange_samples, kinds, shared
 from convoy.engine.gradients.divided import plain
 from convoy.engine.gradients.reducer import GradientReducer, current_backward, scale_gradient, undo_scale, writable
 from convoy.engine.program import Program, Watch
@@ -218,18 +217,27 @@ class Network:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, form = arguments(self.model, args, kwargs, self._own_forward)
-        inputs, samples = self.open_pass(inputs)
+        inputs, samples = self.open_pass(inputs, form)
         placement, program = self._program(self._signature(samples, inputs, form))
         self.begin_pass(samples, inputs[0].device)
         outputs = self._run(placement, program, inputs)
         self.end_pass()
         return replace(placement.graph.output, Ref, lambda ref: writable(self.weigh(outputs[ref.name], samples)))
 
-    def open_pass(self, inputs: Sequence[Tensor], call: str = PASS) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    def open_pass(
+        self, inputs: Sequence[Tensor], form: Form | None, call: str = PASS
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """The inputs to compute a pass with, and how many samples every sample rank has. All ranks call it. `call` is
         what all ranks are to be in; see `exchange_samples`."""
         cast = self._unchanged.check(inputs)
-        samples = self.samples_of_pass(inputs, call)
+
+        def ask() -> tuple[int, ...]:
+            state = zlib.crc32(shared(repr(self.python_state())).encode(), self._unchanged.types)
+            return exchange_samples(inputs, form, state, self.model.training, self.groups, self.sample_axes, call)
+
+        samples = self.samples  # as announced, or asked of the other ranks
+        if samples is None:
+            samples = ask() if self.context.tape is None else self.context.tape.samples(ask)
         if cast:
             self._recast()
         if self.samples is None and not self.context.replays:
@@ -302,6 +310,8 @@ class Network:
         """Serial shape and layout of a parameter or buffer, under any of its names."""
         if name not in self.shapes:
             tensor = self.model.state_dict(keep_vars=True)[name]
+            if self.plan.mesh.num_devices == 1:  # where layers may have changed
+                return tuple(tensor.shape), WHOLE
             name = next(
                 serial_name for serial_name, candidate in named_tensors(self.model).items() if candidate is tensor
             )
@@ -329,7 +339,7 @@ class Network:
 
     @property
     def trains(self) -> bool:
-        return self.model.training or bool(self._unchanged.exceptions())
+        return self.model.training or bool(self._unchanged.modules_in_other_mode())
 
     @property
     def device(self) -> torch.device:
@@ -368,22 +378,10 @@ class Network:
             )
         return tuple(samples)
 
-    def samples_of_pass(self, inputs: Sequence[Tensor], call: str = PASS) -> tuple[int, ...]:
-        """How many samples every sample rank has in this pass: as announced, or asked of the other ranks."""
-        if self.samples is not None:
-            return self.samples
-
-        def ask() -> tuple[int, ...]:
-            words = re.sub(r"#[\d.]+", "", repr(self.python_state()))  # without a rank's own numbers
-            state = zlib.crc32(words.encode(), self._unchanged.types)
-            return exchange_samples(inputs, state, self.model.training, self.groups, self.sample_axes, call)
-
-        return ask() if self.context.tape is None else self.context.tape.samples(ask)
-
     def python_state(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Modules in another mode than the network, and how what `forward` reads has changed; as in a `Signature`."""
         replacements = (f"forward {self._forwards}",) if self._forwards else ()
-        return self._unchanged.exceptions(), (*replacements, *self._unchanged.state())
+        return self._unchanged.modules_in_other_mode(), (*replacements, *self._unchanged.state())
 
     def _run(
         self,

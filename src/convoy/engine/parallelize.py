@@ -28,7 +28,7 @@ from convoy.engine.gradients.divided import clip_grad_norm
 from convoy.engine.gradients.reducer import GradientReducer
 from convoy.engine.guard import Guard
 from convoy.engine.network import Loss, Network, network_of
-from convoy.engine.shards import make_room, named_tensors, part_name, same_part
+from convoy.engine.shards import CHANNELS_LAST, make_room, named_tensors, part_name, same_part
 from convoy.engine.stages import StagedNetwork, differentiable_loss
 from convoy.engine.uncaptured import Uncaptured
 from convoy.errors import ConvoyError
@@ -460,9 +460,8 @@ def _seed(seed: int | None, world: Group) -> int:
 
 def _is_channels_last(model: nn.Module, examples: tuple[Tensor, ...], world: Group) -> bool:
     """Whether convolutions compute with the channels innermost: their images or their weights lie so on rank 0."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    images = [x for x in (*examples, *model.parameters()) if x.dim() in formats]
-    lies_so = any(x.is_contiguous(memory_format=formats[x.dim()]) and not x.is_contiguous() for x in images)
+    images = [x for x in (*examples, *model.parameters()) if x.dim() in CHANNELS_LAST]
+    lies_so = any(x.is_contiguous(memory_format=CHANNELS_LAST[x.dim()]) and not x.is_contiguous() for x in images)
     return gather_ints([int(lies_so)], world)[0][0] == 1
 
 
@@ -470,4 +469,5 @@ def _take_shards(network: Network, device: torch.device, world: Group) -> None:
     with torch.no_grad():
         for name, tensor in named_tensors(network.model).items():
             whole = tensor.data.to(device)
+            whole = whole.clone() if 0 in whole.stride() else whole  # an expanded one has no room of its own
             tensor.data = network.part(name, whole.copy_(broadcast(whole.contiguous(), world)))

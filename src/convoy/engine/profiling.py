@@ -14,6 +14,7 @@ maximum over noise mispredicts branches, and takes twice as long as one over equ
 """
 
 import math
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from convoy.comm.groups import Groups
 from convoy.comm.redistribution import Transfer, chained
 from convoy.engine.allocation import get_ahead, page_faults
 from convoy.engine.program import Program
-from convoy.engine.shards import cut
+from convoy.engine.shards import CHANNELS_LAST, cut
 from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.graph.graph import Value
 from convoy.ops.context import StepContext
@@ -80,9 +81,8 @@ def source(
 
 def contiguous(tensor: Tensor, channels_last: bool) -> Tensor:
     """The tensor without gaps, images with the channels innermost in memory if that is how the network has them."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    memory_format = formats.get(tensor.dim(), torch.contiguous_format) if channels_last else torch.contiguous_format
-    return tensor.contiguous(memory_format=memory_format)
+    formats = CHANNELS_LAST if channels_last else {}
+    return tensor.contiguous(memory_format=formats.get(tensor.dim(), torch.contiguous_format))
 
 
 class StandIn(torch.autograd.Function):
@@ -181,21 +181,41 @@ Ways = tuple[dict[str, float], dict[str, float]]  # seconds by the names of call
 
 
 @dataclass(frozen=True)
-class CallTimes:
-    """Seconds of one call: on the device, and of the host that issues it (0 where it is the device). `forward` and
-    `backward` are means over the passes that `middle_half` leaves, so that they add up to a pass. Those of the host are
-    shares of a pass in which the host reads no clock, and add up to the median of such passes: its first one may take
-    seconds, in which kernels are loaded, and of what disturbs it now and then every call has its part."""
+class Times:
+    """Seconds of one forward and one backward pass."""
 
-    forward: float
-    backward: float
-    host_forward: float = 0.0
+    forward: float = 0.0  # of the device; likewise `backward`
+    backward: float = 0.0
+    host_forward: float = 0.0  # of the host that issues them; 0 where the host is the device
     host_backward: float = 0.0
+
+    def __add__(self, other: "Times") -> "Times":
+        return Times(*map(operator.add, self.numbers, other.numbers))
+
+    def __mul__(self, factor: float) -> "Times":
+        """Scale the device's seconds; the host takes as long as before."""
+        return replace(self, forward=self.forward * factor, backward=self.backward * factor)
+
+    @property
+    def numbers(self) -> tuple[float, float, float, float]:
+        return self.forward, self.backward, self.host_forward, self.host_backward
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def host(self) -> float:
+        return self.host_forward + self.host_backward
 
 
 @dataclass(frozen=True)
 class Profile:
     """What this rank takes for a pass: `seconds` in all, and by call; `OUTSIDE` has what no call takes.
+
+    Times of the device are means over the passes that `middle_half` leaves, so that they add up to a pass. Those of the
+    host are shares of a pass in which it reads no clock, and add up to the median of such passes: its first one may
+    take seconds, in which kernels are loaded, and of what disturbs it now and then every call has its part.
 
     With other ranks, `transfers` has the steps, shapes of the whole tensors, types and times of redistributions. A rank
     that comes first to one waits for the others: that is part of the time. `slowest` is of the rank that took longest
@@ -203,8 +223,8 @@ class Profile:
     now another, and all wait for it at their next exchange.
     """
 
-    calls: dict[str, CallTimes]
-    transfers: list[tuple[Step, tuple[int, ...], torch.dtype, CallTimes]]
+    calls: dict[str, Times]
+    transfers: list[tuple[Step, tuple[int, ...], torch.dtype, Times]]
     seconds: float
     slowest: float
 
@@ -370,9 +390,9 @@ class _Pass:
     slowest: float
 
 
-def _middle(passes: Sequence[Sequence[float]]) -> CallTimes:
+def _middle(passes: Sequence[Sequence[float]]) -> Times:
     forward, backward, *host = zip(*passes, strict=True)
-    return CallTimes(mean(forward), mean(backward), *map(median_low, host))
+    return Times(mean(forward), mean(backward), *map(median_low, host))
 
 
 def middle_half(measurements: Sequence[T], seconds: Callable[[T], float]) -> list[T]:

@@ -58,7 +58,7 @@ def overwriting(placed: PlacedCall, readers: Readers, local_values: Container[st
 
 
 @dataclass(frozen=True)
-class Taking:
+class Alias:
     """Gives one of its inputs, in place of a call that was done within another."""
 
     place: int
@@ -73,7 +73,7 @@ def _add_to_first(x: Tensor, y: Tensor) -> Sequence[Tensor]:
 
 
 @dataclass
-class Ending:
+class Epilogue:
     """What follows a batch norm at once, alone reads its result, and is done with it in one kernel on a GPU."""
 
     relu: bool = False  # after the addition, if there is one
@@ -81,9 +81,9 @@ class Ending:
     addend: str | None = None
 
 
-def inside(
+def fused_epilogues(
     calls: Sequence[PlacedCall], graph: Graph, readers: Readers, stretch: Callable[[int], range | None]
-) -> tuple[dict[str, Ending], dict[str, int]]:
+) -> tuple[dict[str, Epilogue], dict[str, int]]:
     """What follows each batch norm within it, by the name of its call; and by the name of each call that is done in
     one, which of its inputs is its result. `stretch` says with which calls a call is computed again."""
     buffers = Counter(
@@ -94,7 +94,7 @@ def inside(
         return norm.attributes["running_mean"] is None or buffers[norm.attributes["running_mean"]] == 1
 
     norms: dict[str, tuple[int, PlacedCall]] = {}  # by what is their result so far
-    endings: dict[str, Ending] = {}
+    epilogues: dict[str, Epilogue] = {}
     inner_calls: dict[str, int] = {}
     for number, placed in enumerate(calls):
         call = placed.call
@@ -112,24 +112,24 @@ def inside(
         if source is None:
             continue
         norm = norms[source][1].call
-        ending = endings.get(norm.name, Ending())
+        epilogue = epilogues.get(norm.name, Epilogue())
         if len(call.inputs) == 1:
-            ending.relu = True
+            epilogue.relu = True
         else:
             addend = next(name for name in call.inputs if name != source)
-            if ending != Ending() or not movable(norm) or graph.shape(addend) != graph.shape(source):
+            if epilogue != Epilogue() or not movable(norm) or graph.shape(addend) != graph.shape(source):
                 continue
-            ending.addition, ending.addend = placed, addend
-        endings[norm.name] = ending
+            epilogue.addition, epilogue.addend = placed, addend
+        epilogues[norm.name] = epilogue
         inner_calls[call.name] = call.inputs.index(source)
         norms[call.outputs[0]] = norms[source]
-    return endings, inner_calls
+    return epilogues, inner_calls
 
 
-def _moved(calls: Sequence[PlacedCall], endings: Mapping[str, Ending]) -> Iterator[tuple[int, PlacedCall]]:
+def _moved(calls: Sequence[PlacedCall], epilogues: Mapping[str, Epilogue]) -> Iterator[tuple[int, PlacedCall]]:
     """The calls with their numbers, as they run: a batch norm right before its addition."""
     numbers = {placed.call.name: number for number, placed in enumerate(calls)}
-    norm_before = {ending.addition.call.name: norm for norm, ending in endings.items() if ending.addition is not None}
+    norm_before = {end.addition.call.name: norm for norm, end in epilogues.items() if end.addition is not None}
     for number, placed in enumerate(calls):
         if placed.call.name in norm_before:
             norm = numbers[norm_before[placed.call.name]]
@@ -226,7 +226,7 @@ def compiled(instructions: Sequence[Instruction], results: Iterable[int]) -> lis
     segments: list[Instruction] = []
     for alone, members in itertools.groupby(reversed(instructions), lambda instruction: instruction.alone):
         stretch = tuple(members)[::-1]
-        if not (alone or all(isinstance(instruction.run, Taking) for instruction in stretch)):
+        if not (alone or all(isinstance(instruction.run, Alias) for instruction in stretch)):
             inputs, outputs = _ends(stretch, live_slots)
             stretch = (Instruction(_compile(stretch, inputs, outputs), inputs, outputs, alone=False),)
         segments += stretch[::-1]
@@ -345,44 +345,42 @@ class Program:
         }
         readers = Readers(graph, [*placement.outputs, *placement.held])
         stretch_of = {number: stretch for stretch in stretches(placement) for number in stretch}
-        endings, inner_calls = inside(placement.calls, graph, readers, stretch_of.get)
+        epilogues, inner_calls = fused_epilogues(placement.calls, graph, readers, stretch_of.get)
         places: dict[range, range] = {}
         results: dict[range, set[str]] = {stretch: set() for stretch in stretch_of.values()}
         records: list[Instruction] = []
-        for number, placed in _moved(placement.calls, endings):
+        for number, placed in _moved(placement.calls, epilogues):
             name, stretch = placed.call.name, stretch_of.get(number)
-            ending = endings.get(name, Ending())
-            for member in filter(None, (placed, ending.addition)):
+            epilogue = epilogues.get(name, Epilogue())
+            for member in filter(None, (placed, epilogue.addition)):
                 for source, steps in member.transfers.items():
                     target = member.placed.inputs[source]
                     self._transfer(source, target, steps, name, cast=(source, target) not in full_precision)
             inputs = [self._slot(source, placed.placed.inputs[source]) for source in placed.call.inputs]
             outputs = [self._slot(result, placed.placed.outputs[result]) for result in placed.call.outputs]
-            if ending.addition is not None and ending.addend is not None:
-                inputs.append(self._slot(ending.addend, ending.addition.placed.inputs[ending.addend]))
+            if epilogue.addition is not None and epilogue.addend is not None:
+                inputs.append(self._slot(epilogue.addend, epilogue.addition.placed.inputs[epilogue.addend]))
             start = len(self._instructions)
             if name in inner_calls:
-                kernel: Kernel = Taking(inner_calls[name])
+                kernel: Kernel = Alias(inner_calls[name])
             else:
                 local_values = None if stretch is None else results[stretch]
-                kernel = overwriting(placed, readers, local_values) or self._built(placed, ending)
+                rest = {"context": self._context, "relu": epilogue.relu, "addend": epilogue.addend}
+                groups, build = self._groups, OPERATIONS[placed.call.op].build
+                site = Site.of(placed, graph, placement.mesh, groups.coordinates, groups=groups, **rest)
+                kernel = overwriting(placed, readers, local_values) or build(site)
+            run: Callable[..., Sequence[Any]] = kernel
+            is_alone = isinstance(kernel, NotCompiled)
             if compile and isinstance(kernel, WithStatistics):
                 terms = self._new_slot()
-                self._add(kernel.compute, inputs, [*outputs, terms], name=name)
-                buffers = tuple(inputs[place] for place in kernel.buffers)
+                buffers = [inputs[place] for place in kernel.buffers]
                 records.append(Instruction(_recording(kernel), (*buffers, terms), (), alone=True))
-            else:
-                self._add(kernel, inputs, outputs, isinstance(kernel, NotCompiled), name)
+                run, is_alone, outputs = kernel.compute, False, [*outputs, terms]
+            self._instructions.append(Instruction(run, tuple(inputs), tuple(outputs), is_alone, name=name, layer=name))
             if stretch is not None:
                 results[stretch].update(placed.call.outputs)
                 places[stretch] = range(places.get(stretch, range(start, start)).start, len(self._instructions))
         return records, list(places.values())
-
-    def _built(self, placed: PlacedCall, ending: Ending) -> Kernel:
-        placement, groups = self._placement, self._groups
-        rest = {"groups": groups, "context": self._context, "relu": ending.relu, "addend": ending.addend}
-        site = Site.of(placed, placement.graph, placement.mesh, groups.coordinates, **rest)
-        return OPERATIONS[placed.call.op].build(site)
 
     def __call__(self, tensors: Sequence[Tensor], watch: Watch | None = None) -> list[Tensor]:
         """This rank's part of every output, in order, from its part of every source; `watch` sees every instruction."""
@@ -392,8 +390,7 @@ class Program:
         for slot, tensor in zip(self._sources, tensors, strict=True):
             slots[slot] = tensor
         execute(self._program, slots, watch)
-        outputs = [slots[slot] for slot in self._outputs]
-        return [tensor for tensor in outputs if tensor is not None]
+        return [slots[slot] for slot in self._outputs]
 
     def _slot(self, name: str, layout: Layout) -> int:
         if (name, layout) not in self._slots:
@@ -404,27 +401,14 @@ class Program:
         self._num_slots += 1
         return self._num_slots - 1
 
-    def _add(
-        self,
-        run: Callable[..., Sequence[Any]],
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        alone: bool = False,
-        name: str = "",
-        layer: str = "",
-    ) -> None:
-        self._instructions.append(
-            Instruction(run, tuple(inputs), tuple(outputs), alone, name=name, layer=layer or name)
-        )
-
     def _transfer(self, name: str, target: Layout, steps: tuple[Step, ...], layer: str, cast: bool = False) -> None:
         """Redistribute a value, once for all who want it in the same layout; `cast` sends it as autocast computes."""
         if not steps or (name, target) in self._slots:
             return
         source = self._slot(name, steps[0].source)
         move = self._build_transfer(steps, self._placement.graph.shape(name))
-        slot = self._slot(name, target)
-        self._add((lambda x: [move(_low(x))]) if cast else (lambda x: [move(x)]), [source], [slot], True, layer=layer)
+        run: Kernel = (lambda x: [move(_low(x))]) if cast else (lambda x: [move(x)])
+        self._instructions.append(Instruction(run, (source,), (self._slot(name, target),), alone=True, layer=layer))
 
     def _redistribution(self, steps: tuple[Step, ...], shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
         groups = self._groups

@@ -1,8 +1,7 @@
 """Whole tensors and the parts of them that ranks hold; networks that rank 0 builds for all.
 
 Of a deferred network the other ranks have shapes without numbers until `convoy.parallelize` sends them their parts, one
-tensor at a time. To note what fills tensors, and to run it again for each rank's part, took 600 lines for networks
-larger than a host's memory; the largest ConvNets have 3 to 4 GB of weights.
+tensor at a time: one host has room for the whole network, as the largest ConvNets have 3 to 4 GB of weights.
 """
 
 import itertools
@@ -58,16 +57,16 @@ def cut(tensor: Tensor, layout: Layout, mesh: Mesh, coordinates: Coordinates) ->
     return tensor.clone(memory_format=memory_format)
 
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
+
+
 def _memory_format(tensor: Tensor) -> torch.memory_format:
     """Plain or channels innermost, by its strides alone: a filter of 1 × 1 counts as contiguous in both, and one that
     lies in the wrong one has the convolution turn its images round."""
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    plain = tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
-    return (
-        torch.contiguous_format
-        if plain or channels_last is None or not tensor.is_contiguous(memory_format=channels_last)
-        else channels_last
-    )
+    channels_last = CHANNELS_LAST.get(tensor.dim(), torch.contiguous_format)
+    is_plain = tensor.stride() == torch.empty(tensor.shape, device="meta").stride()
+    is_last = not is_plain and tensor.is_contiguous(memory_format=channels_last)
+    return channels_last if is_last else torch.contiguous_format
 
 
 def collect(tensor: Tensor, layout: Layout, shape: Sequence[int], groups: Groups) -> Tensor:

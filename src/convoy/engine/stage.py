@@ -99,7 +99,9 @@ class Stage(Network):
             for name, layout in self.layouts.items()
         }
 
-    def open_pass(self, inputs: Sequence[Tensor], call: str = PASS) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    def open_pass(
+        self, inputs: Sequence[Tensor], form: Form | None, call: str = PASS
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         # What was asked for cannot be taken back, and would get the next values; for another size gloo ends a process.
         # The other ranks send none yet, as they wait for this one.
         if self._expected or self._asked:
@@ -107,7 +109,7 @@ class Stage(Network):
                 "a pass broke off between the stages, where some values had been asked for: build the network anew, as "
                 "those of the next pass would be taken for them"
             )
-        return super().open_pass(inputs, call)
+        return super().open_pass(inputs, form, call)
 
     def train_others(self) -> None:
         super().train_others()

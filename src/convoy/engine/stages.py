@@ -51,7 +51,7 @@ class StagedNetwork(Stage):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, form = arguments(self.model, args, kwargs, self._own_forward)
-        inputs, samples = self.open_pass(inputs)
+        inputs, samples = self.open_pass(inputs, form)
         parts = self._parts(inputs, samples, form)
         self.begin_update("gpipe", parts)
         if self.model.training:
@@ -80,7 +80,7 @@ class StagedNetwork(Stage):
                     f"convoy.forward_backward is given {len(inputs[0])} samples, and a target of shape "
                     f"{list(target.shape)}: pass the targets of this rank's samples, with these along dim 0"
                 )
-        inputs, samples = self.open_pass(inputs, SCHEDULED[schedule])
+        inputs, samples = self.open_pass(inputs, form, SCHEDULED[schedule])
         parts = self._parts(inputs, samples, form)
         announced = self._announced(inputs, samples, parts)
         sizes = self._sizes(samples, parts)

@@ -19,6 +19,7 @@ from convoy.comm.redistribution import redistribute
 from convoy.engine.agreement import Form, arguments
 from convoy.engine.gradients.reducer import writable
 from convoy.engine.network import Network
+from convoy.errors import ConvoyError
 from convoy.graph.tree import leaves, replace
 from convoy.ops.random_bits import fold
 from convoy.plans.layout import WHOLE, Layout, consecutive
@@ -42,7 +43,7 @@ class Uncaptured(Network):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs, form = arguments(self.model, args, kwargs, self._own_forward)
-        inputs, samples = self.open_pass(inputs)
+        inputs, samples = self.open_pass(inputs, form)
         total, device = sum(samples), inputs[0].device
         batch = Batch(self.plan.mesh, self.sample_axes, consecutive(samples))
         self.begin_pass(samples, device)
@@ -54,7 +55,7 @@ class Uncaptured(Network):
             tensors = whole if size == total else [writable(x[start:end]) for x in whole]
             positional, named = (tensors, {}) if form is None else form.fill(tensors)
             with self.plain_forward(), drawing(key, device):
-                parts.append(self.model.forward(*positional, **named))
+                parts.append((size, self.model.forward(*positional, **named)))
         self.end_pass()
 
         def mine(output: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class Uncaptured(Network):
 
     def python_state(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Modules in another mode than the network; its own code reads everything else as it is."""
-        return self._unchanged.exceptions(), ()
+        return self._unchanged.modules_in_other_mode(), ()
 
     def _move(self, x: Tensor, source: Layout, target: Layout, shape: Sequence[int]) -> Tensor:
         mesh, groups = self.groups.mesh, self.groups
@@ -105,12 +106,22 @@ def drawing(key: int | None, device: torch.device) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    """The outputs of several microbatches as those of one pass."""
+def _joined(parts: Sequence[tuple[int, Any]]) -> Any:
+    """The outputs of several microbatches, with their sizes, as those of one pass."""
+    first = parts[0][1]
     if len(parts) == 1:
-        return parts[0]
-    whole = iter([torch.cat(column) for column in zip(*(leaves(part, Tensor) for part in parts), strict=True)])
-    return replace(parts[0], Tensor, lambda _: next(whole))
+        return first
+    rows = [leaves(part, Tensor) for _, part in parts]
+    for (size, _), row in zip(parts, rows, strict=True):
+        for output in row:
+            if output.shape[:1] != (size,):
+                raise ConvoyError(
+                    f"the network returns a tensor of shape {list(output.shape)} for a microbatch of {size} samples, "
+                    "and those of several cannot be joined: let it return tensors with the samples along dim 0 alone, "
+                    "or choose batch_norm='sync'"
+                )
+    whole = iter([torch.cat(column) for column in zip(*rows, strict=True)])
+    return replace(first, Tensor, lambda _: next(whole))
 
 
 def _op(layer: nn.Module) -> str:

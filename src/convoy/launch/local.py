@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from convoy import interfaces
-from convoy.failure import AGENTS, Failure, cause, end_of, word_in
+from convoy.failure import AGENTS, Failure, cause, end_of, read_error_file
 from convoy.late import waiting_for
 from convoy.launch.rank import FOLDER, GRACE_S, HANDED_ON, mark, outlives, private_folder
 
@@ -87,7 +87,7 @@ def _ranks(arguments: Sequence[str], number: int, folder: Path, variables: dict[
                 place = {
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
-                    "TORCHELASTIC_ERROR_FILE": str(_word(folder, rank)),
+                    "TORCHELASTIC_ERROR_FILE": str(_error_file(folder, rank)),
                 }
                 command = [sys.executable, *arguments]
                 ranks.append(subprocess.Popen(command, env=environment | place, start_new_session=True))
@@ -125,19 +125,19 @@ def _watched(ranks: Sequence[Rank], folder: Path, signals: Sequence[signal.Signa
         return cause(_failures(ranks, folder))
 
 
-def _word(folder: Path, rank: int) -> Path:
+def _error_file(folder: Path, rank: int) -> Path:
     """The file in which a rank leaves why it failed."""
     return folder / f"failure-{rank}.json"
 
 
 def _failures(ranks: Sequence[Rank], folder: Path) -> list[Failure]:
-    """Those that ranks have left, and those of ranks that ended without a word."""
+    """Those that ranks have left, and those of ranks that ended without an error file."""
     failures = []
     for rank, process in enumerate(ranks):
-        status, word = process.poll(), word_in(_word(folder, rank))
-        if word is None and status and not mark(folder, "ended", rank).exists() and (status < 0 or folder.exists()):
-            word = Failure(rank, "killed", f"it {end_of(status)}", "", time.time())
-        failures += [] if word is None else [word]  # without the folder a rank says by itself why it ended
+        status, failure = process.poll(), read_error_file(_error_file(folder, rank))
+        if failure is None and status and not mark(folder, "ended", rank).exists() and (status < 0 or folder.exists()):
+            failure = Failure(rank, "killed", f"it {end_of(status)}", "", time.time())
+        failures += [] if failure is None else [failure]  # without the folder a rank says by itself why it ended
     return failures
 
 

@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import fcntl
 import os
-import re
 import select
 import shutil
 import signal
@@ -22,8 +21,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from convoy.errors import ConvoyError
-from convoy.failure import AGENTS, Failure, Kind, failure_of, leave_word
+from convoy.failure import AGENTS, Failure, Kind, failure_of, write_error_file
 from convoy.resources import check_threads
+from convoy.slurm import number_of, translate
 
 FOLDER = "CONVOY_LAUNCH"  # variable of ranks that `convoy.launch.start` has started: the folder that they share
 # To a rank: the run as a whole is to stop, where SIGTERM ends this rank alone. SIGUSR1 may have a handler of NCCL's or
@@ -50,7 +50,7 @@ class RankPlace:
     rank: int
     num_ranks: int
     source: str  # its launcher, for sentences: `--devices`, `torchrun` or `Slurm`
-    # where ranks leave word for `convoy.launch.start`; None where it did not start them
+    # where ranks leave error files for `convoy.launch.start`; None where it did not start them
     folder: Path | None = None
     job: str = ""  # its name, the same when ranks are started again; empty where nobody restarts them
     max_restarts: int = 0
@@ -64,17 +64,13 @@ class RankPlace:
 
 
 def find_place(environment: MutableMapping[str, str] = os.environ) -> RankPlace | None:
-    """The place of this process; None where nobody started several. Slurm's variables are translated to torchrun's,
-    which are set in the environment."""
-    source = "torchrun"
+    """The place of this process; None where nobody started several. Slurm's variables become torchrun's."""
+    translate(environment)
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
-        variables = _slurm_variables(environment)
-        if variables is None:
-            return None
-        environment.update(variables)
-        source = "Slurm"
+        return None
+    source = "Slurm" if "SLURM_PROCID" in environment and "TORCHELASTIC_RUN_ID" not in environment else "torchrun"
     launch = environment.get(FOLDER)
-    rank, num_ranks = (_number_of(environment, name) for name in ("RANK", "WORLD_SIZE"))
+    rank, num_ranks = (number_of(environment, name) for name in ("RANK", "WORLD_SIZE"))
     if not rank < num_ranks:
         raise ConvoyError(f"RANK={rank} must be below WORLD_SIZE={num_ranks}: start the ranks with torchrun")
     max_restarts, folder = int(environment.get("TORCHELASTIC_MAX_RESTARTS", 0)), Path(launch) if launch else None
@@ -88,67 +84,6 @@ def job(environment: Mapping[str, str] = os.environ) -> str:
         name = environment["TORCHELASTIC_RUN_ID"]
         return f"torchrun:{name}" if name != "none" else f"agent:{socket.gethostname()}:{os.getppid()}"
     return f"slurm:{environment['SLURM_JOB_ID']}" if environment.get("SLURM_JOB_ID") else ""
-
-
-_FIRST_PORT, _NUM_PORTS = 15_000, 15_000
-
-
-def _slurm_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """torchrun's variables for a task that Slurm's `srun` started; None where there is no other task. The first host of
-    the job is the master, and the port follows from the job's number."""
-    if "SLURM_PROCID" not in environment or "SLURM_NTASKS" not in environment:
-        return None
-    # The batch script itself has these variables too, but is no task of a step.
-    if "SLURM_TASK_PID" in environment and "SLURM_STEP_ID" not in environment:
-        return None
-    num_tasks = _number_of(
-        environment, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    )
-    if num_tasks < 2:
-        return None
-    for name in ("SLURM_LOCALID", "SLURM_JOB_NODELIST", "SLURM_JOB_ID"):
-        if not environment.get(name):
-            raise ConvoyError(f"SLURM_PROCID is set but not {name}: start the ranks with srun inside of a job")
-    job_id, local_rank = _number_of(environment, "SLURM_JOB_ID"), _number_of(environment, "SLURM_LOCALID")
-    return {
-        "RANK": str(_number_of(environment, "SLURM_PROCID")),
-        "WORLD_SIZE": str(num_tasks),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(max(_tasks_on_node(environment, num_tasks), local_rank + 1)),
-        "MASTER_ADDR": environment.get("MASTER_ADDR") or first_host(environment["SLURM_JOB_NODELIST"]),
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(_FIRST_PORT + job_id % _NUM_PORTS),
-    }
-
-
-def first_host(nodes: str) -> str:
-    """The first host of Slurm's short form: `node[03-05,9],other` begins with `node03`."""
-    match = re.match(r"([^,\[]+)(?:\[([^\]]*)\])?([^,]*)", nodes)
-    if match is None:
-        raise ConvoyError(f"SLURM_JOB_NODELIST={nodes!r} names no host: set MASTER_ADDR to the first one")
-    stem, ranges, rest = match.groups()
-    return stem + (ranges or "").partition(",")[0].partition("-")[0] + rest
-
-
-def _tasks_on_node(environment: Mapping[str, str], num_tasks: int) -> int:
-    """Tasks of the step on this node, from a list such as `2(x3),1`."""
-    text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or str(num_tasks)
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            return num_tasks
-        counts += [int(match[1])] * int(match[2] or 1)
-    node = environment.get("SLURM_NODEID", "0")
-    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else num_tasks
-
-
-def _number_of(environment: Mapping[str, str], name: str) -> int:
-    """A whole number that a launcher has set."""
-    text = environment.get(name, "")
-    if not text.isdecimal():
-        problem = f"is {text!r}, but must be a whole number" if text else "is not set"
-        raise ConvoyError(f"{name} {problem}: start the ranks with torchrun, srun or --devices")
-    return int(text)
 
 
 _PREFIX = "convoy-launch-"
@@ -305,7 +240,7 @@ def _stop_early(number: int, frame: Any) -> None:
 def _fail(failure: Failure, folder: Path | None) -> None:
     """Report a failure and end, whatever becomes of the report."""
     verbose = "-v" in sys.argv or "--verbose" in sys.argv
-    if not leave_word(failure, verbose):
+    if not write_error_file(failure, verbose):
         with contextlib.suppress(OSError, ValueError):
             print(failure.text(verbose), file=sys.stderr, flush=True)
     if failure.kind == "lost" and folder is None:  # the rank that was lost is the cause, and is to be noticed first

@@ -1,7 +1,7 @@
 """torchrun: the commands that start one run on several hosts by it, and Convoy's part in its agent.
 
 The agent loads this with all packages' entry points. Convoy's part is its rendezvous, and one sentence on the cause in
-place of torchrun's pages when ranks that left word (`convoy.failure.leave_word`) have failed. Other jobs end as they
+place of torchrun's pages when ranks that left an error file (`convoy.failure`) have failed. Other jobs end as they
 would without Convoy.
 """
 
@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from convoy.errors import ConvoyError
-from convoy.failure import AGENTS, TRACEBACK, Failure, end_of, text_of, word_in
+from convoy.failure import AGENTS, TRACEBACK, Failure, end_of, read_error_file, text_of
 
 # Beginnings of torch's messages about ranks that failed, by logger.
 _PAGES = {
@@ -42,7 +42,7 @@ def _make(params: Any) -> Any:
 
 
 def say_failures() -> None:
-    """Print the word that Convoy's ranks have left in place of torchrun's pages."""
+    """Print what Convoy's ranks have left in place of torchrun's pages."""
     old_hook = sys.excepthook
     if getattr(old_hook, "of_agent", False):
         return
@@ -69,30 +69,30 @@ def say_failures() -> None:
 def _text(error: BaseException) -> str | None:
     """The cause of torch's ChildFailedError; None where the ranks are not Convoy's."""
     failures: dict[int, Any] = error.failures  # type: ignore[attr-defined]
-    words = {rank: word_in(failed.error_file) for rank, failed in failures.items()}
+    left = {rank: read_error_file(failed.error_file) for rank, failed in failures.items()}
     silent = [
         Failure(rank, "killed", f"it {end_of(failed.exitcode)}", "", time.time())
         for rank, failed in failures.items()
-        if words[rank] is None and failed.exitcode != -signal.SIGTERM  # with which the agent ends the other ranks
+        if left[rank] is None and failed.exitcode != -signal.SIGTERM  # with which the agent ends the other ranks
     ]
-    return text_of([word for word in words.values() if word is not None], silent)
+    return text_of([failure for failure in left.values() if failure is not None], silent)
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
-    """Whether a line of torch's is to be printed: it is not where Convoy's ranks have left word."""
+    """Whether a line of torch's is to be printed: it is not where Convoy's ranks have left error files."""
     if not str(record.msg).startswith(_PAGES[record.name]):
         return True
-    words = [word for path in _error_files(record) if (word := word_in(path)) is not None]
-    if not words:
+    left = [failure for path in _error_files(record) if (failure := read_error_file(path)) is not None]
+    if not left:
         return True
-    if str(record.msg).startswith("failed") and words[0].attempt < words[0].max_attempts:
-        number = f"restart {words[0].attempt + 1} of {words[0].max_attempts}"
-        print(f"{text_of(words)}; all ranks start again ({number})", file=sys.stderr, flush=True)
+    if str(record.msg).startswith("failed") and left[0].attempt < left[0].max_attempts:
+        number = f"restart {left[0].attempt + 1} of {left[0].max_attempts}"
+        print(f"{text_of(left)}; all ranks start again ({number})", file=sys.stderr, flush=True)
     return False
 
 
 def _error_files(record: logging.LogRecord) -> Iterator[str]:
-    """The files in which the ranks leave word, from the arguments of a log record or the torch object that logs it."""
+    """The error files of the ranks, from the arguments of a log record or the torch object that logs it."""
     if isinstance(record.args, tuple):
         yield from (arg for arg in record.args if isinstance(arg, str) and arg.endswith("error.json"))
     for frame, _ in traceback.walk_stack(sys._getframe()):

@@ -11,10 +11,7 @@ if TYPE_CHECKING:
     from convoy.models.factory import create as create
     from convoy.models.factory import describe as describe
     from convoy.models.factory import published as published
-    from convoy.models.googlenet import GoogLeNetOutputs as GoogLeNetOutputs
-    from convoy.models.registry import ModelInfo as ModelInfo
     from convoy.models.registry import list_models as list_models
-    from convoy.models.weights import classifier_names as classifier_names
     from convoy.models.weights import image_channels as image_channels
     from convoy.models.weights import load_weights as load_weights
 
@@ -23,8 +20,7 @@ __getattr__ = lazily(
     {
         "counting": "Counts count",
         "factory": "accepts create describe published",
-        "googlenet": "GoogLeNetOutputs",
-        "registry": "ModelInfo list_models",
-        "weights": "classifier_names image_channels load_weights",
+        "registry": "list_models",
+        "weights": "image_channels load_weights",
     },
 )

@@ -25,7 +25,7 @@ from convoy.plans.fit import axis_names, check_size
 from convoy.plans.layout import Layout, Split
 from convoy.plans.mesh import Axes
 from convoy.plans.place import Placed, Situation
-from convoy.plans.windows import Need, Transposed, Window, halo_split, output_split
+from convoy.plans.windows import Need, Transposed, Window, halo_split
 
 
 def _convolution(call: TorchCall, transposed: bool) -> Recognized | None:
@@ -133,7 +133,7 @@ def _rows(situation: Situation, in_splits: dict[int, Split], out_splits: dict[in
     for dim, axes, name in spatial_dims(situation, len(situation.shape(call.outputs[0]))):
         size = situation.shape(call.outputs[0])[dim]
         check_size(situation.where, axis_names(situation.mesh, axes), situation.mesh.size(axes), name, size)
-        out_splits[dim] = output_split(size, situation.mesh, axes)
+        out_splits[dim] = even(situation.mesh, axes, size)
         in_splits[dim] = halo_split(window_of(situation.graph, call, dim), out_splits[dim])
         spatial_axes += axes
     return spatial_axes

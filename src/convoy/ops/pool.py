@@ -10,11 +10,11 @@ from torch import Tensor
 
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall, Value, each
 from convoy.ops.kernel import Kernel, Part, Site, as_called, flat_padding, guarded
-from convoy.ops.layouts import Follow, by_dim
+from convoy.ops.layouts import Follow, by_dim, even
 from convoy.ops.operation import Kept, Operation, keeps_input
 from convoy.plans.layout import Split
 from convoy.plans.place import Placed, Situation
-from convoy.plans.windows import Window, halo_split, output_split
+from convoy.plans.windows import Window, halo_split
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "max_pool": {"dilation": 1, "ceil_mode": False, "return_indices": False},
@@ -75,7 +75,7 @@ def _pool(situation: Situation, linear: bool) -> Placed:
             return f"dim {dim} is whole: fewer output rows ({window.output_size}) than ranks ({len(split.parts)})"
         if is_uneven:
             return f"dim {dim} is whole: the call's windows are means over unequal numbers"
-        result = output_split(window.output_size, situation.mesh, split.axes)
+        result = even(situation.mesh, split.axes, window.output_size)
         return halo_split(window, result), (dim, result)
 
     return by_dim(situation, follow, linear)

@@ -173,7 +173,7 @@ class Explanation:
             "sample": planned.workload.sample,
             "plan": _plan(scored),
             "shares": planned.shares(scored.plan),
-            "pace": planned.costs.slowdowns,
+            "slowdowns": planned.costs.slowdowns,
             "update_s": scored.seconds,
             "samples_per_s": self.samples_per_second,
             "speedup": planned.speedup,
@@ -249,7 +249,8 @@ def _twice_the_batch(planned: Planned, scored: Scored) -> float | None:
     if scored.passes > 1:
         return scored.again(costs, 2 * scored.passes)
     with contextlib.suppress(ConvoyError):
-        return predict(workload.resized(2 * workload.samples).place(scored.plan), costs).total
+        twice = replace(workload.resized(2 * workload.samples), shares=workload.shares, bound=workload.bound)
+        return predict(twice.place(scored.plan), costs).total
     return None
 
 

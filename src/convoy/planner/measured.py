@@ -151,7 +151,8 @@ class Job:
         if samples < 2 * self.plan.parts:  # a single sample may have no statistics
             return None
         microbatch = min(workload.microbatch, samples // self.plan.parts)  # so that each part has one
-        return replace(self, workload=replace(workload.resized(samples), microbatch=microbatch))
+        smaller = replace(workload.resized(samples), shares=workload.shares, bound=workload.bound)
+        return replace(self, workload=replace(smaller, microbatch=microbatch))
 
 
 def jobs_for(workload: Workload, meshes: Sequence[Mesh], plans: Sequence[Plan] = ()) -> list[Job]:

@@ -18,7 +18,7 @@ from convoy.launch.host import HostWatch, beside_others
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, HostCost
 from convoy.planner.cost.link import Links
-from convoy.planner.cost.prediction import Scored, most, nothing_fits, rank_memory, scored
+from convoy.planner.cost.prediction import Scored, most, nothing_fits, predicted, rank_memory
 from convoy.planner.cost.step import Staging
 from convoy.planner.measured import (
     ASSUMED_LINKS,
@@ -131,9 +131,9 @@ def score(
         placement = update.place(plan)
         staging = Staging.of(plan, update.graph, update.outputs, update.samples_of_passes)
         if staging is None:
-            return scored(plan, placement, costs, update.passes)
-        ordered = map(staging.scheduled, workload.schedules)
-        return min((scored(plan, placement, costs, update.passes, order) for order in ordered), key=price)
+            return predicted(plan, placement, costs, update.passes)
+        ordered = (replace(staging, schedule=schedule) for schedule in workload.schedules)
+        return min((predicted(plan, placement, costs, update.passes, order) for order in ordered), key=price)
 
     if passes is not None or plan.num_stages == 1 or not workload.counts:
         return in_passes(passes)
@@ -212,7 +212,7 @@ class _Planning:
         notes = (*question.notes, *measured.notes, *speeds, *left_out)
         planned = Planned(self.workload, devices, candidates, serial, next(iter(self.results), None), costs, notes)
         device, optimizer = device_of(self.workload, ranks.on_host), self.workload.optimizer_name
-        if store is not None and ranks.rank == 0 and optimizer and together:
+        if store is not None and ranks.rank == 0 and optimizer and together and question.link is None:
             remember(store, device, devices, optimizer, costs)
         if race is not None and together:
             watch, in_time = HostWatch(), partial(measured.has_time, 1.0)
@@ -402,7 +402,7 @@ def propose(
     results: list[SearchResult],
 ) -> list[Proposal]:
     """The plans that the searches find, and in `results` all that is said of those without stages; a ConvoyError where
-    there is none, or none fits into memory. Stages are cut on all meshes and among all strategies."""
+    there is none, or none fits into memory."""
     memory_limit = constraints.memory_limit
     plans: list[Plan] = []
     refused: ConvoyError | None = None
@@ -436,5 +436,5 @@ def _smallest(workload: Workload, devices: int, costs: Costs, limit: float, refu
         return refused
     passes = f"{result.passes} pass{'es' * (result.passes > 1)}"
     what = f"no plan fits: {result.plan} in {passes}, of equal work, still"
-    error = nothing_fits(result.placement, costs, result.memory.total, limit, what)
+    error = nothing_fits(result.placement, costs, result.memory.total, limit, what, result.staging)
     return error if result.memory.total < refused.needed else refused

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, combinations, count, cycle, pairwise
 from statistics import median
@@ -21,9 +21,9 @@ from convoy.comm.collectives import Group, gather_ints
 from convoy.comm.groups import Groups
 from convoy.comm.ranks import Ranks
 from convoy.engine.parallelize import local_samples, take_part
-from convoy.engine.profiling import OUTSIDE, CallTimes, Profiler, steady
+from convoy.engine.profiling import OUTSIDE, Profiler, Times, steady
 from convoy.engine.watched import IN_A_ROW, DeviceClock
-from convoy.planner.cost.costs import Costs, Times, mean
+from convoy.planner.cost.costs import Costs, mean
 from convoy.planner.cost.link import Collective, Curve, Link, Links, first_group
 from convoy.planner.cost.local_op import VIEWS, LocalOp, dtype_name, local_op
 from convoy.planner.cost.prediction import predict
@@ -99,7 +99,7 @@ def profile(
             for transfer in profiled.transfers:
                 rows_here.append(_redistribution(placement, place, transfer, links))
                 meetings.add(rows_here[-1][0])
-        around = Times(*astuple(times[OUTSIDE]))
+        around = times[OUTSIDE]
     measured: dict[LocalOp, list[Times]] = {}
     arounds: list[Times] = []
     answers = ranks.gather((rows_here, around, meetings, pass_s, slowest_s))
@@ -149,18 +149,18 @@ def _of_each_rank(ranks: Sequence[Sequence[tuple[LocalOp, Times]]], without: set
     return tuple(total * median(row[op] / medians[op] for op in large) for row in means)
 
 
-def _without(times: CallTimes, messages: InternalMessages, mesh: Mesh, links: Links) -> Times:
+def _without(times: Times, messages: InternalMessages, mesh: Mesh, links: Links) -> Times:
     if not messages.axes:
-        return Times(*astuple(times))
+        return times
     link = links.of(mesh, messages.axes)
     ways = messages.forward, messages.backward
     sent = [sum(link.seconds(kind, size) for kind, size in way) for way in ways]
     issued = [link.host * len(way) for way in ways]
-    return Times(*(max(0.0, whole - less) for whole, less in zip(astuple(times), sent + issued, strict=True)))
+    return Times(*(max(0.0, whole - less) for whole, less in zip(times.numbers, sent + issued, strict=True)))
 
 
 def _redistribution(
-    placement: Placement, rank: int, transfer: tuple[Step, tuple[int, ...], torch.dtype, CallTimes], links: Links
+    placement: Placement, rank: int, transfer: tuple[Step, tuple[int, ...], torch.dtype, Times], links: Links
 ) -> tuple[LocalOp, Times]:
     step, shape, dtype, times = transfer
     mesh = placement.mesh

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from typing import Any, Literal
 
 import torch
@@ -34,7 +34,7 @@ from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, Times, mean
 from convoy.planner.cost.link import Links
 from convoy.planner.cost.local_op import VIEWS, BatchNorm, LocalOp, local_op
-from convoy.planner.cost.prediction import Scored, scored
+from convoy.planner.cost.prediction import Scored, predicted
 from convoy.planner.cost.program import internal_messages
 from convoy.planner.cost.step import Staging
 from convoy.plans.place import Placement
@@ -125,7 +125,7 @@ def _numerics(is_cpu: bool) -> Iterator[str]:
 ENVIRONMENT = "CONVOY_CACHE"
 _RUNS = 5  # runs that the time of an operation is the median of
 _LONG_S = 30 * 86_400.0  # seconds after which a run is old: later measurements count in its place
-_OPERATIONS, _DEVICES = 10_000, 64  # most that are kept of a device, and of devices
+_OPERATIONS, _NOTES, _DEVICES = 10_000, 1_000, 64  # most that are kept of a device, and of devices
 
 # What measured an operation: the planner by itself, or a training that was watched
 Source = Literal["profiling", "run"]
@@ -194,9 +194,11 @@ class ProfileStore:
                     del operations[key]
 
     def note(self, device: Device, name: str, value: Any) -> None:
-        """Keep a fact about a device that JSON can say, such as its links."""
+        """Keep a fact about a device that JSON can say, such as its links, or forget it where that is None."""
         with self._changing(device) as document:
-            document["notes"][name] = value
+            notes = {key: kept for key, kept in document["notes"].items() if key != name and kept is not None}
+            notes |= {} if value is None else {name: value}  # what is written anew comes last
+            document["notes"] = dict(list(notes.items())[-_NOTES:])
 
     def noted(self, device: Device, name: str) -> Any:
         """What was noted last under a name, None where nothing was."""
@@ -259,20 +261,13 @@ _DAMAGED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 def _measurement(document: Any) -> Measurement:
     """The measurement that `put` wrote; one of `_DAMAGED` where it is none."""
     measured, forward, backward = zip(*document["seconds"], strict=True)
-    times = Times(*map(_middle, (forward, backward)), *map(float, document["host"]))
+    forward_s, backward_s = (  # of later runs more: the second counts twice, the third three times, and so on
+        median_low(float(value) for place, value in enumerate(values, 1) for _ in range(place))
+        for values in (forward, backward)
+    )
+    times = Times(forward_s, backward_s, *map(float, document["host"]))
     source: Source = "run" if document["source"] == "run" else "profiling"
     return Measurement(LocalOp.from_dict(document["op"]), times, float(measured[-1]), source)
-
-
-def _middle(values: Sequence[float]) -> float:
-    """The median, where the second value counts twice, the third three times, and so on."""
-    weighed = sorted((float(value), place) for place, value in enumerate(values, 1))
-    half = sum(place for _, place in weighed) / 2
-    for value, place in weighed:
-        half -= place
-        if half <= 0:
-            return value
-    raise AssertionError("half of the weights is less than all of them")
 
 
 _KEPT = ("update", "loss", "per_parameter", "host_per_parameter", "on_cpu")  # of `Costs`
@@ -282,7 +277,7 @@ _LATE = 0.9  # from this part of a GPU's time on its host may have been late
 
 def remember(store: ProfileStore, device: Device, devices: int, optimizer: str, costs: Costs) -> None:
     """Keep what is known of so many devices, with measured links, but for their input, which is the data's."""
-    document: dict[str, Any] = {"links": costs.links.to_list(), "pace": list(costs.slowdowns)}
+    document: dict[str, Any] = {"links": costs.links.to_list(), "slowdowns": list(costs.slowdowns)}
     for name in _KEPT:
         value = getattr(costs, name)
         document[name] = asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]
@@ -309,16 +304,17 @@ def recalled(
         for name in filter(noted.__contains__, _KEPT):
             kind, value = type(getattr(default, name)), noted[name]
             fields[name] = kind(**value) if is_dataclass(kind) else kind(value)
-        costs = Costs(Calibrated(measured), slowdowns=tuple(map(float, noted.get("pace", ()))), **fields)
+        slowdowns = noted.get("slowdowns", noted.get("pace", ()))  # as older versions wrote it
+        costs = Costs(Calibrated(measured), slowdowns=tuple(map(float, slowdowns)), **fields)
+        for rank in range(mesh.num_devices):
+            part = placement if staging is None else staging.staged.part(placement, mesh.stage_of(rank))
+            for placed in part.calls:
+                op = local_op(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
+                if op not in measured and not op.is_empty and op.op not in VIEWS:
+                    return None
+        return predicted(plan, placement, costs, passes, staging)
     except (KeyError, TypeError, ValueError, ConvoyError):
         return None
-    for rank in range(mesh.num_devices):
-        part = placement if staging is None else staging.staged.part(placement, mesh.stage_of(rank))
-        for placed in part.calls:
-            op = local_op(placed, placement, rank, batch_norm=costs.batch_norm, microbatch=costs.microbatch)
-            if op not in measured and not op.is_empty and op.op not in VIEWS:
-                return None
-    return scored(plan, placement, costs, passes, staging)
 
 
 def remember_run(store: ProfileStore, device: Device, name: str, batch: int, plan: Plan, seconds: float) -> None:
@@ -332,11 +328,11 @@ def unlike_runs(
 ) -> Iterator[str]:
     """A sentence on every plan that is expected to be much faster or slower than it was in its last run. `plans` have
     the seconds of an update that are predicted, or were measured now."""
-    for plan, predicted in plans.items():
+    for plan, expected_s in plans.items():
         last_s = store.noted(device, _of_run(name, batch, plan))
-        if isinstance(last_s, float) and last_s > 0 and not 1 / _UNLIKE <= last_s / predicted <= _UNLIKE:
+        if isinstance(last_s, float) and last_s > 0 and not 1 / _UNLIKE <= last_s / expected_s <= _UNLIKE:
             yield (
-                f"{plan} is expected to take {seconds(predicted)} an update, and took {seconds(last_s)} in the last "
+                f"{plan} is expected to take {seconds(expected_s)} an update, and took {seconds(last_s)} in the last "
                 "run here: if the machine was busy at either time, convoy profile --clear forgets what was measured"
             )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from convoy.errors import ConvoyError
 from convoy.plans.mesh import Mesh
-from convoy.plans.plan import STRATEGIES, Plan, of_layer, strategies_on, strategy_error
+from convoy.plans.plan import STRATEGIES, Plan, axis_names_of, of_layer, strategies_on, strategy_error
 from convoy.terminal import brief, did_you_mean
 from convoy.units import plural
 
@@ -114,21 +114,9 @@ def _axis(names: str) -> str:
     return f"axes {names}" if "·" in names else f"axis {names}"
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A plan as it fits a number of devices."""
-
-    plan: Plan
-    groups: tuple[int, int]  # devices of a model group, which compute the same samples together, before and now
-
-    @property
-    def regrouped(self) -> bool:
-        """Whether model groups have lost or gained members."""
-        return self.groups[0] != self.groups[1]
-
-
-def fit(plan: Plan, num_devices: int) -> Fit:
-    """The plan with the sizes of its axes changed so that it is for `num_devices`.
+def fit(plan: Plan, num_devices: int) -> tuple[Plan, int, int]:
+    """The plan with the sizes of its axes changed so that it is for `num_devices`, and the devices of a model group,
+    which compute the same samples together, before and now.
 
     Axes on which layers are divided by samples, and by nothing else, take up the difference: `sample=4,filter=2` is
     `sample=3,filter=2` on six devices. Where that does not come out even the model groups become smaller, as little as
@@ -141,7 +129,7 @@ def fit(plan: Plan, num_devices: int) -> Fit:
     by_samples = [strategies_on(plan, name) - {"replicate"} == {"sample"} for name in mesh.names]
     if len(mesh.sizes) == 1 and (mesh.stage_axis is None or num_devices % mesh.num_devices):
         group = (1, 1) if by_samples[0] else (mesh.num_devices, num_devices)
-        return Fit(_resized(plan, (num_devices,)), group)
+        return _resized(plan, (num_devices,)), *group
     other_axes = [axis for axis in mesh.axes if not by_samples[axis]]
     group_before = mesh.size(tuple(other_axes))
     new_sizes = dict(zip(other_axes, _model_group(mesh, other_axes, num_devices), strict=True))
@@ -150,19 +138,18 @@ def fit(plan: Plan, num_devices: int) -> Fit:
     if not any(by_samples) and num_groups > 1:
         position = 1 if mesh.stage_axis == 0 else 0
         names, sizes = list(mesh.names), list(new_sizes.values())
-        names.insert(position, "sample")
+        name = next(name for name in axis_names_of(["sample"] * (len(names) + 1)) if name not in names)
+        names.insert(position, name)
         sizes.insert(position, num_groups)
-        layers = tuple(
-            (pattern, {"sample": "sample", **strategies}) for pattern, strategies in plan.layers or (("*", {}),)
-        )
+        layers = tuple((pattern, {name: "sample", **strategies}) for pattern, strategies in plan.layers or (("*", {}),))
         stages = _resized(plan, tuple(new_sizes.values())).stages
-        return Fit(Plan(Mesh(tuple(names), tuple(sizes)), layers, stages), (group_before, group_after))
+        return Plan(Mesh(tuple(names), tuple(sizes)), layers, stages), group_before, group_after
     for axis in reversed([axis for axis in mesh.axes if by_samples[axis]]):
         new_sizes[axis] = math.gcd(mesh.sizes[axis], num_groups)
         num_groups //= new_sizes[axis]
     if any(by_samples):
         new_sizes[by_samples.index(True)] *= num_groups
-    return Fit(_resized(plan, tuple(new_sizes[axis] for axis in mesh.axes)), (group_before, group_after))
+    return _resized(plan, tuple(new_sizes[axis] for axis in mesh.axes)), group_before, group_after
 
 
 def _model_group(mesh: Mesh, axes: Sequence[int], num_devices: int) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from math import prod
 from types import MappingProxyType
 
 from convoy.plans.mesh import Axes, Mesh
@@ -159,6 +160,10 @@ class Layout:
     def local_shape(self, shape: Sequence[int], mesh: Mesh, coordinates: Sequence[int]) -> tuple[int, ...]:
         """Shape of what a rank holds of a tensor of the whole `shape`."""
         return tuple(len(self.parts(dim, mesh, coordinates, size)) for dim, size in enumerate(shape))
+
+    def numel(self, shape: Sequence[int], mesh: Mesh, coordinates: Sequence[int]) -> int:
+        """How many elements a rank holds of a tensor of the whole `shape`."""
+        return prod(self.local_shape(shape, mesh, coordinates))
 
     @cached_property
     def split_axes(self) -> frozenset[int]:

@@ -2,10 +2,11 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from numbers import Integral
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 Axes = tuple[int, ...]
@@ -36,6 +37,12 @@ class Mesh:
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        sizes: Iterable[Any] = self.sizes  # a list or numpy's integers may be given; what is no size, a plan refuses
+        whole = (int(n) if not isinstance(n, bool) and isinstance(n, Integral) else n for n in sizes)
+        object.__setattr__(self, "names", tuple(self.names))
+        object.__setattr__(self, "sizes", tuple(whole))
 
     @cached_property
     def num_devices(self) -> int:

@@ -115,8 +115,8 @@ class Plan:
     Attributes:
         mesh: the devices.
         layers: glob patterns over the names of modules with the strategies of the layers they match, by name of the
-            axis; the first pattern that matches wins. On an axis that is not named there, and for a layer that
-            nothing matches, the strategy is `replicate`. On the axis `stage` it always is.
+            axis, as pairs or as a mapping; the first pattern that matches wins. On an axis that is not named there, and
+            for a layer that nothing matches, the strategy is `replicate`. On the axis `stage` it always is.
         stages: names of the layers at which the stages begin, one for each place on the axis `stage`, or all but the
             first. A module with others in it stands for the first of them, and so the first name may be "", the
             network. Empty for cuts of equal work.
@@ -130,9 +130,11 @@ class Plan:
     stages: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for sentence, *path in _problems(self.mesh, self.layers, self.stages):
+        given: Any = self.layers  # or a mapping
+        layers = tuple(given.items() if isinstance(given, Mapping) else given)
+        for sentence, *path in _problems(self.mesh, layers, self.stages):
             raise _WrongError(sentence, *path)
-        object.__setattr__(self, "layers", tuple((pattern, dict(strategies)) for pattern, strategies in self.layers))
+        object.__setattr__(self, "layers", tuple((pattern, dict(strategies)) for pattern, strategies in layers))
         names = tuple(map(str, self.stages))
         object.__setattr__(self, "stages", names if len(names) in (0, self.num_stages) else ("", *names))
 
@@ -332,7 +334,7 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), f"the word {show(value)}")
 
 
-def _problems(mesh: Mesh, layers: Sequence[tuple[Any, Any]], stages: Any) -> Iterator[tuple[Any, ...]]:
+def _problems(mesh: Mesh, layers: Sequence[Any], stages: Any) -> Iterator[tuple[Any, ...]]:
     """What is wrong with a plan, in the order in which it is written: sentences, each with the keys that lead there."""
     if len(mesh.names) != len(mesh.sizes):
         yield f"the mesh has {len(mesh.names)} names and {len(mesh.sizes)} sizes: give each axis both", "mesh"
@@ -346,9 +348,13 @@ def _problems(mesh: Mesh, layers: Sequence[tuple[Any, Any]], stages: Any) -> Ite
             yield f"the mesh has two axes {name}: write one{instead}", *path
         if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _LARGEST:
             quoted = " in quotes" if str(size).isdigit() and isinstance(size, str) and len(size) < 7 else ""
-            yield f"the size of axis {name} is {show(size)}{quoted}: write a whole number from 1, e.g. 2", *path
+            number = f"a whole number from 1 to {_LARGEST:,}, e.g. 2"
+            yield f"the size of axis {name} is {show(size)}{quoted}: write {number}", *path
     patterns: list[str] = []
-    for pattern, strategies in layers:
+    for row in layers:
+        if not isinstance(row, list | tuple) or len(row) != 2:
+            yield f"layers has {show(row)}, but must be pairs of a pattern and its strategies, or a mapping", "layers"
+        pattern, strategies = row
         path = "layers", str(pattern)
         if not isinstance(pattern, str) or not pattern.strip():
             yield "a pattern must be text, e.g. features.* or * for every layer", *path

@@ -63,8 +63,7 @@ def all_reduce_elements(num_elements: int, count: int) -> int:
 def step_elements(step: Step, mesh: Mesh, coordinates: Coordinates, shape: tuple[int, ...]) -> Traffic:
     """Elements that the rank at `coordinates` sends for one step of a tensor of the whole `shape`."""
     count = mesh.size(step.axes)
-    before = math.prod(step.source.local_shape(shape, mesh, coordinates))
-    after = math.prod(step.target.local_shape(shape, mesh, coordinates))
+    before, after = (layout.numel(shape, mesh, coordinates) for layout in (step.source, step.target))
     if step.kind == "reduce":
         return Traffic(all_reduce_elements(before, count), 0)
     if step.kind == "copy":
@@ -78,8 +77,7 @@ def step_elements(step: Step, mesh: Mesh, coordinates: Coordinates, shape: tuple
         return Traffic()
     peers = [place for place in mesh.group(coordinates, step.axes) if place != coordinates]
     if step.kind == "reduce_scatter":
-        parts_of_peers = (math.prod(step.target.local_shape(shape, mesh, peer)) for peer in peers)
-        return Traffic(sum(parts_of_peers), (count - 1) * after)
+        return Traffic(sum(step.target.numel(shape, mesh, peer) for peer in peers), (count - 1) * after)
     from_peers = _received(step, mesh, coordinates, shape)
     return Traffic(
         sum(_received(step, mesh, peer, shape)[coordinates] for peer in peers), sum(from_peers[peer] for peer in peers)

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from convoy.plans.layout import Split, even_split, indices
-from convoy.plans.mesh import Axes, Mesh
+from convoy.plans.layout import Split, indices
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,6 @@ class Transposed:
         start = rows[0] * self.stride - self.before
         stop = rows[-1] * self.stride - self.before + self.span
         return Need(rows, start - output[0], output[-1] + 1 - stop)
-
-
-def output_split(size: int, mesh: Mesh, axes: Axes) -> Split:
-    """Rows of an output, as even as can be over the axes."""
-    return even_split(axes, size, mesh.size(axes))
 
 
 @lru_cache(maxsize=1 << 12)

@@ -6,9 +6,9 @@ A schedule is a pure function of the update's number, so a run that resumes goes
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from convoy.errors import ConvoyError
 from convoy.recipe.schema import Duration, PositiveDuration, Section
@@ -93,11 +93,6 @@ class _OfTorch(_Decaying):
     fused: bool | None = Field(
         None, description="one kernel for the update; null: on CPUs, if not reproducible, and on GPUs in bf16 and fp16"
     )
-
-    @model_serializer(mode="wrap")
-    def _as_before_where_nothing_is_said(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        options: dict[str, Any] = serialize(self)
-        return {key: value for key, value in options.items() if key != "fused" or value is not None}
 
 
 class SgdConfig(_OfTorch):

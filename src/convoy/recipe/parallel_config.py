@@ -159,13 +159,12 @@ def fitted(
     if isinstance(plan, Plan) and "plan" not in keep and plan.mesh.num_devices != num_devices:
         before, plan = plan, None  # one for a single device says nothing of more
         if before.mesh.num_devices > 1:
-            result = fit(before, num_devices)
-            if result.regrouped and section.lost_group == "wait":
+            plan, group_before, group_after = fit(before, num_devices)
+            if group_before != group_after and section.lost_group == "wait":
                 raise LostGroupError(
-                    f"{num_devices} devices cannot form the model groups of {result.groups[0]} of the plan {before}, "
+                    f"{num_devices} devices cannot form the model groups of {group_before} of the plan {before}, "
                     "and --lost-group is wait: start as many as the plan is for, or leave --lost-group away"
                 )
-            plan = result.plan
             notes.append(f"the plan {before} was fitted to {plural(num_devices, 'device')}: {plan}")
     if isinstance(shares, tuple) and "shares" not in keep:
         number, parts = len(shares), plan.parts if isinstance(plan, Plan) else num_devices

@@ -234,6 +234,9 @@ class _Place:
 def _explain(details: Sequence[ErrorDetails], place: _Place, model: type[BaseModel]) -> str:
     """What is wrong with a value; the members of a union have a detail each."""
     key, problem, context, value = place.key, details[0]["type"], details[0].get("ctx", {}), show(details[0]["input"])
+    field = place.section.model_fields.get(str(place.path[-1])) if place.path else None
+    if value.lower() == "none" and field is not None and types.NoneType in _leaves(field.annotation):
+        return f"{key} is {value}: write null"
     if problem == "extra_forbidden":
         return _unknown(place, details[0]["input"], model)
     if problem == "value_error":
@@ -244,11 +247,16 @@ def _explain(details: Sequence[ErrorDetails], place: _Place, model: type[BaseMod
         return f"{key} is missing: write it into the recipe or add --set {key}=VALUE"
     if problem == "union_tag_not_found":
         return f"{key}.name is missing: it is one of {', '.join(place.kinds)}"
+    if place.kinds and problem != "union_tag_invalid":
+        name = next(iter(difflib.get_close_matches(value, place.kinds, 1)), place.kinds[0])
+        return f"{key} is {value}, but has keys of its own: write {key}.name={name}"
     if problem == "union_tag_invalid":
         key, value, must = f"{key}.name", show(context["tag"]), f"be {_either(place.kinds)}"
     else:
         must = " or ".join(detail["msg"].partition(" should ")[2] or detail["msg"] for detail in details)
-    close = difflib.get_close_matches(value, re.findall("'(.*?)'", must) or place.kinds, 1)
+    known = re.findall("'(.*?)'", must) or place.kinds
+    close = [word for word in known if value == "".join(part[0] for part in re.findall(r"\w+", word))]
+    close = close or difflib.get_close_matches(value, known, 1)
     for words, for_people in _FOR_PEOPLE.items():
         must = must.replace(words, for_people)
     if key == "target" and isinstance(number := details[0]["input"], int | float) and 1 < number <= 100:

@@ -11,8 +11,7 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from convoy import units
-from convoy.errors import ConvoyError
-from convoy.files import write_atomically
+from convoy.files import write_atomically, writing
 from convoy.planner.comparison import WORDS, Both, Comparison, Group, apart, difference, shown
 from convoy.plans.traffic import listed, some_ranks
 from convoy.report import pages
@@ -37,12 +36,8 @@ def write_report(run: Path) -> Path:
     """
     content = render(read_run(run)).encode("utf-8", errors="replace")
     report = Path(run) / "report.html"
-    try:
+    with writing(report, "free space there, or copy the run"):
         write_atomically(report, lambda path: path.write_bytes(content))
-    except OSError as error:
-        raise ConvoyError(
-            f"{report} cannot be written ({error.strerror}); free space there or make the directory writable."
-        ) from None
     return report
 
 

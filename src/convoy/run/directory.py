@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from convoy.errors import ConvoyError, GoneError
-from convoy.files import unwritable, write_json, write_text
+from convoy.files import unwritable, write_json, write_text, writing
 
 LOCK = ".lock"
 WRITE_S = 5.0  # seconds that a file system is given to answer when the run has failed
@@ -118,7 +118,7 @@ class RunDirectory:
 
     def create(self, config: str, environment: dict[str, Any]) -> None:
         """Write how the run was begun."""
-        with _writing(self.path):
+        with writing(self.path, "choose another --out"):
             self.path.mkdir(parents=True, exist_ok=True)
             write_json(self.environment, environment)
             write_text(self.config, config)
@@ -148,7 +148,7 @@ class RunDirectory:
     def lock(self, patience_s: float = 0.0, tell: Callable[[str], None] = lambda sentence: None) -> Iterator[None]:
         """Keep other processes from training in this folder, which is made where it is missing, while entered; wait so
         many seconds for one that is about to end."""
-        with _writing(self.path):
+        with writing(self.path, "choose another --out"):
             self.path.mkdir(parents=True, exist_ok=True)
             file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -222,14 +222,6 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConvoyError(f"cannot write to {folder} ({error.strerror}): choose another --out") from error
 
 
 def is_locked(folder: Path) -> bool | None:

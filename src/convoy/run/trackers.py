@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from convoy.errors import ConvoyError
 from convoy.files import write_json
@@ -36,19 +36,9 @@ def check_trackers(names: Sequence[str]) -> None:
             raise ConvoyError(f"log={name} needs {name}, which is not installed: {pip_install(name)}")
 
 
-class Tracker(Protocol):
+class _WandB:
     """A run, of this `identity`, with a tracker. Any call may raise what it likes, or take minutes."""
 
-    def __init__(self, run: Path, identity: str, parameters: Mapping[str, Any]) -> None: ...
-
-    def send(self, step: int, values: dict[str, float]) -> None:
-        """Numbers after so many updates."""
-
-    def end(self, status: str, summary: Mapping[str, Any]) -> None:
-        """The run has ended as its `summary.json` says."""
-
-
-class _WandB:
     def __init__(self, run: Path, identity: str, parameters: Mapping[str, Any]) -> None:
         import wandb
 
@@ -117,7 +107,8 @@ class _Trackio(_WandB):
         self._run.finish()
 
 
-_TRACKERS: dict[str, type[Tracker]] = {"wandb": _WandB, "mlflow": _MLflow, "trackio": _Trackio}
+_Tracker = _WandB | _MLflow
+_TRACKERS: dict[str, type[_Tracker]] = {"wandb": _WandB, "mlflow": _MLflow, "trackio": _Trackio}
 
 
 class Trackers:
@@ -156,7 +147,7 @@ class Trackers:
 
     def _follow(self, name: str) -> None:
         """In a thread: send new lines to a tracker, until the run ends."""
-        tracker: Tracker | None = None
+        tracker: _Tracker | None = None
         is_told, wait_s, ends = False, 0.0, False
         while not ends:
             ends = self._ending.wait(wait_s)
@@ -175,7 +166,7 @@ class Trackers:
                     is_told = True
                     self._tell(f"{name} fails ({reason}): the training goes on, and it is tried again")
 
-    def _send(self, name: str, tracker: Tracker) -> None:
+    def _send(self, name: str, tracker: _Tracker) -> None:
         """Send the lines that a tracker does not have."""
         if not self._run.metrics.exists():  # not begun yet
             return

@@ -11,7 +11,7 @@ import shutil
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,12 +28,14 @@ from convoy.engine.agreement import agree
 from convoy.engine.allocation import without_holes
 from convoy.engine.network import Network, network_of
 from convoy.errors import ConvoyError
+from convoy.files import writing
 from convoy.graph.tree import replace
-from convoy.script.ranks import alike, together
+from convoy.script.ranks import check_same_on_all_ranks, fail_on_all_ranks
 from convoy.script.state import NamedOptimizer, Parts, Whole
 
 _OWN = ("net", "optimizer", "scheduler")
 _IDENTITY = "convoy.save"
+_AS_BEFORE = "free what is in its way; what was there before is as it was"
 
 
 def save(
@@ -69,14 +71,15 @@ def save(
     """
     network = network_of(net)
     agree("convoy.save", network.groups)
-    with together(network):
-        things = _things(net, optimizer, scheduler, anything)
-        packed = Packed({name: thing.state() for name, thing in things.items()})
-    about = {name: thing.about() for name, thing in things.items()}
+    with fail_on_all_ranks(network):
+        saveables = _saveables(net, optimizer, scheduler, anything)
+        packed = Packed({name: one.state() for name, one in saveables.items()})
+    about = {name: one.about() for name, one in saveables.items()}
     # Of plain values rank 0's count: a time or a rank's own loss may differ. All else one rank would load from another.
     if network.groups.mesh.num_devices > 1:
-        facts = packed.facts([name for name, thing in things.items() if type(thing) is _Thing])
-        alike(network, facts | {f"{name} itself": json.dumps(thing, sort_keys=True) for name, thing in about.items()})
+        facts = packed.facts([name for name, one in saveables.items() if type(one) is _Saveable])
+        facts |= {f"{name} itself": json.dumps(one, sort_keys=True) for name, one in about.items()}
+        check_same_on_all_ranks(network, facts)
     _write(Path(path), network, packed, {"about": about, "state": packed.values})
 
 
@@ -109,47 +112,47 @@ def load(
     agree("convoy.load", network.groups)
     group = network.groups.of(tuple(network.groups.mesh.axes))
     checkpoint: Checkpoint | None = None
-    with together(network):
+    with fail_on_all_ranks(network):
         if network.groups.rank == 0:
             checkpoint = _read(Path(path))
     values: dict[str, Any] = broadcast_object({} if checkpoint is None else checkpoint.values, group)
     tensors = broadcast_tensors(None if checkpoint is None else checkpoint.tensors, group)
-    with together(network), values_explained(f"checkpoint {path}"):
+    with fail_on_all_ranks(network), values_explained(f"checkpoint {path}"):
         about: dict[str, Any] = values["about"]
         saved: dict[str, Any] = unpacked(values["state"], tensors)
-        things = _things(net, optimizer, scheduler, anything)
-        in_parts = {name for name, thing in things.items() if isinstance(thing, _Module | _Optimizer)}  # one by one
+        saveables = _saveables(net, optimizer, scheduler, anything)
+        in_parts = {name for name, one in saveables.items() if isinstance(one, _Module | _Optimizer)}  # one by one
         saved |= {name: replace(saved[name], Tensor, received) for name in saved if name not in in_parts}
-        for name, thing in things.items():
+        for name, one in saveables.items():
             if name not in saved:
                 raise ConvoyError(f"{path} holds {', '.join(saved)} and no {name}: leave {name} away")
-            if about[name]["kind"] != thing.kind:
-                raise ConvoyError(f"{name} is {thing.kind}, but {about[name]['kind']} in {path}: {thing.mend}")
-            thing.check(saved[name], about[name])
-    objects = {name: thing for name, thing in things.items() if type(thing) is _Object}
-    old_states = {name: copy.deepcopy(thing.state()) for name, thing in objects.items()}
+            if about[name]["kind"] != one.kind:
+                raise ConvoyError(f"{name} is {one.kind}, but {about[name]['kind']} in {path}: {one.mend}")
+            one.check(saved[name], about[name])
+    objects = {name: one for name, one in saveables.items() if type(one) is _Object}
+    old_states = {name: copy.deepcopy(one.state()) for name, one in objects.items()}
     try:
-        with together(network):
-            for name, thing in objects.items():
-                thing.load(saved[name], about[name])
+        with fail_on_all_ranks(network):
+            for name, one in objects.items():
+                one.load(saved[name], about[name])
     except ConvoyError:
-        for name, thing in objects.items():
-            thing.load(old_states[name], about[name])
+        for name, one in objects.items():
+            one.load(old_states[name], about[name])
         raise
     with without_holes(network.device):
-        for name, thing in things.items():
+        for name, one in saveables.items():
             if name not in objects:
-                thing.load(saved[name], about[name])
-    return {name: thing for name, thing in saved.items() if name not in things and name not in _OWN}
+                one.load(saved[name], about[name])
+    return {name: value for name, value in saved.items() if name not in saveables and name not in _OWN}
 
 
 @dataclass
-class _Thing:
+class _Saveable:
     """One of the values to save, by its name; a plain one is returned by `convoy.load`, not loaded. Subclasses are
     objects with a state."""
 
     name: str
-    thing: Any
+    value: Any
 
     kind: ClassVar[str] = "a value"
     mend: ClassVar[str] = "give the object whose state was saved"  # the advice where another kind was saved
@@ -159,7 +162,7 @@ class _Thing:
         return {"kind": self.kind}
 
     def state(self) -> Any:
-        return self.thing
+        return self.value
 
     def check(self, saved: Any, about: Mapping[str, Any]) -> None:
         raise ConvoyError(f"{self.name} is no object that takes a state: leave it away, convoy.load returns it")
@@ -168,42 +171,42 @@ class _Thing:
         raise NotImplementedError
 
 
-class _Object(_Thing):
+class _Object(_Saveable):
     kind = "the state of an object"
     mend = "give what was saved under this name"
 
     def about(self) -> dict[str, Any]:
-        return {"kind": self.kind, "of": type(self.thing).__name__}
+        return {"kind": self.kind, "of": type(self.value).__name__}
 
     def state(self) -> Any:
-        return self.thing.state_dict()
+        return self.value.state_dict()
 
     def check(self, saved: Any, about: Mapping[str, Any]) -> None:
-        kind = type(self.thing).__name__
+        kind = type(self.value).__name__
         if about["of"] not in (kind, "ShardedOptimizer"):  # which versions of before have wrapped around another
             raise ConvoyError(f"{self.name} was saved from {about['of']}, and is {kind} now: give one of that kind")
 
     def load(self, saved: Any, about: Mapping[str, Any]) -> None:
         try:
-            self.thing.load_state_dict(saved)
+            self.value.load_state_dict(saved)
         except Exception as error:
             text = str(error).partition("\n")[0]
             raise ConvoyError(f"{self.name} does not take what was saved ({type(error).__name__}: {text})") from error
 
 
-class _Module(_Thing):
+class _Module(_Saveable):
     """A network, or a module that contains some."""
 
     kind = "a network"
     mend = _Object.mend
 
     def about(self) -> dict[str, Any]:
-        networks = Parts(self.thing).networks.items()
+        networks = Parts(self.value).networks.items()
         draws = {place: {"seed": network.context.seed, "passes": network.passes} for place, network in networks}
         return {"kind": self.kind, "draws": draws}
 
     def state(self) -> Any:
-        parts = Parts(self.thing)
+        parts = Parts(self.value)
         if not parts.networks:
             return parts.tensors()
         return {
@@ -213,12 +216,12 @@ class _Module(_Thing):
 
     def check(self, saved: Any, about: Mapping[str, Any]) -> None:
         try:
-            Parts(self.thing).check(saved)
+            Parts(self.value).check(saved)
         except ConvoyError as error:
             raise ConvoyError(f"{self.name} is another network than was saved: {error}") from error
 
     def load(self, saved: Any, about: Mapping[str, Any]) -> None:
-        parts = Parts(self.thing)
+        parts = Parts(self.value)
         parts.load(saved)
         for place, network in parts.networks.items():
             if draws := about["draws"].get(place):
@@ -241,21 +244,21 @@ class _Optimizer(_Object):
         self.named.load(saved["state"], saved["param_groups"])
 
 
-def _things(net: nn.Module, optimizer: Any, scheduler: Any, anything: Mapping[str, Any]) -> dict[str, _Thing]:
-    named_things = {"optimizer": optimizer, "scheduler": scheduler}
-    all_things = {**{name: thing for name, thing in named_things.items() if thing is not None}, **anything}
+def _saveables(net: nn.Module, optimizer: Any, scheduler: Any, anything: Mapping[str, Any]) -> dict[str, _Saveable]:
+    given = {"optimizer": optimizer, "scheduler": scheduler}
+    values = {**{name: value for name, value in given.items() if value is not None}, **anything}
     for name in _OWN[1:]:
-        if name in all_things and not _has_state(all_things[name]):
+        if name in values and not _has_state(values[name]):
             raise ConvoyError(f"{name} has no state_dict and load_state_dict: give the {name} itself")
     modules: dict[str, nn.Module] = {"net": network_of(net).model}
-    modules |= {name: thing for name, thing in all_things.items() if isinstance(thing, nn.Module)}
-    things: dict[str, _Thing] = {name: _Module(name, module) for name, module in modules.items()}
-    for name, thing in all_things.items():
-        if hasattr(thing, "param_groups"):
-            things[name] = _Optimizer(name, thing, _named(thing, modules))
-        elif not isinstance(thing, nn.Module):
-            things[name] = _Object(name, thing) if _has_state(thing) else _Thing(name, thing)
-    return things
+    modules |= {name: value for name, value in values.items() if isinstance(value, nn.Module)}
+    saveables: dict[str, _Saveable] = {name: _Module(name, module) for name, module in modules.items()}
+    for name, value in values.items():
+        if hasattr(value, "param_groups"):
+            saveables[name] = _Optimizer(name, value, _named(value, modules))
+        elif not isinstance(value, nn.Module):
+            saveables[name] = _Object(name, value) if _has_state(value) else _Saveable(name, value)
+    return saveables
 
 
 def _named(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> NamedOptimizer:
@@ -265,8 +268,8 @@ def _named(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> NamedOptim
     return NamedOptimizer(modules[owner], optimizer, "the network" if owner == "net" else owner)
 
 
-def _has_state(thing: Any) -> bool:
-    return not isinstance(thing, type) and hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+def _has_state(value: Any) -> bool:
+    return not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 _TAG = "$"  # the key of a JSON object that stands for something else than a dictionary with names for keys
@@ -378,7 +381,7 @@ def _write(path: Path, network: Network, packed: Packed, values: Mapping[str, An
     group, rank = network.groups.of(tuple(network.groups.mesh.axes)), network.groups.rank
     place = Path(broadcast_object(str(path.resolve()), group))
     folder = place.with_name(f".{place.name}.{broadcast_object(uuid.uuid4().hex, group)}.tmp")
-    with together(network), _writing(place):
+    with fail_on_all_ranks(network), writing(place, _AS_BEFORE):
         if rank == 0:
             _check_place(place)
             for unfinished in place.parent.glob(f".{glob.escape(place.name)}.*.tmp"):
@@ -390,27 +393,16 @@ def _write(path: Path, network: Network, packed: Packed, values: Mapping[str, An
     draft = Draft(folder, 0, len(writers))
     try:
         shard = snapshot(packed.contents(), number, len(writers))
-        with together(network), _writing(place):
+        with fail_on_all_ranks(network), writing(place, _AS_BEFORE):
             if number is not None:
                 draft.add(number, shard)
-        with together(network), _writing(place):
+        with fail_on_all_ranks(network), writing(place, _AS_BEFORE):
             if rank == 0:
                 draft.put(place, _IDENTITY, values)
     except BaseException:
         if rank == 0:
             draft.discard()
         raise
-
-
-@contextmanager
-def _writing(place: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConvoyError(
-            f"{place} could not be written ({error.strerror or error}): free what is in its way; what was there before "
-            "is as it was"
-        ) from error
 
 
 def _check_place(place: Path) -> None:

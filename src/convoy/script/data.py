@@ -202,7 +202,7 @@ def evaluate(
                         f"evaluate: measure must return one number for each of the {size} samples of the batch, shape "
                         f"[{size}], but it returned {what}: a loss needs reduction='none'"
                     )
-                total = values.double().sum()
+                total = values.to(device).double().sum()
                 totals[name] = totals[name] + total if name in totals else total
     if not totals:
         raise ConvoyError("evaluate: the loader gave no batch")
@@ -228,7 +228,8 @@ def _in_step(loader: Iterable[Any], groups: Groups) -> Iterator[Any]:
     """The loader's batches, as many as on all other ranks. Raises ConvoyError where ranks get different numbers of
     them, or the loader is known not to give every sample once."""
     world = groups.of(groups.mesh.axes)
-    sampler = getattr(loader, "batch_sampler", None)
+    shown = getattr(loader, "iterable", loader)  # that a progress bar is around
+    sampler = getattr(shown, "batch_sampler", None)
     if isinstance(sampler, BatchSampler):
         left_out = sampler.num_samples % sampler.global_batch if sampler.drop_last else 0
         if left_out:
@@ -243,7 +244,7 @@ def _in_step(loader: Iterable[Any], groups: Groups) -> Iterator[Any]:
             )
         yield from loader
         return
-    if isinstance(getattr(loader, "sampler", None), DistributedSampler) and world is not None:
+    if isinstance(getattr(shown, "sampler", None), DistributedSampler) and world is not None:
         raise ConvoyError(
             "evaluate: torch's DistributedSampler repeats samples to give all ranks equally many, and knows nothing of "
             "ranks that share samples: use DataLoader(…, batch_sampler=convoy.BatchSampler(net, len(dataset), batch))"

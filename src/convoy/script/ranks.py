@@ -13,6 +13,7 @@ import torch.distributed as dist
 from convoy.comm.ranks import gather_objects
 from convoy.engine.network import Network
 from convoy.errors import ConvoyError
+from convoy.slurm import translate
 
 
 def rank() -> int:
@@ -22,7 +23,7 @@ def rank() -> int:
     >>> if convoy.rank() == 0:
     ...     torch.save(weights, "weights.pt")
     """
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK") or 0)
+    return dist.get_rank() if dist.is_initialized() else _variable("RANK", 0)
 
 
 def num_ranks() -> int:
@@ -32,7 +33,12 @@ def num_ranks() -> int:
     >>> plan
     'sample=2'
     """
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE") or 1)
+    return dist.get_world_size() if dist.is_initialized() else _variable("WORLD_SIZE", 1)
+
+
+def _variable(name: str, alone: int) -> int:
+    translate()
+    return int(os.environ.get(name) or alone)
 
 
 def print(*values: object, **options: Any) -> None:
@@ -46,7 +52,7 @@ def print(*values: object, **options: Any) -> None:
 
 
 @contextmanager
-def together(network: Network) -> Iterator[None]:
+def fail_on_all_ranks(network: Network) -> Iterator[None]:
     """Run a block that fails on all ranks where one is refused, with the first rank's sentence. All ranks enter it."""
     group = network.groups.of(tuple(network.groups.mesh.axes))
     failure: Exception | None = None
@@ -65,7 +71,7 @@ def together(network: Network) -> Iterator[None]:
         raise ConvoyError(text if sentences.count(text) == len(sentences) else f"rank {rank}: {text}")
 
 
-def alike(network: Network, facts: Mapping[str, str]) -> None:
+def check_same_on_all_ranks(network: Network, facts: Mapping[str, str]) -> None:
     """See that all ranks have the same facts; a ConvoyError names the first that is not the same. All ranks call it."""
     group = network.groups.of(tuple(network.groups.mesh.axes))
     digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).hexdigest()

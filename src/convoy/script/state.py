@@ -18,7 +18,7 @@ from convoy.engine.agreement import agree
 from convoy.engine.gradients.divided import ELEMENTWISE, PART
 from convoy.engine.network import Network, network_of
 from convoy.errors import ConvoyError
-from convoy.script.ranks import alike, together
+from convoy.script.ranks import check_same_on_all_ranks, fail_on_all_ranks
 
 _NOT_SAVED = ("params", PART)
 # What an optimizer keeps for every parameter: {name: {key: tensor or number}}.
@@ -57,7 +57,7 @@ def load_state_dict(net: nn.Module, state: Mapping[str, Tensor]) -> None:
     network = network_of(net)
     agree("convoy.load_state_dict", network.groups)
     parts = Parts(network.model)
-    with together(network):
+    with fail_on_all_ranks(network):
         parts.check(state)
     parts.load(state)
 
@@ -85,9 +85,9 @@ def optimizer_state_dict(net: nn.Module, optimizer: Optimizer) -> dict[str, Any]
     """
     network = network_of(net)
     agree("convoy.optimizer_state_dict", network.groups)
-    with together(network):
+    with fail_on_all_ranks(network):
         state = NamedOptimizer(network.model, optimizer).state()
-    alike(network, {f"optimizer/{name}": " ".join(entry) for name, entry in state["state"].items()})
+    check_same_on_all_ranks(network, {f"optimizer/{name}": " ".join(entry) for name, entry in state["state"].items()})
     for entry in state["state"].values():
         entry |= {key: value.make() for key, value in entry.items() if isinstance(value, Whole)}
     return state
@@ -111,7 +111,7 @@ def load_optimizer_state_dict(net: nn.Module, optimizer: Optimizer, state: Mappi
     """
     network = network_of(net)
     agree("convoy.load_optimizer_state_dict", network.groups)
-    with together(network):
+    with fail_on_all_ranks(network):
         adapter = NamedOptimizer(network.model, optimizer)
         adapter.check(state)
     adapter.load(state["state"], state["param_groups"])

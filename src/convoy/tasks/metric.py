@@ -43,8 +43,12 @@ def metric_name(name: str) -> str:
 
 def metric_in_words(name: str, value: float, places: int = 2) -> str:
     """A metric's value for people: `top-1 93.25%`, `MAE 0.1234`."""
-    words = metric_name(name)
-    return f"{words} {value:.4g}" if name in _AS_NUMBERS or not 0 <= value <= 1 else f"{words} {value:.{places}%}"
+    return f"{metric_name(name)} {metric_figure(name, value, places)}"
+
+
+def metric_figure(name: str, value: float, places: int = 2) -> str:
+    """The value alone: a share in percent."""
+    return f"{value:.4g}" if name in _AS_NUMBERS or not 0 <= value <= 1 else f"{value:.{places}%}"
 
 
 def palette() -> list[list[int]]:

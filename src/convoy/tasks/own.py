@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.data import DataSet
+from convoy.data.dataset import DataSet
 from convoy.data.loader import batch_maker
 from convoy.errors import ConvoyError, reason
 from convoy.own import function_of

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.data import Batch
+from convoy.data.batch import Batch
 from convoy.tasks.metric import LOSS, Metric
 from convoy.tasks.task import Drawn, Evaluation, Task, precise
 

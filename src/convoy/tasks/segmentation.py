@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.data import Batch
+from convoy.data.batch import Batch
 from convoy.data.masks import UNLABELLED
 from convoy.errors import ConvoyError
 from convoy.run import records

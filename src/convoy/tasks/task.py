@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from convoy.data import Batch, DataSet
+from convoy.data.batch import Batch
+from convoy.data.dataset import DataSet
 from convoy.errors import ConvoyError
 from convoy.files import write_atomically
 from convoy.run import records

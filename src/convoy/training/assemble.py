@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from convoy import models
-from convoy.data import num_workers
+from convoy.data.loader import num_workers
 from convoy.engine.coupling import microbatch_sizes
 from convoy.engine.stages import StagedNetwork
 from convoy.engine.uncaptured import Uncaptured

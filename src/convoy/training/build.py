@@ -15,10 +15,12 @@ from torch.nn.parameter import is_lazy
 from convoy import models
 from convoy.comm.collectives import Group, by_way_of_host
 from convoy.comm.ranks import Ranks
-from convoy.data import DataSet, Normalize, evaluation_batches
 from convoy.data.config import DataConfig
+from convoy.data.dataset import DataSet
+from convoy.data.loader import evaluation_batches
 from convoy.data.pixels import PixelSource
-from convoy.engine.coupling import Probe, coupled, coupled_in_training, coupling, microbatch_sizes, probe
+from convoy.data.transforms import Normalize
+from convoy.engine.coupling import Probe, coupling, microbatch_sizes, probe, why_coupled
 from convoy.engine.recorded import graph_on
 from convoy.engine.shards import deferred
 from convoy.errors import ConvoyError
@@ -335,12 +337,8 @@ class TriedNetwork:
         if ranks.num_sample_ranks == 1 or recipe.batch_norm != "microbatch":
             return
         advice = f"choose a plan that does not divide samples, e.g. filter={ranks.num}, or"
-        what = None
-        if not result.separable:
-            what = coupled(self.model)
-        elif result.draws:
-            what = coupled_in_training(self.model)
-        if what is not None:
+        may_couple = not result.separable or result.draws
+        if may_couple and (what := why_coupled(self.model, in_training_alone=result.separable)) is not None:
             raise ConvoyError(
                 f"{what} computes with several samples at once, so a microbatch cannot run together with those of "
                 f"other devices: {advice} batch_norm=sync"

@@ -135,7 +135,7 @@ def derive(
     than the recipe says.
 
     `samples` are those of each part of a global batch, `workers` the processes that load data, and why
-    (`convoy.data.num_workers`).
+    (`convoy.data.loader.num_workers`).
     """
     batch, epochs, number = recipe.batch, recipe.epochs, len(q.sizes)
     per_epoch = f"⌊{num_train_samples} samples / batch {batch}⌋"

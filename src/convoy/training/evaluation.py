@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
-from convoy.data import Batch, DataSet, Normalize, evaluation_batches
+from convoy.data.batch import Batch
+from convoy.data.dataset import DataSet
+from convoy.data.loader import evaluation_batches
+from convoy.data.transforms import Normalize
 from convoy.recipe.recipe import Recipe
 from convoy.script.data import evaluating
 from convoy.tasks.task import Evaluation, Task, precise

@@ -24,7 +24,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 from torch import Tensor
 
-from convoy.data import DataSet
+from convoy.data.dataset import DataSet
 from convoy.errors import ConvoyError
 from convoy.files import to_json, write_json
 from convoy.progress import Reporter

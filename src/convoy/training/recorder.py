@@ -17,7 +17,7 @@ from statistics import median, median_low
 from typing import Any, NamedTuple, Protocol
 
 from convoy.comm.position import current
-from convoy.data import Batch
+from convoy.data.batch import Batch
 from convoy.engine.stages import StagedNetwork
 from convoy.engine.watched import DeviceClock, WatchedUpdate
 from convoy.files import to_json, write_text

@@ -21,12 +21,13 @@ from convoy import own
 from convoy.checkpoint.files import checked_record, values_explained
 from convoy.checkpoint.store import CheckpointStore, read_checkpoint
 from convoy.comm.ranks import Ranks
-from convoy.data import BadImage, DataConfig, DataSet, Normalize, open_data
 from convoy.data.batch import evaluation_pixels
-from convoy.data.decode import Turbo, finish_picture, in_channels, open_picture, suffixes, turbo_lacks
+from convoy.data.config import DataConfig
+from convoy.data.dataset import DataSet, open_data
+from convoy.data.decode import BadImage, Turbo, finish_picture, in_channels, open_picture, suffixes, turbo_lacks
 from convoy.data.folder import picture_bytes
 from convoy.data.sources import relabel
-from convoy.data.transforms import Geometry
+from convoy.data.transforms import Geometry, Normalize
 from convoy.engine.coupling import graph_of
 from convoy.errors import ConvoyError
 from convoy.recipe.recipe import Recipe, load_recipe

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from convoy.checkpoint.files import Checkpoint
 from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.ranks import Ranks
-from convoy.data import DataSet
-from convoy.data.dataset import difference, num_changed
+from convoy.data.dataset import DataSet, difference, num_changed
 from convoy.documents import show
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Ref

@@ -10,8 +10,11 @@ import torch
 
 from convoy import models
 from convoy.comm.ranks import Ranks
-from convoy.data import Batch, DataSet, Order, training_batches
+from convoy.data.batch import Batch
+from convoy.data.dataset import DataSet
 from convoy.data.imbalance import class_weights
+from convoy.data.loader import training_batches
+from convoy.data.order import Order
 from convoy.engine.network import Network
 from convoy.engine.recorded import Recorded, graph_on
 from convoy.engine.stages import StagedNetwork

@@ -7,7 +7,7 @@ import torch
 
 from convoy.comm.joining import identify
 from convoy.comm.ranks import Ranks
-from convoy.data import DataSet, open_data
+from convoy.data.dataset import DataSet, open_data
 from convoy.data.loader import check_augmentation
 from convoy.data.sources import Progress
 from convoy.engine.coupling import microbatch_sizes

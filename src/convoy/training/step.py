@@ -16,7 +16,8 @@ from torch import Tensor
 from convoy.comm.collectives import all_reduce
 from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
-from convoy.data import Batch, mix
+from convoy.data.batch import Batch
+from convoy.data.transforms import mix
 from convoy.engine.profiling import steady
 from convoy.engine.recorded import Recorded
 from convoy.engine.stage import Flight

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.ranks import Ranks
-from convoy.data import BadImage, Normalize
+from convoy.data.decode import BadImage
+from convoy.data.transforms import Normalize
 from convoy.errors import ConvoyError, reason
 from convoy.files import write_atomically
 from convoy.resources import own_cores

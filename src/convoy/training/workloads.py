@@ -16,7 +16,7 @@ from torch import nn
 
 from convoy.comm.collectives import Group
 from convoy.comm.ranks import Ranks
-from convoy.data import num_workers
+from convoy.data.loader import num_workers
 from convoy.engine.allocation import release_freed_memory
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.graph.capture import copied

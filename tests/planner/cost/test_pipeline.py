@@ -1,15 +1,17 @@
 """Updates in stages: pipelines by hand, and what a rank of a stage holds."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch import nn
 
 from convoy.ops.recompute import with_recomputed
+from convoy.planner.cost import prediction
 from convoy.planner.cost.costs import Costs, Times
 from convoy.planner.cost.link import Curve, Link, Links
 from convoy.planner.cost.local_op import LocalOp
-from convoy.planner.cost.prediction import Scored, scored
+from convoy.planner.cost.prediction import Scored
 from convoy.planner.cost.simulation import StageTimes, pipeline_seconds
 from convoy.planner.cost.step import Staging
 from convoy.plans.plan import Plan
@@ -53,8 +55,8 @@ def predicted(
     graph = chain((SAMPLES, WIDTH), **{f"l{number}": nn.Linear(WIDTH, WIDTH) for number in range(layers)})
     placement = with_recomputed(placed(graph, plan), recompute)
     staging = Staging.of(plan, placement.graph, graph.calls[-1].outputs, samples or (SAMPLES,) * passes)
-    staging = staging and staging.scheduled(schedule)
-    return scored(plan, placement, Costs(times, links, **costs), passes, staging)
+    staging = staging and replace(staging, schedule=schedule)
+    return prediction.predicted(plan, placement, Costs(times, links, **costs), passes, staging)
 
 
 def cut(layer: str) -> dict[str, Any]:

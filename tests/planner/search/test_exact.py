@@ -1,6 +1,7 @@
 """The plan that is found against all plans, each placed and priced by itself; what comes with it; what people fix."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -112,14 +113,15 @@ def test_layers_that_are_fixed_keep_their_strategy_and_the_others_are_chosen_for
             {"block1.0": ("filter",), "stem": ("sample",)},
         ),  # the first
         (nets.Chain, 4, ["fc=sample,filter"], {"fc": ("sample", "filter")}),  # one for each axis
+        (partial(nets.Branches, 6), 2, ["ways.0=channel", "ways.1=sample"], {"ways.0": ("channel",)}),
         (nets.Chain, 2, ["*=owt"], {"fc": ("filter",), "features.0": ("sample",)}),
     ):
         plan = search(workload(net()), devices, COSTS, Constraints(tuple(fixes))).best.plan
         for layer, strategy in strategies.items():
             assert plan.strategy(layer, "linear" if layer == "fc" else "conv") == strategy
-    for fix, words in (
-        ("fc=sample,filter,height", "no mesh that was searched has as many axes"),
-        ("features.0=channel", r"features\.0.* has only 3 input channels for the 4 ranks"),
+    for fixes, words in (
+        (["fc=sample,filter,height"], "no mesh that was searched has as many axes"),
+        (["features.0=channel", "fc=sample"], r"features\.0.* has only 3 input channels for the 4 ranks"),
     ):
         with pytest.raises(ConvoyError, match=words):
-            search(workload(nets.Chain()), 4, COSTS, within(Mesh(("gpu",), (4,)), fixes=(fix,)))
+            search(workload(nets.Chain()), 4, COSTS, within(Mesh(("gpu",), (4,)), fixes=tuple(fixes)))

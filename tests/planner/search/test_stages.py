@@ -99,3 +99,10 @@ def test_memory_decides_about_cuts_and_schedules() -> None:
     assert result(least, recompute=True)[0].seconds == pytest.approx(result(None, recompute=True)[0].seconds)
     assert result(least)[0].seconds > 1.1 * whole.seconds, "the first stages can be of one layer each"
     assert result(one) == []
+
+
+def test_the_layers_of_a_stage_have_the_strategies_that_are_allowed() -> None:
+    costs, among = replace(nets.costs(flops=1e7), links=FAST), Constraints(strategies=("filter",))
+    plans = [one.plan for one in search_stages(staged(Wide(8)), 4, costs, among, top=9)]
+    assert [plan for plan in plans if plan.mesh.sizes == (2, 2)]
+    assert all(plan.strategy("5", "linear")[1:] in ((), ("filter",)) for plan in plans)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node, get_gradient_edge
 
-from convoy.comm.collectives import Group, Pending, gather_ints, start_all_reduce
+from convoy.comm.collectives import Group, Pending, largest, start_all_reduce
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
 from convoy.errors import ConvoyError
@@ -46,11 +46,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def current_backward() -> int:
     """A number for the backward pass that is running in this thread, another one for every pass; -1 for none."""
     return torch._C._current_graph_task_id()
-
-
-def largest(numbers: Sequence[int], group: Group) -> list[int]:
-    """The largest of each number on any rank."""
-    return [max(column) for column in zip(*gather_ints(numbers, group), strict=True)]
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -93,8 +88,7 @@ class Reducer:
     ) -> None:
         self.parameters = [parameter for parameter, _ in parameters]
         self._groups, self._world = groups, world  # of other ranks it needs nothing
-        numels = [parameter.numel() for parameter in self.parameters]
-        numels = numels if world is None else largest(numels, world)
+        numels = largest([parameter.numel() for parameter in self.parameters], world)
         self._items = [Item(axes, p.dtype, p.device, n) for (p, axes), n in zip(parameters, numels, strict=True)]
         sizes = sizes or Sizes.default(self.parameters[0].device if parameters else torch.device("cpu"))
         self.buckets = plan_buckets(self._items, list(reversed(range(len(parameters)))), sizes)

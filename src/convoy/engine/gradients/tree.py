@@ -17,10 +17,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.collectives import Group, Pending, all_gather, place, size, start_exchange_into
+from convoy.comm.collectives import Group, Pending, all_gather, largest, place, size, start_exchange_into
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
-from convoy.engine.gradients.reducer import Reducer, at_end_of_backward, largest
+from convoy.engine.gradients.reducer import Reducer, at_end_of_backward
 from convoy.plans.buckets import Bucket, Sizes
 from convoy.plans.layout import balanced
 from convoy.plans.mesh import Axes
@@ -247,9 +247,7 @@ class TreeReducer(Reducer):
         current.to("gradient")
         for _, exchange in self._exchanges:
             exchange.add()
-        users = [int(user) for user in self._users]
-        if self._world is not None:
-            users = largest(users, self._world)
+        users = largest([int(user) for user in self._users], self._world)
         for bucket, exchange in self._exchanges:
             self._give(bucket, exchange.wait(), [bool(user) for user in users])
         self._begin()

@@ -7,7 +7,6 @@ the search asks once for all calls, tensors and steps that are alike.
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from math import prod
 
 from convoy.graph.graph import Call, Graph, Value
 from convoy.planner.cost.costs import Costs, Times
@@ -72,7 +71,7 @@ class Additive:
         axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)
         if axes:
             link = self.costs.link(mesh, axes)
-            before = elements(step.source, shape, mesh, first)
+            before = step.source.numel(shape, mesh, first)
             collective, traffic = link.all_reduce, [Traffic(before, 0) if step.kind == "reduce" else Traffic(0, before)]
             if step.kind not in ("reduce", "copy"):
                 collective = link.exchange
@@ -83,7 +82,7 @@ class Additive:
         return self.passes * seconds
 
     def parameter(self, parameter: Value, layout: Layout, mesh: Mesh) -> OfParameter:
-        held = elements(layout, parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
+        held = layout.numel(parameter.shape, mesh, mesh.coordinates(0)) * parameter.dtype.itemsize
         if not parameter.trains:
             return OfParameter(0.0, 0.0, held)
         update = self.costs.update
@@ -144,20 +143,15 @@ def sums_of_calls(placement: Placement, costs: Additive) -> Iterator[tuple[float
         yield of_call, {name: costs.parameter(graph.values[name], placement.layouts[name], mesh) for name in new}
 
 
-def elements(layout: Layout, shape: tuple[int, ...], mesh: Mesh, place: Coordinates) -> int:
-    """How many elements the rank at a place holds of a tensor."""
-    return prod(layout.local_shape(shape, mesh, place))
-
-
 def sent_elements(step: Step, mesh: Mesh, place: Coordinates, shape: tuple[int, ...]) -> Traffic:
     """As `convoy.plans.traffic.step_elements`, without looking at every other rank. In an exchange a rank counts for
     what it gets, which is what others send: what it wants, but for what it holds. On the way back it sends the
     gradients of just that."""
     if step.kind not in ("move", "reduce_scatter"):
         return step_elements(step, mesh, place, shape)
-    after = elements(step.target, shape, mesh, place)
+    after = step.target.numel(shape, mesh, place)
     if step.kind == "reduce_scatter":
-        return Traffic(elements(step.source, shape, mesh, place) - after, (mesh.size(step.axes) - 1) * after)
+        return Traffic(step.source.numel(shape, mesh, place) - after, (mesh.size(step.axes) - 1) * after)
     held = after
     for dim, split in step.source.splits if after else ():
         part = step.target.parts(dim, mesh, place, shape[dim])

@@ -1,45 +1,16 @@
 """What a device and its links cost, in one place: all that a step is predicted from."""
 
-import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from convoy.engine.profiling import Times as Times  # part of what costs are
 from convoy.planner.cost.link import Link, Links
 from convoy.planner.cost.local_op import BatchNorm, LocalOp
 from convoy.plans.buckets import Sizes
 from convoy.plans.mesh import Axes, Mesh
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one forward and one backward pass."""
-
-    forward: float = 0.0  # of the device; likewise `backward`
-    backward: float = 0.0
-    host_forward: float = 0.0  # of the host that issues them; 0 where the host is the device
-    host_backward: float = 0.0
-
-    def __add__(self, other: "Times") -> "Times":
-        return Times(*map(operator.add, self.numbers, other.numbers))
-
-    def __mul__(self, factor: float) -> "Times":
-        """Scale the device's seconds; the host takes as long as before."""
-        return replace(self, forward=self.forward * factor, backward=self.backward * factor)
-
-    @property
-    def numbers(self) -> tuple[float, float, float, float]:
-        return self.forward, self.backward, self.host_forward, self.host_backward
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward
-
-    @property
-    def host(self) -> float:
-        return self.host_forward + self.host_backward
 
 
 def mean(times: Sequence[Times]) -> Times:
@@ -143,7 +114,7 @@ class Costs:
     on_cpu: bool = True
     sizes: Sizes | None = None  # of the messages with gradients; by default the engine's for the device
     per_parameter: float = 0.0  # the engine's, in an update for each parameter whose gradient is added over ranks
-    # how many times as long as in `times` each rank computes (in JSON `pace`: more is slower); empty for equal ranks
+    # how many times as long as in `times` each rank computes (more is slower); empty for equal ranks
     slowdowns: tuple[float, ...] = ()
     host_per_parameter: float = 0.0  # `per_parameter` of the host, where that is not the device
     recorded: bool = False  # passes without stages are replayed as CUDA graphs, which cost the host nothing

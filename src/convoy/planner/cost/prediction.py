@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
 from convoy.errors import TooLargeError
 from convoy.ops.memory import predict_memory
@@ -14,7 +13,7 @@ from convoy.planner.cost.program import gradient_axes, held_bytes, weights_of
 from convoy.planner.cost.simulation import simulate
 from convoy.planner.cost.step import Staging, samples_of, step_tasks
 from convoy.plans.mesh import ranks_of
-from convoy.plans.place import PlacedCall, Placement
+from convoy.plans.place import Memory, PlacedCall, Placement
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import returning
 from convoy.plans.stages import Crossing
@@ -24,21 +23,16 @@ from convoy.units import size
 
 
 @dataclass(frozen=True)
-class RankMemory:
-    """Bytes on one rank. The framework itself comes on top, and what kernels hold on GPUs."""
+class RankMemory(Memory):
+    """Bytes on one rank in all. The framework itself comes on top, and what kernels hold on GPUs."""
 
-    parameters: int  # this and the next three as `convoy.ops.memory` counts them
-    gradients: int
-    buffers: int
-    activations: int
     optimizer: int  # its state
     messages: int  # copies of small gradients, in which they are sent; what stages send each other, beside activations
     workspace: int = 0  # of the kernel that holds most while it runs
 
     @property
     def total(self) -> int:
-        held = self.parameters + self.gradients + self.buffers
-        return held + self.activations + self.optimizer + self.messages + self.workspace
+        return super().total + self.optimizer + self.messages + self.workspace
 
 
 def rank_memory(placement: Placement, costs: Costs, staging: Staging | None = None) -> list[RankMemory]:
@@ -60,9 +54,7 @@ def _of_part(placement: Placement, costs: Costs, staging: Staging | None, stage:
     mesh, counted = placement.mesh, predict_memory(placement, in_flight)
     ranks: Sequence[int] = range(mesh.num_devices) if staging is None else ranks_of(mesh, stage)
     if not graph.training:
-        return {
-            r: RankMemory(counted[r].parameters, 0, counted[r].buffers, counted[r].activations, 0, 0) for r in ranks
-        }
+        return {rank: RankMemory(**vars(counted[rank]), optimizer=0, messages=0) for rank in ranks}
     held, alone = held_bytes(placement, weights_of(placement)), costs.message_sizes.alone
     small = [sizes for name, sizes in held.items() if gradient_axes(placement, name) and max(sizes) < alone]
     differentiable, later = needs_gradient(graph), list[str]()
@@ -177,7 +169,9 @@ class Scored:
         return predict(self.placement, costs, passes, staging=staging).total
 
 
-def scored(plan: Plan, placement: Placement, costs: Costs, passes: int = 1, staging: Staging | None = None) -> Scored:
+def predicted(
+    plan: Plan, placement: Placement, costs: Costs, passes: int = 1, staging: Staging | None = None
+) -> Scored:
     """The prediction for a plan that is placed."""
     timeline = predict(placement, costs, passes, staging=staging)
     memory = rank_memory(placement, costs, staging)
@@ -209,7 +203,7 @@ def nothing_fits(
         layers[placed.call.layer] += held
         for tensor in kept_by(placed, placement):
             if values[tensor.value].origin in ("call", "input"):
-                num_bytes = tensor.itemsize * prod(tensor.layout.local_shape(values[tensor.value].shape, mesh, origin))
+                num_bytes = tensor.itemsize * tensor.layout.numel(values[tensor.value].shape, mesh, origin)
                 outputs[tensor.value] = max(num_bytes, outputs.get(tensor.value, 0))
                 layers[placed.call.layer] += num_bytes
     largest = max(layers, key=lambda layer: layers[layer])

@@ -93,7 +93,7 @@ class InternalMessages:
 def internal_messages(
     placed: PlacedCall, graph: Graph, mesh: Mesh, op: LocalOp, batch_norm: BatchNorm = "sync"
 ) -> InternalMessages:
-    """The messages inside a call, on a rank whose operation of it is `own`: those of its kernel."""
+    """The messages inside a call, on a rank whose operation of it is `op`: those of its kernel."""
     call = placed.call
     operation = OPERATIONS[call.op]
     if operation.statistics is None:
@@ -328,6 +328,6 @@ def held_bytes(placement: Placement, parameters: Sequence[str]) -> dict[str, tup
     for value in map(placement.graph.values.__getitem__, parameters):
         layout = placement.layouts.get(value.name, WHOLE)
         if (layout, value.shape) not in numels:
-            numels[layout, value.shape] = tuple(prod(layout.local_shape(value.shape, mesh, place)) for place in places)
+            numels[layout, value.shape] = tuple(layout.numel(value.shape, mesh, place) for place in places)
         by_name[value.name] = tuple(numel * value.dtype.itemsize for numel in numels[layout, value.shape])
     return by_name

@@ -173,9 +173,9 @@ class _Simulation:
 def rank_classes(mesh: Mesh, work: Sequence[Hashable], axes: Iterable[Axes]) -> list[int]:
     """For every rank the first one that does the same, and meets ranks that do the same as those it meets.
 
-    `own` is what each rank does by itself, `axes` those over which ranks meet. Colors are refined until they are stable
-    (Weisfeiler and Leman, 1968): ranks of one color then have equal timelines, because they begin alike and everything
-    they wait for is alike.
+    `work` is what each rank does by itself, `axes` those over which ranks meet. Colors are refined until they are
+    stable (Weisfeiler and Leman, 1968): ranks of one color then have equal timelines, because they begin alike and
+    everything they wait for is alike.
     """
     groups = [list(mesh.groups(a)) for a in sorted(set(axes))]
     colors = _numbered(work)

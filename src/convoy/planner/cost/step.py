@@ -5,7 +5,7 @@ its `Staging` says through which stages the passes go.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain, count
 
 from convoy.graph.graph import Graph
@@ -53,10 +53,6 @@ class Staging:
         stages = Stages.of(graph, number, plan.stages, work(graph))
         stages.owners(graph)
         return Staging(plan.mesh, StagedGraph(graph, tuple(outputs), stages.of_calls(graph), number), tuple(samples))
-
-    def scheduled(self, schedule: Schedule) -> "Staging":
-        """The same in another order."""
-        return replace(self, schedule=schedule)
 
     @property
     def axis(self) -> int:

@@ -15,7 +15,6 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,8 +137,8 @@ class Chain:
         mesh = self.placement.mesh
         for tensor in tensors:
             if tensor.inside or tensor.itemsize != values[tensor.value].dtype.itemsize:
-                shape = tensor.layout.local_shape(values[tensor.value].shape, mesh, (0,) * len(mesh.sizes))
-                inside[first.get(tensor.value, 0)] += prod(shape) * tensor.itemsize
+                numel = tensor.layout.numel(values[tensor.value].shape, mesh, mesh.coordinates(0))
+                inside[first.get(tensor.value, 0)] += numel * tensor.itemsize
         return held + _between(inside)
 
     def _empty(self) -> Numbers:

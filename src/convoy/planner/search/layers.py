@@ -2,13 +2,13 @@
 
 Where very many features meet, as in the blocks of DenseNet, choosing for each layer by itself is out of reach: the
 number of combinations grows with every layer. There, layers of one role (the same kind of work, kernel, stride and
-groups, below one module) are given the same strategy, and the search is exact among the plans of that form. The result
-says so.
+groups, and nothing or the same fixed, below one module) are given the same strategy, and the search is exact among the
+plans of that form. The result says so.
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -130,7 +130,7 @@ def allowed(
     return list(distinct.values())
 
 
-Role = tuple[object, ...]
+Role = tuple[object, ...]  # the fix of a layer, or None, and then what kind of work it does
 Groups = tuple[tuple[str, ...], ...]  # layers in groups; each layer is in one
 
 
@@ -139,24 +139,26 @@ def alone(graph: Graph) -> Groups:
     return tuple((layer,) for layer in dict.fromkeys(call.layer for call in graph.calls if is_choosing(call)))
 
 
-def tied(groups: Groups, met: Sequence[str], graph: Graph) -> Groups:
+def tied(groups: Groups, met: Sequence[str], roles: Mapping[str, Role]) -> Groups:
     """Fewer groups, after the layers `met` met in a table that would be too large."""
-    roles = {call.layer: _role(call, graph) for call in reversed(graph.calls) if is_choosing(call)}
     wider: list[list[str]] = []
     container = met[-1] if met else ""
     while container := container.rpartition(".")[0]:
         inside = [layer for layer in roles if layer.startswith(f"{container}.")]
         if 2 * len(set(met).intersection(inside)) >= len(set(met)):
             wider.append(inside)
-    for layers in (*wider, met, list(roles)):
-        merged = _by_role(groups, layers, roles)
+    everything, fixes = list(roles), {layer: role[:1] for layer, role in roles.items()}
+    ways = [(layers, roles) for layers in (*wider, met, everything)]
+    for layers, alike in (*ways, (met, fixes), (everything, fixes), (everything, dict.fromkeys(everything, ()))):
+        merged = _by_role(groups, layers, alike)
         if len(merged) < len(groups):
-            return merged
-    return _merged(groups, [set(met) if len(set(met)) > 1 else set(roles)])
+            break
+    return merged
 
 
-def tied_where_wide(groups: Groups, graph: Graph, most: int) -> Groups:
-    """Fewer groups, where concatenations join more than `most` features, which a search cannot choose for."""
+def tied_where_wide(groups: Groups, graph: Graph, roles: Mapping[str, Role], most: int) -> Groups:
+    """Fewer groups, where concatenations join more than `most` features, which a search cannot choose for: those that
+    are fixed do not count."""
     # bounds on whole plans kept GoogLeNet exact on two axes, by 350 lines for a plan whose sum is 1.5 % smaller
     deciding: dict[str, tuple[str, ...]] = {}
     for call in graph.calls:
@@ -167,8 +169,8 @@ def tied_where_wide(groups: Groups, graph: Graph, most: int) -> Groups:
         deciding |= dict.fromkeys(call.outputs, layers[-1:] if call.op == "cat" else layers)
         if call.op == "cat" and len(call.inputs) > most:
             group_of = {layer: group for group in groups for layer in group}
-            if len({group_of[layer] for layer in layers}) > most:
-                groups = tied(groups, layers, graph)
+            if len({group_of[layer] for layer in layers if roles[layer][0] is None}) > most:
+                groups = tied(groups, layers, roles)
     return groups
 
 
@@ -181,16 +183,12 @@ def in_common(group: Sequence[str], allowed: Mapping[str, Sequence[Strategy]]) -
     return common
 
 
-def _by_role(groups: Groups, layers: Sequence[str], roles: dict[str, Role]) -> Groups:
+def _by_role(groups: Groups, layers: Sequence[str], roles: Mapping[str, Role]) -> Groups:
+    """Groups with some of the layers that have one role become one, where the first of them is."""
     by_role: dict[Role, set[str]] = {}
     for layer in layers:
         by_role.setdefault(roles[layer], set()).add(layer)
-    return _merged(groups, by_role.values())
-
-
-def _merged(groups: Groups, together: Iterable[set[str]]) -> Groups:
-    """Groups that share a set become one, where the first of them is."""
-    for members in together:
+    for members in by_role.values():
         joined = [group for group in groups if members & set(group)]
         if len(joined) > 1:
             layers = tuple(layer for group in joined for layer in group)
@@ -219,7 +217,9 @@ class Layers:
         self.ops = {
             layer: next((c.op for c in calls if c.op != "random"), "random") for layer, calls in self._calls.items()
         }
-        self._fixes = parse_fixes(constraints.fixes, self.ops)
+        fixes = parse_fixes(constraints.fixes, self.ops)
+        self._fixes = {layer: fix_of(layer, fixes) for layer in self.ops}
+        self.roles = {layer: (self._fixes[layer], *_role(calls[0], graph)) for layer, calls in self._calls.items()}
         self._among = constraints.strategies
 
     def allowed(self, mesh: Mesh, batch: Batch, prices: Prices) -> dict[str, Sequence[Strategy]]:
@@ -228,7 +228,7 @@ class Layers:
         by_kind: dict[object, Sequence[Strategy]] = {}
         by_layer: dict[str, Sequence[Strategy]] = {}
         for layer, calls in self._calls.items():
-            fix = fix_of(layer, self._fixes)
+            fix = self._fixes[layer]
             fixed = fix.on(mesh, self.ops[layer]) if fix else None
             if fix and fixed is None:
                 raise ConvoyError(

@@ -18,7 +18,7 @@ from convoy.errors import ConvoyError
 from convoy.graph.graph import Call, Graph, Value
 from convoy.ops import OPERATIONS
 from convoy.ops.recompute import kept_by
-from convoy.planner.cost.additive import Additive, OfParameter, elements
+from convoy.planner.cost.additive import Additive, OfParameter
 from convoy.planner.cost.local_op import graph_facts
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Axes, Mesh
@@ -189,10 +189,8 @@ class Prices:
             value = values[tensor.value]
             if value.origin in ("call", "input"):
                 alone = tensor.inside or tensor.itemsize != value.dtype.itemsize
-                num_bytes = (
-                    elements(tensor.layout, value.shape, self.mesh, (0,) * len(self.mesh.sizes)) * tensor.itemsize
-                )
-                held += num_bytes / (1 if alone else self._keepers[tensor.value])
+                numel = tensor.layout.numel(value.shape, self.mesh, self.mesh.coordinates(0))
+                held += numel * tensor.itemsize / (1 if alone else self._keepers[tensor.value])
         return held
 
     def transfer(self, source: int, target: int, value: Value) -> float:

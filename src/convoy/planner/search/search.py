@@ -13,19 +13,6 @@ layer can have, and in which layouts it takes and gives its tensors. Constraints
 limit, at most so many bytes on the rank that needs most. Of the plans within `TOLERANCE` of the least sum, the one with
 the fewest redistributions is taken.
 
-Which function does which:
-
-    Layers.allowed (layers.py)        strategies that the rules do not refuse and that differ from each other
-    Prices (prices.py)                asks rules and costs once for all calls that are alike
-    build (problem.py)                the sum as tables over variables: one for each layer, one for a layout where that
-                                      says less than the layers that decide about it
-    Elimination (elimination.py)      the least sum of tables: exact, one variable after the other
-    tied (layers.py)                  where many features meet, layers of one role share a strategy; noted
-    Solver.solve (here)               all of these for one mesh and one set of sample axes
-    Solver.simplest (here)            the fewest redistributions within a budget of seconds
-    fitting (here)                    a price for bytes, raised until the plan fits: Lagrange multipliers
-    search (here)                     all meshes, and the order of the candidates
-
 Brute force over all plans of small networks holds the result: `tests/planner/search/test_exact.py`.
 """
 
@@ -103,7 +90,8 @@ class Solver:
         self.prices, self.batch, self.workload, self.layers = prices, batch, workload, layers
         self.allowed = layers.allowed(batch.mesh, batch, prices)
         graph = workload.graph
-        self.groups = groups or tied_where_wide(alone(graph), graph, 3 if len(batch.mesh.sizes) < 2 else 2)
+        most = 3 if len(batch.mesh.sizes) < 2 else 2
+        self.groups = groups or tied_where_wide(alone(graph), graph, layers.roles, most)
         self._problem: Problem | None = None
 
     def solve(self, time_price: float = 1.0, byte_price: float = 0.0) -> Solution:
@@ -125,7 +113,7 @@ class Solver:
                 break
             except TooWideError as error:
                 met = [layer for v in error.scope if v < len(choices) for layer in choices[v].layers]
-                self._problem, self.groups = None, tied(self.groups, met, self.workload.graph)
+                self._problem, self.groups = None, tied(self.groups, met, self.layers.roles)
         states = elimination.assignment()
         if not np.isfinite(elimination.least) or states is None:
             raise problem.refused or ConvoyError("no plan divides this network over these devices")
@@ -284,7 +272,7 @@ class _Search:
     least: float = math.inf  # seconds of the fastest plan
     solvers: list[Solver] = field(default_factory=list)  # one for each mesh and way to divide the samples
     is_counted: bool = True
-    refused: ConvoyError | None = None  # why the last way that was refused cannot be
+    refused: dict[int, ConvoyError] = field(default_factory=dict)  # why it cannot be, by the number of sample axes
 
     def __post_init__(self) -> None:
         self.layers = Layers(self.workload.graph, self.constraints)
@@ -294,7 +282,9 @@ class _Search:
     def run(self, top: int) -> SearchResult:
         fastest = [solution for mesh in self.meshes for solution in self._on(mesh)]
         if not fastest:
-            raise self.refused or ConvoyError("no plan divides this network over these devices")
+            # with fewer axes, layers that are fixed by samples are refused whatever else is wrong
+            nothing = ConvoyError("no plan divides this network over these devices")
+            raise max(self.refused.items(), default=(0, nothing))[1]
         ranking, limit = self._ranked([self._simplest(solution) for solution in fastest]), self.constraints.memory_limit
         if limit is not None and ranking[0].memory > limit:
             self.tolerance, self.is_counted = 0.0, True
@@ -329,13 +319,15 @@ class _Search:
         for axes in sample_axes_of(mesh):
             if mesh.size(axes) > self.workload.samples:
                 continue
+            number = -1  # a batch that so many ranks cannot share says least
             try:
                 batch = Batch(mesh, axes, self.workload.parts(mesh.size(axes)))
+                number = len(axes)
                 solver = Solver(prices, batch, self.workload, self.layers, groups)
                 self.solvers.append(solver)
                 solution = solver.solve()
             except ConvoyError as error:
-                self.refused = error
+                self.refused.setdefault(number, error)
                 continue
             groups = solver.groups  # what was too wide before will be so again
             if solution.is_of_its_axes:

@@ -85,8 +85,8 @@ def search_stages(
     top: int = 2,
 ) -> list[Staged]:
     """The fastest plans with stages, at most `top` of them with different numbers of stages, the best first; none where
-    there can be none. They are cut on all meshes; `known` is the seconds of the best plan without stages: what cannot
-    be much better is not looked at."""
+    there can be none. The devices of a stage are on one axis. `known` is the seconds of the best plan without stages:
+    what cannot be much better is not looked at."""
     if not workload.counts or num_devices == 1:
         return []
     return _StageSearch(workload, num_devices, costs, constraints, known).run(top)
@@ -189,7 +189,7 @@ class _StageSearch:
         if not mesh.sizes:
             return None if self.constraints.fixes else Plan(mesh)  # fixes name strategies on an axis
         with contextlib.suppress(ConvoyError):
-            within = Constraints(self.constraints.fixes, limit, [mesh])
+            within = replace(self.constraints, memory_limit=limit, meshes=[mesh])
             return search(update, mesh.num_devices, self._equal, within, top=1).best.plan
         return None
 
