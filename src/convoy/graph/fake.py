@@ -130,12 +130,9 @@ class Constants:
         return real
 
     def empty(self, tensor: Tensor) -> Tensor:
-        self.keep(tensor)
+        self.kept.append(tensor)
         self._real[id(tensor)] = None
         return tensor
-
-    def keep(self, tensor: Tensor) -> None:
-        self.kept.append(tensor)
 
     def forget(self, tensor: Tensor) -> None:
         self._real.pop(id(tensor), None)
@@ -177,7 +174,7 @@ class Constants:
         while (name := f"constant_{number}" if number else "constant") in names:
             number += 1
         self._names[id(tensor)] = (name, real._version)
-        self.keep(tensor)
+        self.kept.append(tensor)
         with self.fakes.real():
             self.named[name] = _snapshot(real.detach())
         return name
@@ -190,7 +187,7 @@ class Constants:
     def _to_fake(self, real: Tensor) -> Tensor:
         fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
         self._real[id(fake)] = real
-        self.keep(fake)
+        self.kept.append(fake)
         return fake
 
 

@@ -66,8 +66,8 @@ def torch_name(function: Any) -> str:
     return "" if is_custom else str(getattr(function, "__name__", ""))
 
 
-_ALIASES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
-_ALIASES |= {"train": "training"}
+_ALIASES = {"axis": "dim", "keepdims": "keepdim", "x2": "other", "train": "training"}
+_ALIASES |= dict.fromkeys(("x", "a", "x1"), "input")
 
 
 def torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -73,14 +73,6 @@ def _expand(input: Tensor, *sizes: Any, **kwargs: Any) -> Steps:
     return lambda: input.expand_as(torch.zeros(1, device=input.device).broadcast_to(shape))
 
 
-def _glu(input: Tensor, dim: int = -1) -> Steps:
-    def steps() -> Tensor:
-        value, gate = input.chunk(2, dim)
-        return value * gate.sigmoid()
-
-    return steps
-
-
 def _getitem(input: Tensor, index: Any) -> Steps:
     """`x[:, None]`: plain ranges first, new dimensions afterwards."""
     if not isinstance(index, tuple) or not any(item is None for item in index):
@@ -115,10 +107,7 @@ def _functional(function: Callable[..., Tensor], training: str) -> Callable[...,
     """A norm of torch's, whose namesake in `torch.nn.functional` takes the same arguments in another order."""
     names = ("input", "weight", "bias", "running_mean", "running_var", training, "momentum", "eps")
 
-    def expansion(*args: Any, cudnn_enabled: bool = True, **kwargs: Any) -> Steps:
-        return lambda: function(**dict(zip(names, args, strict=False)), **kwargs)
-
-    return expansion
+    return lambda *args, cudnn_enabled=True, **kwargs: lambda: function(**dict(zip(names, args)), **kwargs)  # noqa: B905
 
 
 # By the function or its name: called with its arguments, gives what to call instead, or None to leave it as it is.
@@ -129,7 +118,7 @@ EXPANSIONS: dict[Any, Callable[..., Steps]] = {
     "__rmatmul__": lambda input, other: lambda: torch.matmul(other, input),
     "channel_shuffle": _channel_shuffle,
     "expand": _expand,
-    "glu": _glu,
+    "glu": lambda input, dim=-1: lambda: (lambda value, gate: value * gate.sigmoid())(*input.chunk(2, dim)),
     "native_channel_shuffle": _channel_shuffle,
     "pixel_shuffle": _pixel_shuffle,
     "pixel_unshuffle": _pixel_unshuffle,
@@ -159,6 +148,7 @@ def out_of_place(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 QUESTIONS = {"__get__", "size", "dim", "stride", "numel", "__len__", "is_floating_point", "is_contiguous", "ndimension"}
+PARTS = [getattr(Tensor, name) for name in ("T", "mT", "H", "mH", "data", "real", "imag")]  # what `__get__` computes
 FROM_SHAPE = {"new_zeros", "new_ones", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like"}
 EMPTY = {"empty", "new_empty", "empty_like"}
 UNIFORM = {"rand", "rand_like"}
@@ -241,7 +231,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = torch_name(func)
-        if self._inside or (name in QUESTIONS and not self._makes_tensor(func, name)):
+        if self._inside or (name in QUESTIONS and getattr(func, "__self__", None) not in PARTS):
             return func(*args, **kwargs)
         if expansion := EXPANSIONS.get(func) or EXPANSIONS.get(name):
             steps = expansion(*args, **torch_names(kwargs))
@@ -249,11 +239,6 @@ class Recorder(TorchFunctionMode):
                 with self:
                     return steps()
         return self._call(func, name, args, kwargs)
-
-    @staticmethod
-    def _makes_tensor(func: Any, name: str) -> bool:
-        descriptors = (getattr(torch.Tensor, kind) for kind in ("T", "mT", "H", "mH", "data", "real", "imag"))
-        return name == "__get__" and getattr(func, "__self__", None) in descriptors
 
     def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tree.leaves((args, kwargs), Tensor)
