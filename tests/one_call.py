@@ -174,7 +174,7 @@ def close(a: Tensor, b: Tensor, what: str) -> None:
     assert a.shape == b.shape, what
     if b.numel():
         largest = (a - b).abs().max() / max(1.0, b[b.isfinite()].abs().max().item() if b.isfinite().any() else 1.0)
-        assert largest < 1e-10, f"{what}: {largest}"
+        assert largest <= 1e-10, f"{what}: {largest}"
 
 
 def run(

@@ -69,6 +69,8 @@ def coupled(couple: Callable[[Tensor], Tensor], gives: str = "") -> Callable[[],
 
 CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "normalize": lambda x: F.normalize(x, dim=1),
+    "flip": lambda x: x.flip(3, 2),
+    "sort": lambda x: torch.sort(x, axis=1)[0],
     "cumsum": lambda x: x.cumsum(2),
     "topk": lambda x: x.topk(2, dim=2)[0],
     "patches": lambda x: F.fold(F.unfold(x, 3), (6, 6), 3),
@@ -143,6 +145,17 @@ class ByHand(nn.Module):
         return F.batch_norm(y, None, None, training=True)
 
 
+class OfTorch(nn.BatchNorm2d):
+    """Norms by functions of `torch`, whose arguments come in another order than those of `torch.nn.functional`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        shared = self.weight * 2, self.bias, self.running_mean, self.running_var
+        x = torch.batch_norm(x, *shared, self.training, 0.1, 1e-5, False)
+        return torch.instance_norm(x, self.weight, self.bias - 1, None, None, True, 0.1, 1e-5, cudnn_enabled=False)
+
+
 def weighed(*norms: Callable[..., nn.Module]) -> nn.Module:
     net = base()
     for layer, norm in zip((net[0][0], net[1]), norms, strict=False):
@@ -166,6 +179,7 @@ SPECTRAL, WEIGHT = nn.utils.spectral_norm, nn.utils.weight_norm
 GIVEN: dict[str, Callable[[], nn.Module]] = {
     "no running statistics": lambda: base(lambda: nn.BatchNorm2d(6, track_running_stats=False)),
     "by hand": ByHand,
+    "of torch": lambda: base(lambda: OfTorch(6)),
     "momentum none": lambda: base(lambda: nn.BatchNorm2d(6, momentum=None)),
     "instance norm that tracks": lambda: base(lambda: nn.InstanceNorm2d(6, affine=True, track_running_stats=True)),
     "weight": lambda: weighed(WEIGHT, WEIGHT),

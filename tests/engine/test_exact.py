@@ -57,6 +57,7 @@ CASES: dict[str, Cases] = {
         *((net, {}) for net in SMALL),
         *((f"calls {kind}", ODD) for kind in (*CALLS, *BIASED)),
         *((kind, ODD) for kind in ("weight", "spectral beside weight", "instance norm that tracks", "by hand")),
+        ("of torch", ODD),
         *((kind, ODD) for kind in ("relu of joined", "relu of a view", "unseen part")),
         *((net, TURNS) for net in ("dense", "training heads")),
     ],
@@ -69,7 +70,7 @@ CASES: dict[str, Cases] = {
     "height=2": [
         *((net, {}) for net in SMALL),
         ("dropping", PARTS),
-        *((f"calls {kind}", ODD) for kind in ("attention", "a bias", "cumsum", "patches", "normalize")),
+        *((f"calls {kind}", ODD) for kind in ("attention", "a bias", "cumsum", "patches", "normalize", "flip")),
         *((kind, ODD) for kind in ("sum with a vector", "relu of the images")),
     ],
     "height=3": [("dense", {}), ("depthwise", {})],

@@ -74,17 +74,22 @@ class Doubled(torch.autograd.Function):
         return gradients[0] * 3
 
 
+Doubled.__name__ = "square"  # a name that torch has, too
+
+
 def without_gradient(x: Tensor) -> Tensor:
     with torch.no_grad():
         scale = x * 2
     return x * scale
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct")
 def test_custom_functions_and_no_grad_keep_their_gradients() -> None:
     images = torch.randn(2, 3, requires_grad=True)
     for function, gradient, kinds in (
         (lambda x: Doubled.apply(x) + 1, 3 * torch.ones(2, 3), ["opaque", "elementwise"]),
         (without_gradient, 2 * images.detach(), None),
+        (lambda x: x.new_tensor(x.detach() * 2) * x, 2 * images.detach(), None),
     ):
         graph = capture(Does(function), (images,))
         with torch.no_grad():
@@ -106,6 +111,7 @@ class Odd(nn.Module):
         self.odd = Does(lambda x: function(self.odd, x))
         self.odd.scale = nn.Parameter(torch.ones(1))
         self.odd.register_buffer("shift", torch.zeros(1))
+        self.odd.register_buffer("num_batches_tracked", torch.tensor(8))
         self.odd.table = torch.ones(1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,6 +136,14 @@ REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
     "writes into out=": lambda layer, x: torch.add(x, 1, out=torch.empty(2, 4, 5, 5)),
     "switches autocast on by itself": lambda layer, x: under_autocast(x),
     "layer odd: it uses a parameter that is not among the network's own": lambda layer, x: x * FOREIGN,
+    "it uses a parameter that is not among": lambda layer, x: x * (FOREIGN.data.requires_grad_() * 2),
+    "odd: it asks for the numbers in a": lambda layer, x: x * layer.num_batches_tracked.item(),
+    "it asks for the numbers": lambda layer, x: x * float(layer.num_batches_tracked.add_(1)),
+    "add_ changes odd.num_batches_tracked in place": lambda layer, x: x * layer.num_batches_tracked.add_(2),
+    "replaces odd.num_": lambda layer, x: setattr(layer, "num_batches_tracked", layer.num_batches_tracked + 1) or x,
+    "copy_ changes a tensor in place": lambda layer, x: x * layer.shift.copy_(x.mean((0, 1, 2, 3))[None]),
+    "rand draws random numbers in a way": lambda layer, x: x * torch.rand(2, 1, 1, 1, generator=torch.Generator()),
+    "dropout3d draws random numbers for numbers that belong to no sample": lambda layer, x: F.dropout3d(x),
 }
 
 
@@ -143,6 +157,19 @@ def test_what_a_graph_cannot_say_is_refused_and_leaves_the_network_alone(caplog:
         images = torch.ones(1, 3, 2, 2)
         assert torch.equal(model.conv(images), model.conv(images))
     assert caplog.records == []  # torch logs nothing of its own
+
+
+def test_numbers_are_drawn_with_the_probability_that_is_asked_for() -> None:
+    draws: tuple[Callable[[Tensor], Tensor], ...] = (
+        lambda x: torch.bernoulli(x, 0.25),
+        lambda x: torch.bernoulli(x * 0.25),
+        lambda x: x.bernoulli(p=0.25),
+        lambda x: x.bernoulli_(0.25),
+        lambda x: x.bernoulli_(torch.tensor(0.25)),
+    )
+    for draw in draws:
+        graph = capture(Does(lambda x, draw=draw: x * draw(torch.ones(len(x), 1))), ((8, 3),))
+        assert [call.attributes.get("p") for call in graph.calls] == [0.25, None]
 
 
 def test_torchs_private_module_still_does_what_the_capture_needs() -> None:

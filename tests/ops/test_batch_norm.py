@@ -13,7 +13,7 @@ import interpreted
 from convoy.ops import batch_norm
 from convoy.ops.batch_norm import normalize_each
 from convoy.ops.batch_norm_torch import Norm
-from convoy.ops.statistics import Running, follow_at_once
+from convoy.ops.statistics import Running, add_term, follow_at_once
 from convoy.plans.layout import WHOLE, Layout, Split, consecutive, indices
 from one_call import OneCall, run_call, worst
 from ops.many_calls import Draw, as_on_a_gpu, run_calls
@@ -226,7 +226,8 @@ def test_at_once_in_low_precision_compiled_and_without_variance() -> None:
     for momentum in (0.1, None):  # what a GPU does with the terms of several microbatches
         terms = torch.rand(5, 2, 3)
         first, second = (Running(torch.zeros(3), torch.ones(3), momentum, torch.tensor(9)) for _ in range(2))
-        first.follow(terms)
+        for number, term in enumerate(terms, 5):  # of 9
+            add_term([first.mean, first.var], term.unbind(0), [momentum or 1 / number] * 2)
         follow_at_once(second, terms)
         assert torch.allclose(first.mean, second.mean) and torch.allclose(first.var, second.var)
     with pytest.raises(ValueError, match="more than 1 value"):

@@ -91,9 +91,12 @@ CASES = {
     "cat": "torch.concat((x, x), axis=1)",
     "reshape": "x.flatten(1) | x.unflatten(1, (2, 2)) | x.reshape(2, 12, 12)",
     "permute": "x.permute(0, 2, -1, 1) | torch.permute(x, [0, 2, 3, 1]) | x.transpose(-1, 1) | x.movedim(1, -1) | x.mT",
-    "split": "x.chunk(3, 1) | torch.split(x, [1, 3], dim=-3) | x.tensor_split(2, dim=3)",
-    "select": "x[:, 1:, ..., ::2] | x[:, -1] | x.narrow(1, 1, 2) | x.select(1, 2)",
-    "reduce": "x.mean() | x.amax(dim=1) | torch.sum(x, 1, keepdim=True)",
+    "split": """x.chunk(3, 1) | torch.split(x, [1, 3], dim=-3) | x.tensor_split(2, dim=3) | torch.chunk(x, 2, axis=1)
+        | torch.tensor_split(x, 2, axis=2)""",
+    "select": """x[:, 1:, ..., ::2] | x[:, -1] | x.narrow(1, 1, 2) | x.select(1, 2)
+        | torch.narrow(x, axis=3, start=1, length=2) | torch.select(x, axis=2, index=-1)""",
+    "reduce": """x.mean() | x.amax(dim=1) | torch.sum(x, 1, keepdim=True) | x.mean(axis=(2, 3), keepdims=True)
+        | torch.sum(a=x)""",
     "interpolate": "nn.Upsample(size=(7, 8))(x)",
     "pad": "nn.ReflectionPad2d(1)(x)",
     "identity": """x.clone() | x.expand(2, 4, -1, 6) | x.to(memory_format=torch.channels_last) | F.dropout2d(x, 0.0)
@@ -101,7 +104,8 @@ CASES = {
     "elementwise": """F.prelu(x, m.b) | F.leaky_relu(x, 0.1, True) | torch.rsub(x, 1)
         | torch.addcmul(x, x, x, value=0.5)""",
     "opaque": """x[:, [0, 2]] | torch.einsum("nchw,nchw->nc", x, x) | F.scaled_dot_product_attention(x, x, x)
-        | F.normalize(x) | x.unfold(2, 3, 1) | F.unfold(x, 3) | x.roll((1, 1), (2, 3))""",
+        | F.normalize(x) | x.unfold(2, 3, 1) | F.unfold(x, 3) | x.roll((1, 1), (2, 3)) | x.flip(2, 3)
+        | x.cumsum(axis=1) | x.tensor_split((3, 2), 1) | torch.ops.aten.square(x)""",
 }
 
 
@@ -231,6 +235,14 @@ def test_options_shapes_and_layouts_at_random(op: str, count: int) -> None:
         except Exception as error:
             raise AssertionError(f"call {number} of {op}") from error
         assert op not in ("split", "conv") or not placed.note
+
+
+def test_no_rank_is_left_without_channels_and_means_do_not_overflow() -> None:
+    given = Layout.of({1: Split((0,), (range(2), range(2, 4), range(4, 4)))})
+    placed = check(lambda m, x: F.conv2d(x, m.plain), tensor(*SHAPE), THREE, given, ("channel",))
+    assert all(part for split in placed.inputs["x"].splits for part in split[1].parts)
+    halves, given = torch.full((2, 4), 6e4, dtype=torch.float16), Layout.of({1: Split((0,), balanced(4, 2))})
+    check(lambda m, x: x.mean(1), halves, TWO, given)
 
 
 def test_mistakes_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from convoy.engine.shards import cut
 from convoy.graph.graph import Call, Graph
 from convoy.ops import OPERATIONS
 from convoy.ops.context import StepContext
-from convoy.ops.kernel import Alone, Kernel, Recorded, Site
+from convoy.ops.kernel import Kernel, NotCompiled, Site, WithStatistics
 from convoy.ops.memory import Readers, overwritten
 from convoy.ops.recompute import stretches
 from convoy.plans.layout import Layout
@@ -370,8 +370,8 @@ class Program:
                 site = Site.of(placed, graph, placement.mesh, groups.coordinates, groups=groups, **rest)
                 kernel = overwriting(placed, readers, local_values) or build(site)
             run: Callable[..., Sequence[Any]] = kernel
-            is_alone = isinstance(kernel, Alone)
-            if compile and isinstance(kernel, Recorded):
+            is_alone = isinstance(kernel, NotCompiled)
+            if compile and isinstance(kernel, WithStatistics):
                 terms = self._new_slot()
                 buffers = [inputs[place] for place in kernel.buffers]
                 records.append(Instruction(_recording(kernel), (*buffers, terms), (), alone=True))
@@ -434,7 +434,7 @@ class Program:
         return {self._slot(n, layouts[n]) for n in names if graph.values[n].origin == "buffer" and n in layouts}
 
 
-def _recording(kernel: Recorded) -> Callable[..., Sequence[Any]]:
+def _recording(kernel: WithStatistics) -> Callable[..., Sequence[Any]]:
     def run(*tensors: Any) -> Sequence[Any]:
         *buffers, terms = tensors
         kernel.record(buffers, terms)

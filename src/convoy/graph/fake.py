@@ -1,9 +1,6 @@
-"""Tensors that share memory: a change of one in place is a change of the others, which a graph cannot say.
-
-Tensors that have a shape, a type and a device but no numbers: the one file that uses torch's private module.
-
-Tensors of a network that are always the same: tables, masks, grids; they are computed once, at the capture.
-"""
+"""The tensors of a capture: fakes, which have a shape, a type and a device but no numbers (the one file that uses
+torch's private module); which of them share memory, so that a change of one is a change of others; and the numbers of
+those that are always the same, as tables, masks and grids are."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator
@@ -133,22 +130,21 @@ class Constants:
         return real
 
     def empty(self, tensor: Tensor) -> Tensor:
-        self.keep(tensor)
+        self.kept.append(tensor)
         self._real[id(tensor)] = None
         return tensor
-
-    def keep(self, tensor: Tensor) -> None:
-        self.kept.append(tensor)
 
     def forget(self, tensor: Tensor) -> None:
         self._real.pop(id(tensor), None)
 
     def drawing(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], layer: str) -> Draw | None:
         """What a function draws: `bernoulli` of a constant, or what `bernoulli_` and `uniform_` write over one; None
-        for another distribution."""
+        for another distribution, or the numbers of a generator."""
+        if kwargs.get("generator") is not None:
+            return None
         if name == "uniform_":
             return ("uniform", None) if (*args[1:], *kwargs.values()) in ((), (0, 1)) else None
-        p = args[0] if name == "bernoulli" else (*args[1:], *kwargs.values(), 0.5)[0]
+        p = (*args[1:], kwargs.get("p", args[0] if name == "bernoulli" else 0.5))[0]
         return "bernoulli", self.probability(p, layer) if isinstance(p, Tensor) else float(p)
 
     def probability(self, tensor: Tensor, layer: str) -> float:
@@ -178,7 +174,7 @@ class Constants:
         while (name := f"constant_{number}" if number else "constant") in names:
             number += 1
         self._names[id(tensor)] = (name, real._version)
-        self.keep(tensor)
+        self.kept.append(tensor)
         with self.fakes.real():
             self.named[name] = _snapshot(real.detach())
         return name
@@ -191,7 +187,7 @@ class Constants:
     def _to_fake(self, real: Tensor) -> Tensor:
         fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
         self._real[id(fake)] = real
-        self.keep(fake)
+        self.kept.append(fake)
         return fake
 
 

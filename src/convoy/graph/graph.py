@@ -60,6 +60,21 @@ class Apply:
         return self.function.apply(*args, **kwargs)
 
 
+def torch_name(function: Any) -> str:
+    """The name of a function of torch's; empty for custom functions and operators, whose names say nothing."""
+    is_custom = isinstance(function, Apply) or str(getattr(function, "__module__", "")).startswith("torch._ops")
+    return "" if is_custom else str(getattr(function, "__name__", ""))
+
+
+_ALIASES = {"axis": "dim", "keepdims": "keepdim", "x2": "other", "train": "training"}
+_ALIASES |= dict.fromkeys(("x", "a", "x1"), "input")
+
+
+def torch_names(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a function that is known, each by one name: torch takes numpy's names, too."""
+    return {_ALIASES.get(name, name): value for name, value in kwargs.items()}
+
+
 Origin = Literal["input", "parameter", "buffer", "constant", "call"]
 
 
@@ -252,7 +267,7 @@ class TorchCall:
     @property
     def name(self) -> str:
         """The function's bare name: `relu` for `torch.relu` and `F.relu`, `add` for `Tensor.__add__`."""
-        return str(getattr(self.function, "__name__", "")).strip("_")
+        return torch_name(self.function).strip("_")
 
     def bound(self, **defaults: Any) -> dict[str, Any]:
         """The arguments by name; `defaults` are the function's parameters in order, with the names for tensors."""

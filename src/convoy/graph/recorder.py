@@ -24,6 +24,8 @@ from convoy.graph.graph import (
     TorchCall,
     Value,
     draw,
+    torch_name,
+    torch_names,
 )
 
 Steps = Callable[[], Any] | None
@@ -71,14 +73,6 @@ def _expand(input: Tensor, *sizes: Any, **kwargs: Any) -> Steps:
     return lambda: input.expand_as(torch.zeros(1, device=input.device).broadcast_to(shape))
 
 
-def _glu(input: Tensor, dim: int = -1) -> Steps:
-    def steps() -> Tensor:
-        value, gate = input.chunk(2, dim)
-        return value * gate.sigmoid()
-
-    return steps
-
-
 def _getitem(input: Tensor, index: Any) -> Steps:
     """`x[:, None]`: plain ranges first, new dimensions afterwards."""
     if not isinstance(index, tuple) or not any(item is None for item in index):
@@ -109,25 +103,29 @@ def _getitem(input: Tensor, index: Any) -> Steps:
     return steps
 
 
-def _pair(function: Callable[..., Any]) -> Callable[..., Steps]:
-    return lambda input, other, **kwargs: None if kwargs else lambda: function(other, input)
+def _functional(function: Callable[..., Tensor], training: str) -> Callable[..., Steps]:
+    """A norm of torch's, whose namesake in `torch.nn.functional` takes the same arguments in another order."""
+    names = ("input", "weight", "bias", "running_mean", "running_var", training, "momentum", "eps")
+
+    return lambda *args, cudnn_enabled=True, **kwargs: lambda: function(**dict(zip(names, args)), **kwargs)  # noqa: B905
 
 
-# By name of the function: called with its arguments, gives what to call instead, or None to leave the call as it is.
-EXPANSIONS: dict[str, Callable[..., Steps]] = {
+# By the function or its name: called with its arguments, gives what to call instead, or None to leave it as it is.
+EXPANSIONS: dict[Any, Callable[..., Steps]] = {
+    torch.batch_norm: _functional(F.batch_norm, "training"),
+    torch.instance_norm: _functional(F.instance_norm, "use_input_stats"),
     "__getitem__": _getitem,
-    "__rmatmul__": _pair(torch.matmul),
+    "__rmatmul__": lambda input, other: lambda: torch.matmul(other, input),
     "channel_shuffle": _channel_shuffle,
     "expand": _expand,
-    "glu": _glu,
+    "glu": lambda input, dim=-1: lambda: (lambda value, gate: value * gate.sigmoid())(*input.chunk(2, dim)),
     "native_channel_shuffle": _channel_shuffle,
     "pixel_shuffle": _pixel_shuffle,
     "pixel_unshuffle": _pixel_unshuffle,
-    "reshape_as": lambda input, other: lambda: input.reshape(other.shape),
     "stack": _stack,
     "unbind": lambda input, dim=0: lambda: tuple(input.select(dim, index) for index in range(input.shape[dim])),
     "upsample": lambda *args, **kwargs: lambda: F.interpolate(*args, **kwargs),
-    "view_as": lambda input, other: lambda: input.reshape(other.shape),
+    **dict.fromkeys(("reshape_as", "view_as"), lambda input, other: lambda: input.reshape(other.shape)),
 }
 
 
@@ -150,6 +148,7 @@ def out_of_place(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 QUESTIONS = {"__get__", "size", "dim", "stride", "numel", "__len__", "is_floating_point", "is_contiguous", "ndimension"}
+PARTS = [getattr(Tensor, name) for name in ("T", "mT", "H", "mH", "data", "real", "imag")]  # what `__get__` computes
 FROM_SHAPE = {"new_zeros", "new_ones", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like"}
 EMPTY = {"empty", "new_empty", "empty_like"}
 UNIFORM = {"rand", "rand_like"}
@@ -231,38 +230,33 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if self._inside or (name in QUESTIONS and not self._makes_tensor(func, name)):
+        name = torch_name(func)
+        if self._inside or (name in QUESTIONS and getattr(func, "__self__", None) not in PARTS):
             return func(*args, **kwargs)
-        if expansion := EXPANSIONS.get(name):
-            steps = expansion(*args, **kwargs)
+        if expansion := EXPANSIONS.get(func) or EXPANSIONS.get(name):
+            steps = expansion(*args, **torch_names(kwargs))
             if steps is not None:
                 with self:
                     return steps()
         return self._call(func, name, args, kwargs)
 
-    @staticmethod
-    def _makes_tensor(func: Any, name: str) -> bool:
-        descriptors = (getattr(torch.Tensor, kind) for kind in ("T", "mT", "H", "mH", "data", "real", "imag"))
-        return name == "__get__" and getattr(func, "__self__", None) in descriptors
-
     def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = tree.leaves((args, kwargs), Tensor)
-        if tensors and (answer := self._count(name, tensors[0])) is not None:
+        if tensors and (answer := self._count(name, tensors[0], args[1:])) is not None:
             return answer
         if any(tensor.grad_fn is not None for tensor in tensors):
             raise CaptureError("it uses a tensor that was computed from parameters before", self._layers.name)
         if kwargs.get("out") is not None:
-            raise CaptureError(f"{name} writes into out=", self._layers.name)
+            raise CaptureError(f"{_called(func)} writes into out=", self._layers.name)
         if name in EMPTY:
             return self.constants.empty(func(*args, **kwargs))
-        if name in UNIFORM:
+        if name in UNIFORM and kwargs.get("generator") is None:
             return self._draw("uniform", None, func(*args, **kwargs))
         if name in ("bernoulli", "bernoulli_", "uniform_") and self.constants.known(tensors[0]):
             draw = self.constants.drawing(name, args, kwargs, self._layers.name)
             if draw is not None:
                 return self._draw(*draw, tensors[0] if name.endswith("_") else func(*args, **kwargs))
-        if name in FROM_SHAPE or not tensors or all(map(self._is_constant, tensors)):
+        if all(map(self._is_constant, tensors[name in FROM_SHAPE :])):
             return self._fold(func, name, args, kwargs)
         if replacement := out_of_place(func, name, args, kwargs):
             return self._replace(name, args[0] if args else tensors[0], *replacement)
@@ -278,17 +272,13 @@ class Recorder(TorchFunctionMode):
             raise CaptureError("it switches autocast on by itself", self._layers.name)
         result = run(*args, **kwargs)
         outputs = tree.leaves(result, Tensor)
-        if not outputs:
-            return result
-        if len(outputs) == 1 and any(outputs[0] is tensor for tensor in tensors):
-            return result
-        recognition = self._record(func, args, kwargs, result, outputs)
-        changed_ids = {id(t) for t, version in zip(tensors, versions, strict=True) if t._version != version}
-        if changed_ids and not recognition.updates:
+        is_new = outputs and not (len(outputs) == 1 and any(outputs[0] is tensor for tensor in tensors))
+        recognition = self._record(func, args, kwargs, result, outputs) if is_new else Recognized("identity")
+        if versions != [tensor._version for tensor in tensors] and not recognition.updates:
             raise CaptureError(f"{_called(func)} changes a tensor in place", self._layers.name)
         if self._fakes.draws > draws and not recognition.draws:
             dropout = _called(func).startswith("dropout")
-            reason = "of numbers that belong to no sample" if dropout else "in a way of its own"
+            reason = "for numbers that belong to no sample" if dropout else "in a way of its own"
             raise CaptureError(f"{_called(func)} draws random numbers {reason}", self._layers.name)
         return result
 
@@ -304,7 +294,8 @@ class Recorder(TorchFunctionMode):
         """Note a call that gave `result`, with `tensors` in it; what it is says an operation, if nobody else does."""
         args, kwargs, layer = self.reference(args), self.reference(kwargs), self._layers.name
         outputs = self._name_outputs(func, tensors)
-        torch_call = TorchCall(func, args, kwargs, self.values, outputs, self._layers.module, tuple(self.updates))
+        named_args = torch_names(kwargs)
+        torch_call = TorchCall(func, args, named_args, self.values, outputs, self._layers.module, tuple(self.updates))
         depends = recognition is not None or any(ref.name in self._data for ref in tree.leaves((args, kwargs), Ref))
         if recognition is None:
             recognition = self._recognize(torch_call) if depends else Recognized("opaque")
@@ -379,29 +370,31 @@ class Recorder(TorchFunctionMode):
         draws = self._fakes.draws
         result = self.constants.compute(func, args, kwargs)
         if self._fakes.draws > draws:
-            raise CaptureError(f"{name} draws random numbers in a way of its own", self._layers.name)
+            raise CaptureError(f"{_called(func)} draws random numbers in a way of its own", self._layers.name)
         return result
 
     def _constant(self, tensor: Tensor) -> str:
-        if isinstance(tensor, nn.Parameter) and not isinstance(tensor, FakeTensor):
-            raise CaptureError("it uses a parameter that is not among the network's own", self._layers.name)
         if isinstance(tensor, FakeTensor) and not self.constants.known(tensor):
             raise CaptureError("it uses a tensor that no torch function gave (TorchScript?)", self._layers.name)
+        if isinstance(real := self.constants.value(tensor), nn.Parameter) or real.requires_grad:
+            raise CaptureError("it uses a parameter that is not among the network's own", self._layers.name)
         name = self.constants.name(tensor, {*self._given, *self.values})
         if name not in self.values:
             self._given[name] = Value(name, tuple(tensor.shape), tensor.dtype, "constant")
         return name
 
-    def _count(self, name: str, tensor: Tensor) -> Any:
-        """What happens to a batch norm's counter of batches: the batch norm that follows says it."""
+    def _count(self, name: str, tensor: Tensor, rest: tuple[Any, ...]) -> Any:
+        """What happens to a batch norm's counter of batches: the batch norm that follows says it. Only the momentum of
+        one that has none of its own depends on the number."""
         value = self._given.get(self._names.get(id(tensor), ""))
         if value is None or value.origin != "buffer" or value.shape or value.dtype.is_floating_point:
             return None
-        if name == "add_":
-            if value.name not in self.updates:
-                self.updates.append(value.name)
+        if name == "add_" and rest == (1,) and value.name not in self.updates:
+            self.updates.append(value.name)
             return tensor
-        return {"__float__": 1.0, "__int__": 1, "item": 1}.get(name)
+        if value.name in self.updates and getattr(self._layers.module, "momentum", 0) is None:
+            return {"__float__": 1.0, "__int__": 1, "item": 1}.get(name)
+        return None
 
     def _draw(self, kind: str, p: float | None, tensor: Tensor) -> Tensor:
         shape = tuple(tensor.shape)

@@ -28,11 +28,11 @@ from convoy.ops import batch_norm_torch
 from convoy.ops.batch_norm_torch import Norm, Saved, ended, fits
 from convoy.ops.context import exchanged
 from convoy.ops.gpu import triton_kernels
-from convoy.ops.kernel import Alone, Holders, Kernel, Part, Recorded, Site, by_role
+from convoy.ops.kernel import Holders, Kernel, NotCompiled, Part, Site, WithStatistics, by_role
 from convoy.ops.layouts import by_channel
 from convoy.ops.norms import affine
 from convoy.ops.operation import Operation, keeps_input
-from convoy.ops.statistics import Running, add_term
+from convoy.ops.statistics import Running, add_term, follow_at_once, joined
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Axes
 
@@ -41,10 +41,11 @@ def _batch_norm(call: TorchCall) -> Recognized:
     arguments = call.bound(
         input=None, running_mean=None, running_var=None, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
     )
-    counter = call.updates[-1] if call.updates and arguments["training"] and arguments["running_mean"] else None
-    if counter and hasattr(call.module, "momentum"):  # the argument is 1 / count where the layer has None
-        arguments["momentum"] = call.module.momentum
     updates = bool(arguments["training"] and arguments["running_mean"])
+    owner = str(arguments["running_mean"]).rpartition(".")[0]
+    counter = next((name for name in call.updates if updates and name.rpartition(".")[0] == owner), None)
+    if counter and arguments["momentum"] == 1.0 and getattr(call.module, "momentum", 0) is None:  # it is 1 / count
+        arguments["momentum"] = None
     return Recognized("batch_norm", {**arguments, "num_batches_tracked": counter}, updates=updates)
 
 
@@ -67,10 +68,10 @@ def _build(site: Site) -> Kernel:
     if not attributes["training"]:
         return whole(layer.by_running_statistics)
     if not site.graph.training or site.context.batch_norm == "sync":
-        return Alone(whole(layer.by_whole_pass))
+        return NotCompiled(whole(layer.by_whole_pass))
     buffers = tuple(names.index(attributes[name]) for name in ARGUMENTS[3:] if attributes[name] is not None)
-    kernel = Recorded(lambda *tensors: call(layer.by_own_samples, tensors), layer.record, buffers)
-    return kernel if layer.own is None else Alone(kernel)
+    kernel = WithStatistics(lambda *tensors: call(layer.by_own_samples, tensors), layer.record, buffers)
+    return kernel if layer.own is None else NotCompiled(kernel)
 
 
 def _nothing(x: Tensor, norm: Norm) -> Tensor:
@@ -150,7 +151,7 @@ class _Layer:
             return
         if not by_microbatch:
             for terms_of_pass in terms:
-                running.follow(terms_of_pass)
+                follow_at_once(running, terms_of_pass)
         if running.mean.numel() and by_microbatch:
             context.statistics.record(running, context.starts, self._division().owners, *terms)
         elif running.mean.numel():
@@ -246,7 +247,7 @@ def normalize_each(
     for part, (mean, var) in zip(x.split(sizes) if len(sizes) > 1 else [x], terms, strict=True):
         term = Running(mean, var, momentum=1.0)
         results.append(normalize(part, bare_norm, term, None if holders is None else holders.times(len(part))))
-    return ended(results[0] if len(results) == 1 else torch.cat(results), norm), terms
+    return ended(joined(results), norm), terms
 
 
 def _refuse_single(x: Tensor, samples: int) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from convoy.ops.statistics import Running, follow_at_once
+from convoy.ops.statistics import Running, follow_at_once, joined
 
 
 class Norm(NamedTuple):
@@ -58,7 +58,7 @@ def moments(x: Tensor, sizes: Sequence[int]) -> Tensor:
         dims, count = [1, *range(3, part.dim())], part.shape[1] * math.prod(part.shape[3:])
         var, mean = torch.var_mean(part.to(_wide_type(x)), dims, correction=0)
         rows.append(torch.stack([torch.full_like(mean, count), mean, var * count], 1))
-    return _joined(rows)
+    return joined(rows)
 
 
 def normalize(
@@ -77,7 +77,7 @@ def normalize(
         mean, inverse = numbers.unbind(1)
         y = _normalized(part, mean, inverse, norm.weight, norm.bias)
         results.append(y.to(x.dtype).flatten(0, 1))
-    return ended(_joined(results) if results else torch.empty_like(x), norm), statistics, terms
+    return ended(joined(results) if results else torch.empty_like(x), norm), statistics, terms
 
 
 def combined(moments: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def gradient_sums(gradient: Tensor, saved: Saved, copies: bool = False) -> tuple
         dims = [1, *range(3, part.dim())]
         slope = (wide * _normalized(part, mean, inverse, None, None)).sum(dims)
         sums.append(torch.stack([wide.sum(dims), slope], 1))
-    total_sums = _joined(sums)
+    total_sums = joined(sums)
     return total_sums, total_sums.clone() if copies else None, masked
 
 
@@ -119,7 +119,7 @@ def input_gradient(gradient: Tensor, saved: Saved, sums: Tensor, total: int | No
         scale = inverse if weight is None else inverse * weight
         results.append((dx * _over(scale, part)).to(x.dtype).flatten(0, 1))
         begin += len(part)
-    return _joined(results) if results else torch.empty_like(x)
+    return joined(results) if results else torch.empty_like(x)
 
 
 def _wide_type(x: Tensor) -> torch.dtype:
@@ -137,10 +137,6 @@ def _by_run(sizes: Sequence[int], *tensors: Tensor, statistics: Tensor | None = 
     if statistics is not None:
         columns.append(list(statistics.split([number for number, _ in runs])))
     return list(zip(*columns, strict=True))
-
-
-def _joined(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _normalized(x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -99,8 +99,6 @@ def _grouped(situation: Situation) -> Channels:
 def place(situation: Situation) -> Placed:
     """Lay out an input [samples, channels, (depth,) height, width] or [samples, channels, length]."""
     call = situation.call
-    source, weight, bias = (call.attributes[name] for name in ("input", "weight", "bias"))
-    output = call.outputs[0]
     weight_dims = (1, 0) if call.attributes["transposed"] else (0, 1)
     channels = _grouped(situation) if call.attributes["groups"] > 1 else channels_of(situation, 1, weight_dims)
     axes = situation.axes("sample")
@@ -110,10 +108,22 @@ def place(situation: Situation) -> Placed:
         for of_channels in (channels.input, channels.output)
     )
     shared = {*axes, *_rows(situation, in_splits, out_splits)}
+    return _with_parameters(situation, channels, in_splits, out_splits, shared)
+
+
+def _with_parameters(
+    situation: Situation,
+    channels: Channels,
+    in_splits: dict[int, Split],
+    out_splits: dict[int, Split],
+    shared: set[int],
+) -> Placed:
+    """The layouts of a layer; ranks along the axes `shared` have the same part of weight and bias."""
+    source, weight, bias = (situation.call.attributes[name] for name in ("input", "weight", "bias"))
     inputs = {source: Layout.of(in_splits, copied=channels.copied), weight: Layout.of(channels.weight, copied=shared)}
     if bias is not None:
         inputs[bias] = Layout.of({0: channels.output} if channels.output else {}, copied=shared)
-    return Placed(inputs, {output: Layout.of(out_splits, partial=channels.partial)})
+    return Placed(inputs, {situation.call.outputs[0]: Layout.of(out_splits, partial=channels.partial)})
 
 
 def _rows(situation: Situation, in_splits: dict[int, Split], out_splits: dict[int, Split]) -> Axes:
@@ -330,8 +340,7 @@ def _matmul(call: TorchCall) -> Recognized | None:
 
 def _place_linear(situation: Situation) -> Placed:
     """Input [samples, ..., features]; rows and columns stay where they are, since each is worked on by itself."""
-    call = situation.call
-    source, weight, bias = (call.attributes[name] for name in ("input", "weight", "bias"))
+    source = situation.call.attributes["input"]
     last = len(situation.shape(source)) - 1
     splits = _kept(situation, source, last)
     shared = {axis for split in splits.values() for axis in split.axes}
@@ -339,10 +348,7 @@ def _place_linear(situation: Situation) -> Placed:
     in_splits, out_splits = (
         splits | ({} if split is None else {last: split}) for split in (channels.input, channels.output)
     )
-    inputs = {source: Layout.of(in_splits, copied=channels.copied), weight: Layout.of(channels.weight, copied=shared)}
-    if bias is not None:
-        inputs[bias] = Layout.of({0: channels.output} if channels.output else {}, copied=shared)
-    return Placed(inputs, {call.outputs[0]: Layout.of(out_splits, partial=channels.partial)})
+    return _with_parameters(situation, channels, in_splits, out_splits, shared)
 
 
 def _kept(situation: Situation, source: str, last: int) -> dict[int, Split]:

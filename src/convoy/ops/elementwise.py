@@ -31,8 +31,7 @@ ARITHMETIC = (
 
 
 OPERATORS = (  # of python, as torch's methods call them without their underscores
-    *("rsub", "rdiv", "rtruediv", "truediv", "rpow", "floordiv", "rfloordiv", "mod", "rmod", "radd", "rmul"),
-    *("and", "or", "xor", "rand", "ror", "rxor", "invert"),
+    *("rsub", "rdiv", "rpow", "floordiv", "rfloordiv", "rmod", "and", "or", "xor", "invert"),
 )
 
 
@@ -72,9 +71,6 @@ def _expand(call: TorchCall) -> Recognized | None:
     return Recognized("elementwise", {}, expand_like, (Ref(call.input), Ref(templates[0])), {})
 
 
-LINEAR = frozenset({"add", "sub", "add_", "sub_", "__add__", "__iadd__", "__sub__", "__isub__", "__radd__"})
-
-
 def place(situation: Situation) -> Placed:
     """Operands broadcast as in torch; the result is split as the operand with the most elements is, and further where
     another operand already is."""
@@ -99,15 +95,15 @@ def _aligned(situation: Situation, name: str) -> tuple[int, ...]:
 def _partial(situation: Situation) -> frozenset[int]:
     """Axes over which the sum may wait: additions of terms that are all partial."""
     call = situation.call
-    if getattr(call.function, "__name__", "") not in LINEAR or len(call.args) < 2 or len(call.inputs) < 2:
+    if getattr(call.function, "__name__", "") not in ("add", "sub") or len(call.args) < 2 or len(call.inputs) < 2:
         return frozenset()
     layouts = [situation.given.get(name, Layout()) for name in call.inputs]
     return frozenset.intersection(*(layout.partial for layout in layouts))
 
 
 _KEEPS_OUTPUT = ("relu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt")
-_KEEPS_NOTHING = ("add", "radd", "iadd", "sub", "rsub", "isub", "neg", "to", "expand_like", "expand_as")
-_KEEPS_OPERANDS = ("mul", "rmul", "imul", "div", "truediv", "itruediv")
+_KEEPS_NOTHING = ("add", "sub", "rsub", "neg", "to", "expand_like", "expand_as")
+_KEEPS_OPERANDS = ("mul", "div")
 
 
 def _keeps(call: Call, values: Mapping[str, Value]) -> Kept:

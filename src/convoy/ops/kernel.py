@@ -27,8 +27,8 @@ Kernel = Callable[..., Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
-class Alone:
-    """A kernel that does more than compute, as it talks to other ranks or to the step's context; it is not compiled."""
+class NotCompiled:
+    """A kernel that does more than compute, as it talks to other ranks or to the step's context."""
 
     kernel: Kernel
 
@@ -37,7 +37,7 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class WithStatistics:
     """A kernel of one output in two parts, of which the first only computes and can be compiled."""
 
     # from the tensors of `call.inputs` to the output and the terms to record
@@ -187,16 +187,11 @@ def by_role(call: Call, *roles: str) -> Callable[[Sequence[Tensor]], list[Any]]:
     return lambda tensors: [None if place is None else tensors[place] for place in places]
 
 
-def nothing(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """An empty tensor of a shape, with a gradient edge to `x`: a rank without work takes part in the backward pass."""
-    return x.flatten()[:0].reshape(tuple(shape))
-
-
 def guarded(site: Site, kernel: Kernel) -> Kernel:
     """A kernel of one input that gives an empty result by itself, as torch's functions refuse tensors without samples,
-    channels or rows."""
+    channels or rows; with a gradient edge, since a rank without work takes part in the backward pass."""
     shape = site.local_shape(site.output)
-    return kernel if math.prod(shape) else lambda x: [nothing(x, shape)]
+    return kernel if math.prod(shape) else lambda x: [x.flatten()[:0].reshape(shape)]
 
 
 def flat_padding(pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:

@@ -8,11 +8,6 @@ from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import Placed, Situation
 
 
-def without_partial(layout: Layout) -> Layout:
-    """The layout after its partial sums have been added up."""
-    return Layout(layout.splits, frozenset(), frozenset())
-
-
 def even(mesh: Mesh, axes: Iterable[int], size: int) -> Split:
     """A dimension cut into consecutive parts as even as can be, the first axis being the coarsest."""
     axes = tuple(sorted(axes))
@@ -45,7 +40,7 @@ def axes_along(layout: Layout, dims: Container[int]) -> Axes:
 
 def resolved(situation: Situation, name: str) -> Layout:
     """The layout that a value has, with partial sums added up."""
-    return without_partial(situation.given.get(name, WHOLE))
+    return Layout(situation.given.get(name, WHOLE).splits)
 
 
 def by_channel(situation: Situation, layout: Layout | None = None) -> Placed:
@@ -104,11 +99,6 @@ def members(groups: Indices, size: int) -> Indices:
     return indices(channel for group in groups for channel in range(group * size, (group + 1) * size))
 
 
-def spatial(num_dims: int, num_spatial: int) -> range:
-    """The last dimensions of a tensor."""
-    return range(num_dims - num_spatial, num_dims)
-
-
 def agreed(
     situation: Situation, out_shape: tuple[int, ...], shapes: dict[str, tuple[int, ...]], skip: int | None = None
 ) -> dict[int, Split]:
@@ -131,7 +121,7 @@ def follow(situation: Situation, source: str, dim: int, axes: Axes, size: int) -
     """The split that a dimension already has over exactly these axes, if it is a fair one; otherwise an even one."""
     before = situation.given[source].split(dim) if source in situation.given else None
     if before is not None and before.axes == axes:
-        is_fair = max(map(len, before.parts)) <= -(-size // len(before.parts)) * 1.5
-        if is_fair:
+        lengths = list(map(len, before.parts))
+        if min(lengths) > 0 and max(lengths) <= -(-size // len(lengths)) * 1.5:
             return before
     return even(situation.mesh, axes, size)

@@ -15,11 +15,9 @@ from convoy.graph.graph import Call, Graph, Ref
 from convoy.ops.kernel import Part
 from convoy.ops.recompute import Kept, KeptTensors, inputs_of, kept_in, stretches, taken_by, with_recomputed
 from convoy.ops.registry import OPERATIONS
-from convoy.plans.place import Memory, PlacedCall, Placement
+from convoy.plans.place import Memory, Placement
 from convoy.plans.stages import StagedGraph
 from convoy.units import size
-
-_ADDITIONS = ("add", "__add__", "__iadd__", "__radd__")
 
 
 class Readers:
@@ -43,7 +41,7 @@ class Readers:
         producer = self._producers.get(name)
         if producer is None or name in transferred or self._numbers[name] != 1:
             return False
-        is_sum = producer.op == "elementwise" and getattr(producer.function, "__name__", "") in _ADDITIONS
+        is_sum = producer.op == "elementwise" and getattr(producer.function, "__name__", "") == "add"
         return OPERATIONS[producer.op].gives_own or is_sum
 
 
@@ -57,7 +55,7 @@ def overwritten(call: Call, is_spare: Callable[[str], bool]) -> str | None:
     if name == "relu" and call.args == (Ref(call.inputs[0]),):
         return call.inputs[0] if is_spare(call.inputs[0]) else None
     terms = tuple(map(Ref, call.inputs))
-    if name in _ADDITIONS and len(terms) == 2 and set(call.args) == set(terms) and not call.kwargs:
+    if name == "add" and len(terms) == 2 and set(call.args) == set(terms) and not call.kwargs:
         return next((source for source in call.inputs if is_spare(source)), None)
     return None
 
@@ -111,15 +109,11 @@ def _while_computed(placement: Placement, tensors: KeptTensors, stretch: range) 
         placed = placement.calls[number]
         kept |= tensors.calls[number]
         live_tensors = {tensor for tensor in live_tensors if last.get(tensor, -1) >= number}
-        name_overwritten = overwritten(placed.call, partial(_is_spare, readers, placed))
+        name_overwritten = overwritten(placed.call, partial(readers.is_spare, transferred=placed.transfers))
         if name_overwritten is not None:
             live_tensors.discard(tensors.tensor(name_overwritten, placed.placed.inputs[name_overwritten]))
         live_tensors |= {tensors.tensor(name, layout) for name, layout in placed.placed.outputs.items()}
         yield kept | live_tensors
-
-
-def _is_spare(readers: Readers, placed: PlacedCall, name: str) -> bool:
-    return readers.is_spare(name, placed.transfers)
 
 
 def what_is_recomputed(

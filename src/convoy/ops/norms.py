@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from convoy.comm.collectives import all_reduce
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall
-from convoy.ops.kernel import Alone, Holders, Kernel, Site, by_role
+from convoy.ops.kernel import Holders, Kernel, NotCompiled, Site, by_role
 from convoy.ops.layouts import Follow, axes_along, by_channel, by_dim, groups_in, resolved
 from convoy.ops.operation import Operation, Shape, keeps_input
 from convoy.plans.layout import Layout, Split
@@ -134,7 +134,7 @@ def _build(site: Site) -> Kernel:
         y = y.view(x.shape)
         return [affine(y if y.stride() == x.stride() else torch.empty_like(x).copy_(y), weight, bias, view)]
 
-    return Alone(together)
+    return NotCompiled(together)
 
 
 def _vectors(call: TorchCall, op: str, **rest: Any) -> Recognized:

@@ -30,7 +30,8 @@ def _along(name: str, place: int, last: bool = False) -> Recognizer:
     def recognizer(call: TorchCall) -> Recognized | None:
         rank = len(call.shape(call.input))
         dims = call.kwargs.get(name, call.args[place] if len(call.args) > place else (-1 if last else None))
-        dims = (dims,) if isinstance(dims, int) else dims
+        if isinstance(dims, int):
+            dims = call.args[place:] if call.name == "flip" else (dims,)  # flip(1, 2)
         ranks = {len(output.shape) for output in call.outputs}
         if not isinstance(dims, tuple | list) or not all(isinstance(dim, int) for dim in dims) or ranks != {rank}:
             return None

@@ -14,11 +14,6 @@ Shape = tuple[int, ...]
 Kept = Iterable[tuple[str, int]]
 
 
-def keeps_nothing(call: Call, values: Mapping[str, Value]) -> Kept:
-    """The backward pass needs no activation."""
-    return ()
-
-
 def keeps_input(call: Call, values: Mapping[str, Value]) -> Kept:
     """The backward pass needs the activation that the call is given."""
     return ((call.attributes["input"], 0),)
@@ -92,7 +87,7 @@ class Operation:
     place: Callable[[Situation], Placed]
     functions: Mapping[str, Recognizer] = field(default_factory=dict)
     build: Callable[[Site], Kernel] = as_called
-    keeps: Callable[[Call, Mapping[str, Value]], Kept] = keeps_nothing
+    keeps: Callable[[Call, Mapping[str, Value]], Kept] = lambda call, values: ()
     keeps_inside: int = 0
     gives_own: bool = False
     is_view: bool = False

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall, Value, each
 from convoy.ops.kernel import Kernel, Part, Site, as_called, flat_padding, guarded
-from convoy.ops.layouts import Follow, by_dim, even, spatial
+from convoy.ops.layouts import Follow, by_dim, even
 from convoy.ops.operation import Kept, Operation, keeps_input
 from convoy.plans.layout import Split
 from convoy.plans.place import Placed, Situation
@@ -87,7 +87,7 @@ def _windows_of(graph: Graph, call: Call) -> dict[int, Window | None]:
     sizes, out_sizes = graph.shape(attributes["input"]), graph.shape(call.outputs[0])
     windows: dict[int, Window | None] = {}
     num_spatial = len(attributes["output_size" if "output_size" in attributes else "kernel"])
-    for index, dim in enumerate(spatial(len(sizes), num_spatial)):
+    for index, dim in enumerate(range(len(sizes) - num_spatial, len(sizes))):
         size, output = sizes[dim], out_sizes[dim]
         if "output_size" in attributes:
             # output row i covers the rows from ⌊i·size/output_size⌋ to ⌈(i+1)·size/output_size⌉
@@ -195,16 +195,14 @@ def _repeats(graph: Graph, call: Call) -> tuple[int, ...] | None:
 def _place_resized(situation: Situation) -> Placed:
     """Samples and channels follow."""
     call = situation.call
-    num_dims = len(situation.shape(call.attributes["input"]))
-    dims = spatial(num_dims, len(call.attributes["output_size"]))
     factors = _repeats(situation.graph, call)
 
     def follow(dim: int, split: Split) -> Follow:
-        if dim not in dims:
+        if dim < 2:
             return split, (dim, split)
         if factors is None or not all(isinstance(part, range) for part in split.parts):
             return f"dim {dim} is whole: {call.attributes['mode']} interpolation does not repeat its rows"
-        factor = factors[dim - dims[0]]
+        factor = factors[dim - 2]
         parts = (range(part[0] * factor, (part[-1] + 1) * factor) if part else range(0) for part in split.parts)
         return split, (dim, Split(split.axes, tuple(parts)))
 

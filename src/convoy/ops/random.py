@@ -9,7 +9,7 @@ from torch import Tensor
 from convoy.errors import ConvoyError
 from convoy.graph.graph import Recognized, TorchCall
 from convoy.ops.gpu import Constants
-from convoy.ops.kernel import Alone, Kernel, Site
+from convoy.ops.kernel import Kernel, NotCompiled, Site
 from convoy.ops.layouts import resolved
 from convoy.ops.operation import Operation
 from convoy.ops.random_bits import drop, layer_key, random_bits, threshold
@@ -37,7 +37,7 @@ def _build_random(site: Site) -> Kernel:
         bits = random_bits(context.keys_of(samples, value.shape[0]), key, count).view(local)
         return [bernoulli(bits, p, value.dtype) if draw == "bernoulli" else uniform(bits, value.dtype)]
 
-    return Alone(kernel)
+    return NotCompiled(kernel)
 
 
 def _samples(site: Site, name: str) -> range | Constants:
@@ -58,13 +58,12 @@ def uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _dropout(call: TorchCall, channels: bool) -> Recognized | None:
-    arguments = call.bound(input=None, p=0.5, training=True, train=True)
-    if call.name in ("dropout", "feature_dropout") and "train" in call.kwargs:
-        arguments["training"] = arguments["train"]
+    arguments = call.bound(input=None, p=0.5, training=True)
     if not arguments["training"] or arguments["p"] == 0:
         return Recognized("identity", {"input": call.input})
-    if channels and len(call.shape(call.input)) < 3:
-        return None
+    rank = len(call.shape(call.input))
+    if channels and (rank < 3 or (call.name == "dropout3d" and rank != 5)):
+        return None  # without a dimension of samples
     attributes = {"input": call.input, "p": float(arguments["p"]), "channels": channels}
     return Recognized("dropout", attributes, draws=True)
 
@@ -106,7 +105,7 @@ def _build_dropout(site: Site) -> Kernel:
         part = None if elements is None else elements.like(x, torch.int32)
         return [drop(x, context.keys_of(samples, shape[0]), key, p, channels, part)]
 
-    return Alone(kernel)
+    return NotCompiled(kernel)
 
 
 def positions(parts: list[Indices], sizes: list[int]) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from torch import Tensor
 
 from convoy.graph.graph import Recognized, TorchCall
@@ -14,9 +15,8 @@ from convoy.plans.place import Placed, Situation
 
 def _reduce(call: TorchCall) -> Recognized | None:
     arguments = call.bound(input=None, dim=None, keepdim=False, dtype=None)
-    dims = call.kwargs.get("axis", arguments["dim"])
-    rank = len(call.shape(call.input))
-    if arguments["dtype"] is not None or rank == 0 or "keepdims" in call.kwargs:
+    dims, rank = arguments["dim"], len(call.shape(call.input))
+    if arguments["dtype"] is not None or rank == 0:
         return None
     if call.values[call.input].dtype != call.outputs[0].dtype:
         return None
@@ -67,8 +67,9 @@ def _build(site: Site) -> Kernel:
     keepdim, count = call.attributes["keepdim"], math.prod(shape[dim] for dim in dims)
 
     def kernel(x: Tensor) -> list[Tensor]:
-        total = x.sum(dims, keepdim=keepdim)
-        return [total if function == "sum" else (total / count).to(x.dtype)]
+        if function == "sum":
+            return [x.sum(dims, keepdim=keepdim)]
+        return [(x.sum(dims, keepdim, dtype=torch.promote_types(x.dtype, torch.float32)) / count).to(x.dtype)]
 
     return kernel
 

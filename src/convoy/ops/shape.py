@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from convoy.graph.graph import Recognized, Ref, TorchCall
 from convoy.graph.tree import replace
@@ -128,12 +127,7 @@ def _build_reshape(site: Site) -> Kernel:
 
 
 def _build_permute(site: Site) -> Kernel:
-    order = tuple(site.call.attributes["order"])
-
-    def kernel(x: Tensor) -> list[Tensor]:
-        return [x.permute(order)]
-
-    return kernel
+    return lambda x: [x.permute(site.call.attributes["order"])]
 
 
 OPERATIONS = (

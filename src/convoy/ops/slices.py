@@ -17,7 +17,7 @@ from convoy.plans.place import Placed, Situation
 
 def _cat(call: TorchCall) -> Recognized | None:
     arguments = call.bound(tensors=(), dim=0)
-    dim = call.kwargs.get("axis", arguments["dim"]) % len(call.output)
+    dim = arguments["dim"] % len(call.output)
     operands = tuple(ref.name for ref in arguments["tensors"] if isinstance(ref, Ref))
     if any(len(call.shape(name)) != len(call.output) for name in operands):
         return None  # torch lets empty one-dimensional tensors pass
@@ -116,10 +116,12 @@ def _one(call: TorchCall) -> Recognized | None:
     return _select(call, {dim: arguments["index"] % sizes[dim]})
 
 
-def _split(call: TorchCall) -> Recognized:
+def _split(call: TorchCall) -> Recognized | None:
     arguments = call.bound(input=None, pieces=None, dim=0)
     dim = arguments["dim"] % len(call.shape(call.input))
     sizes = tuple(output.shape[dim] for output in call.outputs)
+    if sum(sizes) != call.shape(call.input)[dim]:
+        return None  # `tensor_split` at places out of order
     return Recognized("split", {"input": call.input, "dim": dim, "sizes": sizes})
 
 

@@ -43,16 +43,6 @@ class Running:
         """The weight of the last term; the host of a GPU waits for that of a layer without momentum."""
         return 1.0 / float(self.count) if self.momentum is None else self.momentum  # type: ignore[arg-type]
 
-    def follow(self, terms: Tensor) -> None:
-        """Apply terms in their order: mean and unbiased variance, [terms, 2, channels], already counted."""
-        if self.mean.is_cuda:
-            follow_at_once(self, terms)
-            return
-        before = 0 if self.momentum is not None else int(self.count) - len(terms)  # type: ignore[arg-type]
-        for number, term in enumerate(terms):
-            weight = 1.0 / (before + number + 1) if self.momentum is None else self.momentum
-            add_term([self.mean, self.var], term.unbind(0), [weight] * 2)
-
 
 # for every pass and each microbatch on all ranks: its first sample's position in the global batch, and its rank
 Passes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -188,8 +178,8 @@ class _Vector:
         if not self._own[0]:
             return self.buffers[0].new_empty(0, sum(self.sizes), dtype=self.dtype)
         by_pass = zip(*self._own, strict=True)
-        passes = [_joined([terms.flatten(1) for terms in of_pass], 1) for of_pass in by_pass]
-        return _joined(passes, 0).to(self.dtype)
+        passes = [joined([terms.flatten(1) for terms in of_pass], 1) for of_pass in by_pass]
+        return joined(passes).to(self.dtype)
 
     def sums(self) -> Tensor:
         """This rank's terms in the sum of all: one number for each of the buffers'."""
@@ -237,7 +227,8 @@ def _apply_in_order(vectors: list[_Vector], group: ProcessGroup | None, ranks: i
         vector.follow_in_order(part.view(ranks, number, sum(vector.sizes)))
 
 
-def _joined(tensors: list[Tensor], dim: int) -> Tensor:
+def joined(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    """Tensors one after another, without a copy where there is one alone."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
@@ -276,7 +267,8 @@ def add_term(running: list[Tensor], term: list[Tensor] | tuple[Tensor, ...], wei
 
 
 def follow_at_once(running: Running, terms: Tensor) -> None:
-    """Apply terms in a few launches: their sum with the weights that one update after the other gives them."""
+    """Apply terms in a few launches: mean and unbiased variance, [terms, 2, channels], already counted, as their sum
+    with the weights that one update after the other gives them."""
     number, momentum = len(terms), running.momentum
     if momentum is None:
         sums = terms.mean(0)
