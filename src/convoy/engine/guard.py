@@ -232,6 +232,7 @@ class Guard:
             handle.remove()
         self._handles, self._uses, self.follows, self._is_done = [], {}, False, False
 
+    @torch.inference_mode(False)  # which enables gradients, too
     def _follow(self) -> None:
         for name, parameter in self._network.model.named_parameters():
             if parameter.requires_grad:
