@@ -94,7 +94,7 @@ def held(case: Case, plan: Plan) -> dict[str, int]:
         F.cross_entropy(trained.network(images), labels).backward()
         trained.optimizer.step()
     network, rank = network_of(model), int(os.environ.get("RANK", 0))
-    predicted = predict_memory(network.example_placement(True, network.samples_of_pass((images,))))[rank]
+    predicted = predict_memory(network.example_placement(True, network.open_pass((images,), None)[1]))[rank]
     return {
         "parameters": sum(p.numel() * p.element_size() for p in model.parameters()),
         "parameters_predicted": predicted.parameters,

@@ -19,7 +19,7 @@ from convoy.hardware.catalog import Device, device_named
 from convoy.hardware.data_parallel import Site, ring
 from convoy.hardware.speed import Array, Item, Software, Times, Work, arithmetic, times, units_of
 from measuring.published_rows import Row, family, lines, number, work
-from measuring.published_schemes import several
+from measuring.published_schemes import factors, several
 
 PRIORS_ONE = {"device ": 0.12, "framework ": 0.35, "bandwidth ": 0.3, "peak ": 0.5, "cudnn": 0.2}
 PRIORS_SEVERAL = {"link ": 0.3, "slower ": 0.4, "feed by": 0.8, "host memory": 0.1, "feed ": 0.3}
@@ -69,7 +69,7 @@ def read_layers(folder: Path) -> list[Layers]:
 def _layers(name: str, precision: str, software: Software, rows: Sequence[tuple[Item, float, float]]) -> Layers:
     merged: dict[Item, tuple[Item, float, float]] = {row[0]: row for row in rows}
     forward, backward = (np.array([row[way] for row in merged.values()], dtype=np.float64) for way in (1, 2))
-    return Layers(device_named(name), precision, software, Work.of(list(merged), 0, 0, 0, 0, 1), forward, backward)
+    return Layers(device_named(name), precision, software, Work.of(list(merged), 0, 0, 1), forward, backward)
 
 
 def _profile(path: Path) -> Layers:
@@ -243,9 +243,8 @@ def several_devices(
     names = ["beside", "message", "sync", "norms", "network", "adding", "to host", "to gpu", "replicated", "servers"]
     names += ["keras", "again", "uneven", "slower", "slower halves", "hosts", "host memory", "tree"]
     names += ["feed by cpu", "feed by gpu"]
-    through = re.compile("-(host|shared|bridge)$")  # all of these have one factor, how a host passes on what it gets
-    links = {site.link for site in (*(row.site for row, _ in used), *(c.site for c in collectives))}
-    names += sorted({"link host" if through.search(link) else f"link {link}" for link in links})
+    sites = {*(row.site for row, _ in used), *(c.site for c in collectives)}
+    names += sorted({"link host" if site.way else f"link {site.link}" for site in sites})  # one for all ways of a host
     names += sorted({f"slower {row.software.framework}" for row, _ in used})
     names += sorted({f"feed {row.software.framework}" for row, _ in used if row.scheme.feed != "synthetic"})
     votes = np.array([copies[_copy(row)] ** -0.5 for row, _ in used])
@@ -255,10 +254,7 @@ def several_devices(
         found = []
         for row, one in used:
             found.append(math.log(speedup(row, one, given) / (row.speedup or 1)))
-
-        def factor(name: str) -> float:
-            return math.exp(given["several devices"].get(name, 0.0))
-
+        factor = factors(given)
         sent = [math.log(sum(ring(one.size, one.count, one.site, factor)) / one.seconds) for one in collectives]
         return np.concatenate([np.array(found) * votes / 0.08, np.array(sent) * (30 / len(sent)) ** 0.5 / 0.08])
 

@@ -71,6 +71,7 @@ class Row:
     images_alone: float  # of one device in the row that the speed-up is over
     count: int  # devices
     site: Site  # their host, and what is between hosts
+    cores: int  # of a host, to decode pictures
     scheme: Scheme  # how gradients were added
     rate: float | None
     speedup: float | None  # as published; None where the table does not say
@@ -168,6 +169,7 @@ def _row(row: Columns, batches: Batches, cards: int) -> Row:
         images_alone=_alone(row, images, count, batches),
         count=count,
         site=_site(text, device, count),
+        cores=_first("cores", text, None),
         scheme=_scheme(text, row["scheme"]),
         rate=number(row.get("images_per_s", "")),
         speedup=number(row.get("speedup_vs_1", "")),
@@ -208,19 +210,18 @@ def _usual_batch(row: Columns, network: str, device: Device, precision: str) -> 
         images = 2048.0
     # weights, gradients, momentum, and what the backward pass wants of the activations
     asked, itemsize = work(network), 2 if precision == "fp16" else 4
-    while images > 8 and 12 * asked.parameters + 0.75 * asked.kept * images * itemsize > 0.8 * device.memory_gb * 1e9:
+    kept = 0.75 * float((asked.rows.count * asked.rows.written).sum()) * itemsize
+    while images > 8 and 12 * asked.parameters + kept * images > 0.8 * device.memory_gb * 1e9:
         images /= 2
     return images
 
 
 def _site(text: str, device: Device, count: int) -> Site:
     """The host, which has as many cards as its source used at most, and the network of a row."""
-    found: dict[str, Any] = {"per_host": 8, "network": "infiniband-edr", "sockets": 2}
-    found["link"] = device.host if device.peer else "pcie3-host"
-    found |= _first("links", text, {})
+    found: dict[str, Any] = {"per_host": 8, "network": "infiniband-edr"}
+    found |= _first("links", text, {"link": device.host} if device.peer else {"link": "pcie3", "way": "host"})
     found |= _together("hosts", f"{text}\nway: {found['link']}")
-    host = _first("memory", text, None), _first("cores", text, None)
-    return Site(min(found["per_host"], count), found["link"], found["network"], found["sockets"], *host)
+    return Site(**found | {"per_host": min(found["per_host"], count), "memory": _first("memory", text, None)})
 
 
 def _scheme(text: str, words: str) -> Scheme:

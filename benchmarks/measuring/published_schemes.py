@@ -13,13 +13,13 @@ from convoy.hardware.speed import KINDS, Coefficients, Factor, Times
 from measuring.published_rows import Row, work
 
 
+def factors(given: Mapping[str, Coefficients]) -> Factor:
+    return lambda name: math.exp(given["several devices"].get(name, 0.0))
+
+
 def several(one: Times, row: Row, given: Mapping[str, Coefficients], count: int = 0) -> Step:
     """An update of the row's devices, or of `count`, by the times of `one` of them."""
-    scheme, count = row.scheme, count or row.count
-
-    def factor(name: str) -> float:
-        return math.exp(given["several devices"].get(name, 0.0))
-
+    scheme, count, factor = row.scheme, count or row.count, factors(given)
     if scheme.kind == "pipeline":
         return _pipeline(one, row, count, factor)
     alone = one.total
@@ -52,10 +52,11 @@ def _feed(row: Row, count: int, factor: Factor) -> float:
     if feed == "synthetic":
         return 0.0
     # a core decodes, crops and resizes some 200 photographs of ImageNet a second; fake ones are only copied
-    rate = (8000.0 if feed == "fake" else 200.0 * row.site.cores) * factor("feed by cpu") * factor(f"feed {software}")
+    rate = (8000.0 if feed == "fake" else 200.0 * row.cores) * factor("feed by cpu") * factor(f"feed {software}")
     if feed == "gpu":  # devices decode for themselves (DALI)
         rate = 250.0 * local * row.device.fp32**0.5 * factor("feed by gpu") * factor(f"feed {software}")
-    return local * row.images / rate * work(row.network).image / 150528
+    rows = work(row.network).rows  # of which the first layer reads the image
+    return float(local * row.images / rate * rows.read[rows.first > 0].max() / 150528)
 
 
 def _is_slow_at_norms(row: Row) -> bool:
@@ -82,7 +83,7 @@ def _exchange(row: Row, count: int, messages: float, factor: Factor) -> tuple[fl
             # weights to every device and gradients from it, one after the other, and the graph's ends by one thread
             return local * (2 * size / rate + 0.05 * factor("keras")), 0.0
         case "host" | "host-ring":
-            shared = max(1.0, local / (2.0 * site.sockets)) if site.link != "pcie3-x1" else 1.0
+            shared = max(1.0, local / 4) if site.link != "pcie3-x1" else 1.0  # two processors, each with two ways
             inside = 2 * size / rate * shared * factor("to host") + local * size / (12e9 * factor("adding"))
         case "server-gpu":
             inside = 2 * (local - 1) * size / rate * factor("to gpu")
@@ -90,7 +91,8 @@ def _exchange(row: Row, count: int, messages: float, factor: Factor) -> tuple[fl
             inside = 2 * math.ceil(math.log2(local)) * size / rate
             between = 2 * math.ceil(math.log2(hosts)) * size / network.rate * factor("tree")
         case "replicated":
-            inside = ring(size, local, site, factor, messages, 1 / factor("replicated"))[0]
+            slower = 1.0 if site.way else factor("replicated")
+            inside = ring(size, local, site, lambda name: factor(name) / slower, messages)[0]
         case "servers" | "servers-gpu":
             # every host gets the weights and gives gradients, and serves its part of both to all others
             sent = 4 * (hosts - 1) / hosts * size * (1 if scheme.fused else local)

@@ -17,16 +17,24 @@ REFUSED: dict[str, dict[str, Any]] = {
     "no plan fits": {"memory_limit": 10.0},
     "microbatches=20": {"microbatches": 20},
     "LBFGS computes the gradients several times": {"optimizer": torch.optim.LBFGS},
+    "devices='2'": {"devices": "2"},
+    "example must be a tensor": {"example": IMAGES.numpy()},
+    "samples along dim 0": {"example": ()},
+    "batch_norm='microbatches'": {"batch_norm": "microbatches"},
+    "'bf17' is no precision": {"precision": "bf17"},
+    "matches no layer": {"score": {"mesh": {"gpu": 2}, "layers": {"nosuch": {"gpu": "filter"}}}},
 }
 
 
 def planned(store: Path, **options: Any) -> Any:
-    return convoy.plan(create("lenet"), IMAGES, store=store, **{"link": "pcie4", "devices": 2} | options)
+    asked = {"model": create("lenet"), "example": [IMAGES], "store": str(store), "link": "pcie4", "devices": 2}
+    return convoy.plan(**asked | options)
 
 
 @pytest.mark.slow
 def test_plans_of_ones_own_are_scored_and_left_out_where_they_do_not_fit(tmp_path: Path) -> None:
     both = planned(tmp_path, score=["filter=2", "sample=2"])
+    assert list(tmp_path.glob("*.json"))  # the times are kept there
     assert both == convoy.Plan.parse(both.to_yaml()) and hash(both) == hash(convoy.Plan.parse(both.to_yaml()))
     assert type(copy.deepcopy(both)) is convoy.Plan  # without the reasons
     assert f"plan {both}" in both.explain() and both.to_document()["devices"] == 2 and both.microbatches is None

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from convoy import models
-from convoy.errors import TooLargeError
+from convoy.errors import ConvoyError, TooLargeError
 from convoy.hardware.catalog import machine
-from convoy.planner.machines import PRECISIONS, Prediction, predict
-from convoy.planner.workload import Workload, workload_of
+from convoy.planner.machines import Prediction, plan_on, predict
+from convoy.planner.workload import PRECISIONS, Workload, workload_of
 from convoy.plans.plan import Plan
 
 
@@ -44,6 +44,35 @@ def test_resnet_is_by_samples_and_the_speed_up_is_beside_one_device_with_the_sam
     assert prediction.best / prediction.within < prediction.best < prediction.best * prediction.within
     one, two = (on(text, "resnet18", 64) for text in ("t4", "2xt4"))
     assert two.speedup == pytest.approx(two.best / one.best) and one.speedup == pytest.approx(1)
+    for prediction, cuda in ((one, True), (on("cpu-core", "resnet18", 64), False)):
+        assert any("CUDA graphs" in change.text for change in prediction.changes) is cuda
+
+
+MANY, NOWHERE = "16x(8xa100-sxm4)", Plan.parse({"mesh": {"gpu": 2}, "layers": {"nosuch": {"gpu": "filter"}}})
+
+
+def test_what_is_asked_for_counts_on_any_number_of_devices_or_is_refused() -> None:
+    plan = Plan.parse("sample=16,filter=8")
+    assert on(MANY, "resnet18", 1024, plans=[plan]).plan == plan
+    for text, options, words in (
+        (MANY, {"fixes": ["fc=filter"]}, "up to 64 devices"),
+        (MANY, {"memory_limit": 1}, "more than the 1 B"),
+        ("t4", {"fixes": ["nosuch=filter"]}, "matches no layer"),
+        ("2xt4", {"plans": [NOWHERE]}, "matches no layer"),
+    ):
+        with pytest.raises(ConvoyError, match=words):
+            on(text, "resnet18", 1024, **options)
+    asked = {"model": models.create("lenet"), "example": torch.zeros(1, 1, 28, 28), "on": "t4", "global_batch": 8}
+    for wrong in {"microbatches": -2}, {"memory_limit": 0}, {"images_per_second": -5}, {"model": on}:
+        with pytest.raises(ConvoyError, match=r"above 0|nn\.Module"):
+            plan_on(**asked | wrong)
+
+
+def test_a_plan_is_compared_with_data_parallelism_that_its_microbatches_do_not_allow() -> None:
+    prediction = predict(
+        replace(workload("lenet", 64), batch_norm="microbatch", microbatch=32), machine("4xt4"), "fp32"
+    )
+    assert prediction.plan != Plan.by_samples(4) and "without microbatches" in prediction.notes[0]
 
 
 def test_a_network_that_no_device_has_room_for_is_cut_into_stages_or_refused_by_how_much() -> None:

@@ -24,10 +24,10 @@ from convoy.planner.cost.costs import HostCost
 from convoy.planner.cost.step import Staging
 from convoy.planner.explanation import Explanation, explanation_text
 from convoy.planner.interface import race
-from convoy.planner.machines import PRECISIONS, Prediction, predict, usual_precision
+from convoy.planner.machines import Prediction, predict, usual_precision
 from convoy.planner.planner import Planned, Question, make_plan
 from convoy.planner.store import ProfileStore
-from convoy.planner.workload import Workload, workload_of
+from convoy.planner.workload import PRECISIONS, Workload, workload_of
 from convoy.plans.fit import check_patterns
 from convoy.plans.place import COMPUTE, sample_axes
 from convoy.plans.plan import Plan

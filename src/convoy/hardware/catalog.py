@@ -48,31 +48,30 @@ def links() -> dict[str, Hop]:
 
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(mbit|gbit|mb|gb)(?:/s|ps)?")
-_LATENCY = 2e-5
 
 
 def link_named(text: str) -> Hop:
     """A link by its name in the catalog, or by its rate in bits (`10gbit`) or bytes (`5GB/s`); else a ConvoyError. `-N`
-    after a name stands for N of them side by side, as network cards of a host: `infiniband-hdr-8`."""
+    after the name of a network stands for N cards of a host side by side: `infiniband-hdr-8`."""
     catalog = links()
     name = text.strip().lower()
     if name in catalog:
         return catalog[name]
     base, _, cards = name.rpartition("-")
-    if base in catalog and cards.isdecimal() and int(cards):
+    if base.startswith(("infiniband", "ethernet")) and base in catalog and cards.isdecimal() and int(cards):
         return Hop(catalog[base].latency, catalog[base].rate * int(cards), catalog[base].source)
     match = _RATE.fullmatch(name)
     if match is None or float(match[1]) == 0:
         raise ConvoyError(
             f"{text!r} is no link: write a rate such as 10gbit or 5GB/s, or one of {', '.join(sorted(catalog))}"
         )
-    number, unit = float(match[1]), match[2]
-    if unit in ("mbit", "gbit"):
-        return Hop.gbit(number if unit == "gbit" else number / 1e3)
-    return Hop(_LATENCY, number * (1e9 if unit == "gb" else 1e6), "as said")
+    giga = float(match[1]) * (1 if match[2].startswith("g") else 1e-3)
+    return Hop.gbit(giga) if match[2].endswith("bit") else Hop(2e-5, giga * 1e9, "as said")
 
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+CUDA = ("kepler", "maxwell", "pascal", "volta", "turing", "ampere", "ada", "hopper", "blackwell")  # generations by age
 
 
 @pydantic_dataclass(frozen=True)
@@ -85,9 +84,9 @@ class Device:
     fp32: Positive  # peak arithmetic in TFLOP/s; 0 for tf32 and fp16 without faster units for them
     memory_gb: Positive
     gbytes_per_s: Positive
-    tf32: float = 0.0
-    fp16: float = 0.0
-    launch_us: float = 5.0  # to start a kernel
+    tf32: NotNegative = 0.0
+    fp16: NotNegative = 0.0
+    launch_us: NotNegative = 5.0  # to start a kernel
     host: str = "pcie4"  # name of the usual link between such devices in a host
     peer: bool = True  # devices of a host copy to each other without passing through the host's memory
     source: str = ""  # of these numbers
@@ -95,7 +94,7 @@ class Device:
     @property
     def tensor_cores(self) -> bool:
         """Whether half precision is several times as fast as single."""
-        return self.fp16 >= 3 * self.fp32 or self.generation in ("volta", "turing", "ampere", "ada", "hopper")
+        return self.fp16 >= 3 * self.fp32 or self.generation in CUDA[CUDA.index("volta") :]
 
 
 @dataclass(frozen=True)
@@ -113,8 +112,17 @@ class Machine:
         return len(self.devices) // self.per_host
 
     @property
+    def slowest(self) -> str:
+        """The link that decides how fast a ring inside a host is: a bridge joins pairs, more devices the usual link."""
+        return _usual(self.devices) if self.link == "nvlink-bridge" and self.per_host > 2 else self.link
+
+    @property
     def label(self) -> str:
         return self.text + (f" over {self.between}" if self.between else "")
+
+
+def _usual(devices: Iterable[Device]) -> str:
+    return min((device.host for device in devices), key=lambda name: link_named(name).rate)
 
 
 def _device(row: Mapping[str, Any]) -> Device:
@@ -134,10 +142,13 @@ def devices() -> dict[str, Device]:
     return by_name
 
 
+def _key(name: str) -> str:
+    return re.sub(r"[\s_]+", "-", name.strip().lower())
+
+
 def device_named(name: str, added: Mapping[str, Device] | None = None) -> Device:
     """A device of the catalog or of `added`; a ConvoyError names the nearest ones."""
-    catalog = {**devices(), **(added or {})}
-    key = re.sub(r"[\s_]+", "-", name.strip().lower())
+    catalog, key = {**devices(), **(added or {})}, _key(name)
     if key in catalog:
         return catalog[key]
     near = difflib.get_close_matches(key, catalog, 3, 0.4) or sorted(catalog)[:3]
@@ -151,28 +162,34 @@ def read_devices(path: Path) -> dict[str, Device]:
     document = parse(read_text(path, "devices"), str(path))
     if not isinstance(document, dict):
         raise ConvoyError(f"{path}: devices are a mapping of names to numbers, e.g. my-gpu: {{fp32: 12.5, …}}")
-    generations = list(dict.fromkeys(listed.generation for listed in devices().values()))
     read = {}
     for name, row in document.items():
         try:
-            columns = row if isinstance(row, dict) else {}
-            device = _device({"name": str(name).lower(), "source": str(path), **columns})
-            link_named(device.host)
-        except ValidationError as error:
-            mistakes = error.errors()
-            if lacking := [str(mistake["loc"][0]) for mistake in mistakes if mistake["type"] == "missing"]:
-                raise ConvoyError(f"{path}: {name} lacks {', '.join(lacking)}") from error
-            wrong = f"{mistakes[0]['loc'][0]} is {mistakes[0]['input']}"
-            raise ConvoyError(
-                f"{path}: {name}: {wrong}, but {mistakes[0]['msg'].replace('Input should', 'has to')}"
-            ) from error
+            device = _checked(_key(str(name)), row if isinstance(row, dict) else {}, str(path))
         except ConvoyError as error:
             raise ConvoyError(f"{path}: {name}: {error}") from error
-        if device.generation not in generations:
-            hint = did_you_mean(device.generation, generations, otherwise=f"one of {', '.join(generations)}")
-            raise ConvoyError(f"{path}: {name}: generation is {device.generation}{hint}")
         read[device.name] = device
     return read
+
+
+def _checked(name: str, row: Mapping[str, Any], source: str) -> Device:
+    known = [field.name for field in fields(Device)[1:]]
+    generations = list(dict.fromkeys(listed.generation for listed in devices().values()))
+    for column in (str(column) for column in row if column not in known):
+        raise ConvoyError(f"{column} is no column{did_you_mean(column, known, otherwise='take those of the catalog')}")
+    try:
+        device = _device({"name": name, "source": source, **row})
+    except ValidationError as error:
+        mistakes = error.errors()
+        if lacking := [str(mistake["loc"][0]) for mistake in mistakes if mistake["type"] == "missing"]:
+            raise ConvoyError(f"it lacks {', '.join(lacking)}") from error
+        wrong = f"{mistakes[0]['loc'][0]} is {mistakes[0]['input']}"
+        raise ConvoyError(f"{wrong}, but {mistakes[0]['msg'].replace('Input should', 'has to')}") from error
+    link_named(device.host)
+    if device.generation not in generations:
+        hint = did_you_mean(device.generation, generations, otherwise=f"one of {', '.join(generations)}")
+        raise ConvoyError(f"generation is {device.generation}{hint}")
+    return device
 
 
 _PART = re.compile(r"(?:([0-9]+)\s*x\s*)?(.+)")
@@ -195,8 +212,8 @@ def machine(text: str, between: str | None = None, added: Mapping[str, Device] |
     if link and link not in links():
         near = difflib.get_close_matches(link, links(), 3, 0.4) or list(links())[:3]
         raise ConvoyError(f"{link!r} is no link that is known: the nearest are {', '.join(near)}")
-    usual = link or min((device.host for device in chosen), key=lambda name: link_named(name).rate)
-    return Machine(text.strip(), chosen * hosts, len(chosen), usual, (between or "10gbit") if hosts > 1 else "")
+    link = link or _usual(chosen)
+    return Machine(text.strip(), chosen * hosts, len(chosen), link, (between or "10gbit") if hosts > 1 else "")
 
 
 def _counted(text: str, whole: str, added: Mapping[str, Device] | None) -> Iterable[Device]:

@@ -7,11 +7,10 @@ What that costs is counted by the bytes that pass each link (Thakur, Rabenseifne
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from convoy.hardware.catalog import Device, Hop, Machine, link_named
+from convoy.hardware.catalog import CUDA, Device, Hop, Machine, link_named
 from convoy.hardware.speed import Factor, Software, Times, Work, coefficients_of, times
 
 
@@ -20,13 +19,12 @@ class Site:
     """Where devices stand."""
 
     per_host: int  # devices of a host
-    # name of the link between devices of a host. With `-host` at the end all passes through the host's memory, with
-    # `-shared` two devices share the way to it, with `-bridge` pairs have a link of their own beside it
-    link: str
+    link: str  # name of the link between devices of a host
     network: str = ""  # name of the link between hosts, `-N` at the end for N cards in each
-    sockets: int = 2  # processors of a host, over which its devices are spread
+    # `host`: all passes through the host's memory; `shared`: two devices share the way to it; `bridge`: pairs have a
+    # link of their own beside it
+    way: str = ""
     memory: float = 140.0  # GB/s of the host's memory, shared by all copies through it
-    cores: int = 32  # of a host, to decode pictures
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,13 @@ class Step:
     between: float
 
 
+def fitted(name: str) -> float:
+    """A fitted factor on what several devices cost; 1 where nothing was fitted."""
+    return math.exp(coefficients_of("several devices").get(name, 0.0))
+
+
 def several(alone: Times, work: Work, precision: str, framework: str, count: int, site: Site) -> Step:
-    """How long an update takes on each of `count` devices, by the times of `one` of them with its images."""
+    """How long an update takes on each of `count` devices, by those of one of them `alone` with its images."""
     if count == 1:
         return Step(alone.total, alone.total, 0.0, 0.0, 0.0, 0.0, alone, 0.0, 0.0)
     messages = max(1.0, work.parameters * 4 / MESSAGE)
@@ -81,14 +84,12 @@ def lateness(alone: float, precision: str, framework: str, count: int, site: Sit
     return float((alone * share + 1e-3 * factor("sync")) * doublings)
 
 
-def ring(
-    size: float, count: int, site: Site, factor: Factor, messages: float = 1.0, faster: float = 1.0
-) -> tuple[float, float]:
+def ring(size: float, count: int, site: Site, factor: Factor, messages: float = 1.0) -> tuple[float, float]:
     """Seconds of an all-reduce of so many bytes, on the links of a host and between hosts."""
     local, hosts = min(count, site.per_host), -(-count // site.per_host)
     inside = between = 0.0
     if local > 1:
-        link = inside_link(site, local, factor, faster)
+        link = inside_link(site, local, factor)
         inside = 2 * (local - 1) * (size / local / link.rate + link.latency * messages)
     if hosts > 1:
         network = network_link(site, factor)
@@ -96,45 +97,34 @@ def ring(
     return inside, between
 
 
-def inside_link(site: Site, local: int, factor: Factor, faster: float = 1.0) -> Hop:
-    """The link between devices of a host where `local` of them send at once. `faster` is how many times as fast as
-    NCCL's ring something else uses links between peers."""
-    name = re.sub("-(host|shared|bridge)$", "", site.link)
-    link, way = link_named(name), site.link[len(name) :]
-    if way == "-bridge" and local == 2:
+def inside_link(site: Site, local: int, factor: Factor = fitted) -> Hop:
+    """The link between devices of a host where `local` of them send at once."""
+    link = link_named(site.link)
+    if site.way == "bridge" and local == 2:
         return Hop(link.latency, 4e10)
-    if not way:
-        return Hop(link.latency, link.rate * factor(f"link {name}") * faster)
+    if not site.way:
+        return Hop(link.latency, link.rate * factor(f"link {site.link}"))
     # without peer-to-peer NCCL passes all through the host's memory (its NCCL_SHM_DISABLE): a chunk is copied in, then
     # out, which leaves half of what PCIe 3.0 carries; cards of PCIe 4.0 were no faster. Every byte is written and read
     # there, by all devices at the same time
     rate = min(link.rate, 6e9) * factor("link host")
     rate = min(rate, 0.5e9 * site.memory * factor("host memory") / (2 * local))
-    if way == "-shared":
+    if site.way == "shared":
         rate /= max(1.0, min(local, 4) / 2)
     return Hop(link.latency, rate)
 
 
-def network_link(site: Site, factor: Factor) -> Hop:
+def network_link(site: Site, factor: Factor = fitted) -> Hop:
     """The link between hosts."""
     link = link_named(site.network)
     return Hop(link.latency, link.rate * factor("network"))
 
 
-def fitted(name: str) -> float:
-    """A fitted factor on what several devices cost; 1 where nothing was fitted."""
-    return math.exp(coefficients_of("several devices").get(name, 0.0))
-
-
-def is_through_host(machine: Machine) -> bool:
-    """Whether what its devices send each other passes through their host's memory."""
-    return machine.link.startswith("pcie") and not all(device.peer for device in machine.devices)
-
-
 def site_of(machine: Machine) -> Site:
     """Where the devices of a machine stand."""
-    through = ("-shared" if machine.per_host > 4 else "-host") if is_through_host(machine) else ""
-    return Site(machine.per_host, machine.link + through, machine.between)
+    link, peers = machine.slowest, all(device.peer for device in machine.devices)
+    way = "" if peers or not link.startswith("pcie") else "shared" if machine.per_host > 4 else "host"
+    return Site(machine.per_host, link, machine.between, way)
 
 
 @dataclass(frozen=True)
@@ -164,22 +154,20 @@ class DataParallel:
     def step(self, shares: Sequence[int]) -> Step:
         """The step of the device that takes longest, where each has so many images."""
         pairs, site = set(zip(self.machine.devices, shares, strict=True)), site_of(self.machine)
-        steps = [self._of(device, max(images, 1), len(shares), site) for device, images in pairs]
+        steps = []
+        for device, images in pairs:
+            alone, precision = self.alone(device, max(images, 1)), units(device, self.precision)
+            steps.append(several(alone, self.work, precision, self.software.framework, len(shares), site))
         return max(steps, key=lambda step: step.seconds)
 
-    def alone(self, device: Device, images: float) -> float:
-        """Seconds of a step of one device by itself."""
-        return self._of(device, images, 1, site_of(Machine("", (device,), 1, device.host))).seconds
-
-    def _of(self, device: Device, images: float, count: int, site: Site) -> Step:
-        precision = units(device, self.precision)
-        alone = times(self.work, images, device, precision, self.software)
-        return several(alone, self.work, precision, self.software.framework, count, site)
+    def alone(self, device: Device, images: float) -> Times:
+        """A step of one device by itself."""
+        return times(self.work, images, device, units(device, self.precision), self.software)
 
     def shares(self, batch: int) -> tuple[int, ...]:
         """The images of each device by which all end at about the same time: as they are equal, even ones."""
         devices = self.machine.devices
-        speed_of = {device: 1 / self.alone(device, batch / len(devices)) for device in set(devices)}
+        speed_of = {device: 1 / self.alone(device, batch / len(devices)).total for device in set(devices)}
         speeds = [speed_of[device] for device in devices]
         ends = [round(batch * sum(speeds[: number + 1]) / sum(speeds)) for number in range(len(devices))]
         return tuple(end - before for before, end in zip((0, *ends), ends, strict=False))
@@ -195,7 +183,8 @@ class DataParallel:
 
     def holds_back(self, step: Step) -> str:
         """The resource without which a step would be fastest: a link by its name."""
-        link = "host memory" if is_through_host(self.machine) else self.machine.link.partition("-")[0]
+        site = site_of(self.machine)
+        link = "host memory" if site.way else site.link.partition("-")[0]
         spent = {
             "arithmetic": step.times.arithmetic,
             "memory bandwidth": step.times.memory + step.times.update,
@@ -224,13 +213,13 @@ class DataParallel:
         """What would make the step `done` shorter, the most helpful first."""
         software, rate = self.software, sum(shares) / done.seconds
         recorded = replace(software, recorded=True)
-        others = {
-            "a compiler that fuses": replace(self, software=replace(software, compiled=True)),
-            "updates recorded as CUDA graphs": replace(self, software=recorded),
-        }
-        if not software.compiled:
-            text = "as convoy train by default, updates recorded as CUDA graphs with Convoy's batch norm"
-            others[text] = replace(self, software=replace(recorded, kernels=True))
+        ways = {"a compiler that fuses": replace(software, compiled=True)}
+        if all(device.generation in CUDA for device in self.machine.devices):
+            ways["updates recorded as CUDA graphs"] = recorded
+            if not software.compiled:
+                text = "as convoy train by default, updates recorded as CUDA graphs with Convoy's batch norm"
+                ways[text] = replace(recorded, kernels=True)
+        others = {text: replace(self, software=way) for text, way in ways.items()}
         if self.precision not in ("bf16", "fp16") and self.machine.devices[0].fp16:
             others = {"half precision": replace(self, precision="bf16"), **others}
         seconds_of = {text: other.step(shares).seconds for text, other in others.items()}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from importlib import resources
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ import torch
 from convoy.hardware.catalog import Device
 
 Array = npt.NDArray[np.float64]
+Factor = Callable[[str], float]  # a fitted factor by its name, 1 where nothing was fitted
 
 # What calls are told apart by; views cost nothing and are none of them
 KINDS = ("conv", "linear", "norm", "pool", "pointwise")
@@ -63,11 +64,9 @@ class Work:
     rows: Any  # as numpy's records: `count` calls that a row stands for, and of each the fields of `Item`
     parameters: float  # elements that are trained
     tensors: int  # number of parameters
-    kept: float  # elements that the backward pass of one image needs
-    image: float  # elements of an image
 
     @staticmethod
-    def of(items: Iterable[Item], parameters: float, tensors: int, kept: float, image: float, images: float) -> "Work":
+    def of(items: Iterable[Item], parameters: float, tensors: int, images: float) -> "Work":
         """The work of calls over so many images. The kind is a place in `KINDS`."""
         counted = Counter(items)
         columns: dict[str, Any] = {"count": np.array(list(counted.values()), np.float64)}
@@ -75,9 +74,8 @@ class Work:
         for field in fields(Item)[1:]:
             numbers = np.array([float(getattr(item, field.name)) for item in counted])
             columns[field.name] = numbers / images if field.name in _OF_IMAGES else numbers
-        types = [(name, column.dtype) for name, column in columns.items()]
-        rows = np.rec.fromarrays(list(columns.values()), dtype=types)
-        return Work(rows, parameters, tensors, kept, image)
+        rows = np.rec.fromarrays([*columns.values()], dtype=[(name, column.dtype) for name, column in columns.items()])
+        return Work(rows, parameters, tensors)
 
 
 # By name; all are logarithms of factors, so that 0 changes nothing. What is not there is 0.
@@ -126,10 +124,15 @@ def arithmetic(device: Device, precision: str) -> Arithmetic:
 
 def units_of(device: Device, precision: str) -> str:
     """The name under which the part of the peak that these units reach was fitted."""
-    units = arithmetic(device, precision).units
+    generation, units = _generation_of(device), arithmetic(device, precision).units
     # what is sold for games adds up in fp32 at half the rate
-    halved = device.generation in ("ampere", "ada") and units != "fp32" and device.fp16 < 3 * device.fp32
-    return f"{device.generation} {units}{' halved' if halved else ''}"
+    halved = generation in ("ampere", "ada") and units != "fp32" and device.fp16 < 3 * device.fp32
+    return f"{generation} {units}{' halved' if halved else ''}"
+
+
+def _generation_of(device: Device) -> str:
+    """The generation as which a device was fitted: Blackwells that are sold for games, which no table has, as Ada."""
+    return "ada" if device.generation == "blackwell" and device.fp16 < 3 * device.fp32 else device.generation
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,7 @@ def times(
     scale *= np.exp(c.get("cudnn", 0.0) * max(0, 7 - software.cudnn))
     seconds = _arithmetic(work, images, device, units, factor, wide) / factor(f"peak {group}")
     moved = _bytes(work, images, units, software, factor, wide)
-    bandwidth = device.gbytes_per_s * 1e9 * 0.75 * factor(f"bandwidth {device.generation}")
+    bandwidth = device.gbytes_per_s * 1e9 * 0.75 * factor(f"bandwidth {_generation_of(device)}")
     year = f" {software.generation}" if software.generation else ""
     start = device.launch_us * 1e-6 * factor(f"launch{year}")
     rows = work.rows
@@ -211,7 +214,7 @@ def times(
     )
 
 
-def _arithmetic(work: Work, images: float, device: Device, units: Arithmetic, factor: "Factor", wide: bool) -> Array:
+def _arithmetic(work: Work, images: float, device: Device, units: Arithmetic, factor: Factor, wide: bool) -> Array:
     """Seconds at the peak, forward and backward, of all calls of each row, where shapes are as they are."""
     kind, rows = "wide" if wide else "plain", work.rows
     window, grouped = rows.window, rows.groups > 1
@@ -235,7 +238,7 @@ def _arithmetic(work: Work, images: float, device: Device, units: Arithmetic, fa
     return np.stack([forward, backward])
 
 
-def _bytes(work: Work, images: float, units: Arithmetic, software: Software, factor: "Factor", wide: bool) -> Array:
+def _bytes(work: Work, images: float, units: Arithmetic, software: Software, factor: Factor, wide: bool) -> Array:
     """Bytes that a call of each row moves, forward and backward."""
     rows = work.rows
     elements = (rows.read + rows.written) * images
@@ -255,21 +258,12 @@ def _bytes(work: Work, images: float, units: Arithmetic, software: Software, fac
     return moved
 
 
-class Factor(Protocol):
-    """A fitted factor by its name, 1 where nothing was fitted."""
-
-    def __call__(self, name: str, /) -> float: ...
-
-
 @cache
 def coefficients_of(part: str) -> dict[str, float]:
     """The package's coefficients for `one device` or `several devices`, fitted to all published measurements."""
     text = resources.files("convoy.hardware").joinpath("coefficients.json").read_text(encoding="utf-8")
     parts: dict[str, dict[str, float]] = json.loads(text)
     return parts.get(part, {})
-
-
-_ROUNDS = 7
 
 
 def measure_device(device: torch.device) -> dict[str, Any]:
@@ -280,9 +274,9 @@ def measure_device(device: torch.device) -> dict[str, Any]:
     wait: Callable[[], object] = partial(torch.cuda.synchronize, device) if is_gpu else lambda: None
 
     def per_second(amount: float, work: Callable[[], object]) -> float:
-        """By the shortest of some times: what disturbs only adds."""
+        """By the shortest of seven times: what disturbs only adds."""
         times = []
-        for _ in range(_ROUNDS):
+        for _ in range(7):
             wait()
             start = time.perf_counter()
             work()

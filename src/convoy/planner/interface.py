@@ -1,7 +1,7 @@
 """`convoy.plan`: the planner for a script of one's own."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,8 @@ from convoy.engine.parallelize import Options, accumulate, forward_backward, loc
 from convoy.engine.profiling import steady
 from convoy.engine.shards import lacks_numbers
 from convoy.errors import ConvoyError
-from convoy.graph.capture import check_given, copied
+from convoy.files import expanded
+from convoy.graph.capture import copied
 from convoy.graph.tree import leaves
 from convoy.ops.recompute import Recompute, as_recompute
 from convoy.planner.cost.link import Links
@@ -27,7 +28,7 @@ from convoy.planner.explanation import Explanation, explanation_text
 from convoy.planner.planner import Planned, Question, make_plan
 from convoy.planner.profiling import autocast
 from convoy.planner.store import ProfileStore
-from convoy.planner.workload import MakeOptimizer, Workload, momentum, workload_of
+from convoy.planner.workload import MakeOptimizer, Workload, check_positive, momentum, workload_of
 from convoy.plans.plan import Plan
 from convoy.progress import ConsoleReporter
 from convoy.terminal import Console
@@ -77,21 +78,21 @@ class FoundPlan(Plan):
 
 def plan(
     model: nn.Module,
-    example: Tensor | tuple[Tensor, ...],
+    example: Tensor | Sequence[Tensor],
     devices: int | None = None,
     global_batch: int | None = None,
     *,
     fix: Sequence[str] | str = (),
-    score: Sequence[str | Path | Plan] | str | Path | Plan = (),
+    score: Sequence[Any] | str | Path | Mapping[str, Any] | Plan = (),
     memory_limit: float | None = None,
     link: str | Links | None = None,
     batch_norm: BatchNorm = "sync",
     microbatches: int | None = None,
     passes: int = 1,
-    precision: torch.dtype | None = None,
+    precision: torch.dtype | str | None = None,
     recompute: bool | Sequence[str] = False,
     optimizer: MakeOptimizer = momentum,
-    store: bool | Path = True,
+    store: bool | str | Path = True,
 ) -> FoundPlan:
     """The plan that is predicted to train a network fastest. The network is not changed, and no data is needed.
 
@@ -112,17 +113,17 @@ def plan(
 
     Args:
         model: any network whose inputs are tensors with the samples along dim 0.
-        example: images; only the shape of one sample, the type and the device matter.
+        example: images, or a tuple of all inputs; only the shape of one sample, the type and the device matter.
         devices: number of devices; by default the number of ranks.
         global_batch: samples of one update on all devices together; by default as many as the example has.
         fix: strategies that layers must have, such as `classifier.*=filter`; the first that matches a layer counts.
-        score: plans to predict instead of a search; the fastest of them is returned.
+        score: a plan, or several, to predict instead of a search; the fastest of them is returned.
         memory_limit: bytes that each device has; of plans to score, those that need more are left out.
         link: link between devices that are not at hand: a name of the catalog, as `pcie4`, or a rate, as `10gbit`.
         batch_norm: samples over which batch norm takes its statistics, as in `convoy.parallelize`.
         microbatches: number of microbatches of the batch, which are not split; None if it has none.
         passes: forward and backward passes of an update, if gradients are accumulated.
-        precision: type of `torch.autocast`, if it is used.
+        precision: type of `torch.autocast`, if it is used, or its name: `bf16`, `fp16`.
         recompute: layers whose activations are computed again, as in `convoy.parallelize`.
         optimizer: function that makes the optimizer for some parameters; by default SGD with momentum.
         store: whether measured times are kept for later plans, or the folder for them.
@@ -134,49 +135,42 @@ def plan(
     join()
     running = num_ranks()
     devices = running if devices is None else devices
-    if devices < 1:
-        raise ConvoyError(f"a plan for {devices} devices cannot be: give at least 1")
+    check_positive(devices=devices, memory_limit=memory_limit)
     if running > 1 and running != devices:
         raise ConvoyError(
             f"{running} ranks run, but the plan is for {devices} devices: start {devices} ranks, or only one"
         )
-    check_given(model)
-    images = example[0] if isinstance(example, tuple) else example
-    batch = len(images) if global_batch is None else global_batch
-    if microbatches is not None and not 1 <= microbatches <= batch:
-        raise ConvoyError(f"microbatches={microbatches} cannot be made of {batch} samples: give at most {batch}")
-    if passes > 0 and batch % passes:
-        raise ConvoyError(f"{batch} samples cannot be divided into {passes} equal passes: give a multiple of that")
     ranks, layers = Ranks.here() if running > 1 else Ranks(), as_recompute(recompute)
     workload = workload_of(
         model,
         example,
-        batch,
+        global_batch,
         passes=passes,
         batch_norm=batch_norm,
-        microbatch=-(-batch // microbatches) if microbatches else 0,
+        microbatches=microbatches,
         precision=precision,
         optimizer=optimizer,
         recompute=layers,
     )
-    texts = [score] if isinstance(score, str | Path | Plan) else list(score)
+    if (batch := workload.batch) % passes:
+        raise ConvoyError(f"{batch} samples cannot be divided into {passes} equal passes: give a multiple of that")
+    plans = [Plan.parse(one, devices) for one in ([score] if isinstance(score, str | Path | Mapping | Plan) else score)]
+    for one in plans:
+        workload.check(one, (name for name, _ in model.named_modules()))
     question = Question(
         workload,
         devices,
         link=link,
-        store=ProfileStore(store if isinstance(store, Path) else None) if store else None,
+        store=ProfileStore(expanded(store) if isinstance(store, str | Path) else None) if store else None,
         fixes=[fix] if isinstance(fix, str) else list(fix),
         memory_limit=memory_limit,
-        plans=[Plan.parse(text, num_devices=devices) for text in texts],
+        plans=plans,
     )
-    runs = not texts and not ranks.any(lacks_numbers(model))
+    runs = not plans and not ranks.any(lacks_numbers(model))
     with ConsoleReporter(Console(stderr=True, highlight=False, quiet=ranks.rank > 0)) as reporter:
         planned = make_plan(question, ranks, reporter.prepare, partial(race, model, layers) if runs else None)
     best = planned.best.plan
     return FoundPlan(best.mesh, best.layers, best.stages, planned=planned)
-
-
-_MOST = 8  # updates under a plan
 
 
 def race(model: nn.Module, recompute: Recompute, planned: Planned, racer: Scored, ranks: Ranks) -> float:
@@ -212,7 +206,7 @@ def race(model: nn.Module, recompute: Recompute, planned: Planned, racer: Scored
             torch.cuda.synchronize(workload.device)
         return max(ranks.gather(time.perf_counter() - began))
 
-    return median(steady(measure, float, ranks.broadcast, most=_MOST))
+    return median(steady(measure, float, ranks.broadcast, most=8))
 
 
 def _example(workload: Workload, name: str, samples: int) -> Tensor:

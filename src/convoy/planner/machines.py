@@ -21,43 +21,28 @@ from torch import nn
 from convoy.errors import ConvoyError, TooLargeError
 from convoy.graph.graph import Graph
 from convoy.hardware.catalog import Device, Machine, machine, read_devices
-from convoy.hardware.data_parallel import (
-    Change,
-    DataParallel,
-    Site,
-    Step,
-    fitted,
-    inside_link,
-    network_link,
-    site_of,
-    units,
-)
+from convoy.hardware.data_parallel import Change, DataParallel, Site, Step, inside_link, network_link, site_of, units
 from convoy.hardware.speed import KIND_OF, OURS, Item, Software, Work, times
 from convoy.ops import place
 from convoy.planner.cost.costs import Costs, LayerTimes, Times, Update
 from convoy.planner.cost.link import Curve, Link, Links, Ranks
 from convoy.planner.cost.local_op import VIEWS, BatchNorm, LocalOp, local_op
+from convoy.planner.cost.prediction import most, rank_memory
 from convoy.planner.planner import Planned, propose, score
-from convoy.planner.search.layers import Constraints
-from convoy.planner.workload import Workload, workload_of
+from convoy.planner.search.layers import Constraints, Layers
+from convoy.planner.workload import PRECISIONS, Workload, check_positive, workload_of
 from convoy.plans.mesh import STAGE, Mesh
 from convoy.plans.place import COMPUTE, Batch
 from convoy.plans.plan import Plan
 from convoy.units import size
 
-# What a network may be trained in, and the type of autocast
-PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-SEARCHED = 64  # devices up to which plans beside data parallelism are searched for
-
+# Devices up to which plans beside data parallelism are searched for, and up to which given ones take seconds to predict
+SEARCHED, SCORED = 64, 512
 STAGED = 8  # devices up to which the network is cut into stages to be faster; on more only where nothing else fits
-
 # How many times as fast as data parallelism another plan has to be: less is within the error of a prediction
 WORTH = 1.03
-
 # What layers may have on an axis: rows and columns of pictures are not divided, which GPUs gain nothing from
 AMONG = ("sample", "replicate", "filter", "channel")
-
 _ROOM = 0.92  # the part of a device's memory that a framework leaves
 
 
@@ -68,12 +53,12 @@ class Prediction:
     machine: Machine
     precision: str
     batch: int  # images of an update
-    images_per_s: float  # of data parallelism, whether it fits into the memory or not
+    images_per_s: float  # of data parallelism, whether it can be and fits into the memory or not
     within: float  # the factor, over or under, that nine in ten published values were within
     alone: float  # images a second of one device with the whole batch, the mean of unequal ones
     held_back_by: str  # the resource that data parallelism waits for most: a link by its name
     planned: Planned | None  # None where no plan was searched for
-    # How many times as fast as data parallelism the fastest plan is: at least 1, unless data parallelism does not fit
+    # How many times as fast as data parallelism the fastest plan is: at least 1, unless that cannot be, does not fit
     # into the memory or plans were given
     gain: float
     curve: tuple[tuple[int, float], ...]  # devices, and images a second on so many
@@ -111,8 +96,7 @@ class Prediction:
         return 24 * self.days(images) * len(self.machine.devices) * hour
 
     def row(self, images: float, hour: float | None) -> dict[str, str]:
-        """The cells of a table by their headings; `images` are those of the whole training, `hour` the price of one of
-        a device, if it is known."""
+        """The cells of a table by their headings, for the images of a training and the price of a device's hour."""
         least, most = self.best / self.within, self.best * self.within
         return {
             "machine": self.machine.label,
@@ -127,7 +111,6 @@ class Prediction:
 
     def document(self, images: float, hour: float | None) -> dict[str, Any]:
         """The same for programs; arguments as for `row`."""
-        price = {} if hour is None else {"price": round(self.price(images, hour), 2)}
         return {
             "machine": self.machine.text,
             "between": self.machine.between,
@@ -148,7 +131,7 @@ class Prediction:
             "changes": [{"what": change.text, "gain": round(change.gain, 3)} for change in self.changes],
             "notes": list(self.notes),
             "days": round(self.days(images), 4),
-            **price,
+            **({"price": round(self.price(images, hour), 2)} if hour is not None else {}),
         }
 
 
@@ -192,15 +175,11 @@ def plan_on(
     """
     if precision not in (*PRECISIONS, "auto"):
         raise ConvoyError(f"{precision!r} is no precision: choose auto, or one of {', '.join(PRECISIONS)}")
+    check_positive(memory_limit=memory_limit, images_per_second=images_per_second)
     devices = machine(on, between, read_devices(Path(catalog)) if catalog is not None else None)
     precision = usual_precision(devices) if precision == "auto" else precision
     workload = workload_of(
-        model,
-        example,
-        global_batch,
-        batch_norm=batch_norm,
-        microbatch=-(-global_batch // microbatches) if microbatches else 0,
-        precision=PRECISIONS[precision],
+        model, example, global_batch, batch_norm=batch_norm, microbatches=microbatches, precision=precision
     )
     fixes = [fix] if isinstance(fix, str) else list(fix)
     return predict(
@@ -231,6 +210,12 @@ def predict(
             f"a batch of {batch} is too small for the {count} devices of {machine.text}: raise --batch, or ask for "
             "fewer"
         )
+    limit = SCORED if plans else SEARCHED
+    if (plans or fixes) and count > limit:
+        what = "given plans are predicted" if plans else "plans with fixed layers are searched for"
+        raise ConvoyError(f"{what} on up to {limit} devices, but {machine.text} has {count}: ask for fewer")
+    for plan in plans:
+        workload.check(plan)
     if precision == "bf16" and (lacking := [device.name for device in machine.devices if not has_bf16(device)]):
         raise ConvoyError(f"{lacking[0]} does not compute in bf16: choose fp32 or fp16")
     parallel = DataParallel(work_of(workload.graph), machine, precision, software)
@@ -243,26 +228,19 @@ def predict(
     workload = replace(workload, shares=shares) if len(set(shares)) > 1 else workload
     planned, gain = None, 1.0
     notes = [f"plans other than data parallelism are looked for on up to {SEARCHED} devices"]
-    if count <= SEARCHED:
+    if plans or count <= SEARCHED:
         planned, gain = _planned(workload, parallel, done, fixes, plans, room)
         notes = list(planned.notes)
-    alone = statistics.fmean(min(batch / parallel.alone(device, batch), feed) for device in machine.devices)
+    else:
+        workload.parts(count)  # tells of a batch that so many cannot share
+        pair = replace(workload.resized(2 * max(shares)), microbatch=0)  # each needs as much as with all others
+        memory = rank_memory(pair.place(Plan.by_samples(2)), _costs(workload, parallel, done))
+        _check_room(workload, machine, most(memory).total, room)
+    alone = statistics.fmean(min(batch / parallel.alone(device, batch).total, feed) for device in machine.devices)
     if count > 1 and alone > rate * gain:
         notes.append(f"one device alone is faster: {alone:,.0f} images/s")
-    return Prediction(
-        machine,
-        precision,
-        batch,
-        rate,
-        parallel.within,
-        alone,
-        parallel.holds_back(done),
-        planned,
-        gain,
-        parallel.curve(batch),
-        parallel.changes(shares, done),
-        tuple(notes),
-    )
+    found = planned, gain, parallel.curve(batch), parallel.changes(shares, done), tuple(notes)
+    return Prediction(machine, precision, batch, rate, parallel.within, alone, parallel.holds_back(done), *found)
 
 
 def usual_precision(machine: Machine) -> str:
@@ -281,7 +259,7 @@ def _costs(workload: Workload, parallel: DataParallel, done: Step) -> Costs:
     machine, first = parallel.machine, parallel.machine.devices[0]
     share = min(0.6, max(0.05, done.exposed / done.exchange)) if done.exchange else 0.1
     images = workload.batch / len(machine.devices)
-    seconds_of = {device: parallel.alone(device, images) for device in set(machine.devices)}
+    seconds_of = {device: parallel.alone(device, images).total for device in set(machine.devices)}
     slowdowns = tuple(seconds_of[device] / seconds_of[first] for device in machine.devices)
     return Costs(
         times_on(first, units(first, parallel.precision), parallel.software),
@@ -295,12 +273,7 @@ def _costs(workload: Workload, parallel: DataParallel, done: Step) -> Costs:
 
 
 def _planned(
-    workload: Workload,
-    parallel: DataParallel,
-    done: Step,
-    fixes: Sequence[str],
-    plans: Sequence[Plan],
-    room: float,
+    workload: Workload, parallel: DataParallel, done: Step, fixes: Sequence[str], plans: Sequence[Plan], room: float
 ) -> tuple[Planned, float]:
     """The plans that are predicted to be fastest, and how much faster than data parallelism the first is."""
     machine, count, costs = parallel.machine, len(parallel.machine.devices), _costs(workload, parallel, done)
@@ -309,6 +282,7 @@ def _planned(
         as_run = replace(workload, schedules=(workload.default_schedule,))
         predictions = [score(as_run, plan, costs, memory_limit=room) for plan in plans]
     elif count == 1:
+        Layers(workload.graph, Constraints(tuple(fixes)))  # tells of a fix that cannot be
         predictions = [serial]
     else:
         on = [Mesh(("gpu",), (count,))]  # all devices as one axis, and also as hosts of devices where there are several
@@ -324,27 +298,33 @@ def _planned(
             with contextlib.suppress(TooLargeError):
                 proposed = propose(workload, count, costs, constraints, [])
                 predictions += [score(workload, plan, costs, passes, room) for plan, passes in proposed]
+    _check_room(workload, machine, min(scored.memory.total for scored in predictions), room)
     fitting = [scored for scored in predictions if scored.memory.total <= room]
-    if not fitting:
-        device = min(machine.devices, key=lambda device: device.memory_gb)
-        least = min(scored.memory.total for scored in predictions)
-        raise TooLargeError(
-            f"a batch of {workload.batch} needs {size(least)} on each {device.name}, {size(int(least - room))} more "
-            f"than the {size(int(room))} that there are: lower --batch, or ask for more devices",
-            least,
-        )
     best = sorted(fitting, key=lambda scored: scored.seconds)
     plain = next((scored for scored in predictions if scored.plan == Plan.by_samples(count)), None)
     if plain in best and not plans and plain.seconds < WORTH * best[0].seconds:
         best = best[best.index(plain) :]  # what is hardly faster is no gain
-    plain = plain or score(workload, Plan.by_samples(count), costs)
     notes = []
+    if plain is None:
+        try:
+            plain = score(workload, Plan.by_samples(count), costs)
+        except ConvoyError as error:  # the microbatches are too few
+            plain = score(replace(workload, microbatch=0), Plan.by_samples(count), replace(costs, microbatch=0))
+            notes.append(f"{error}; the plan is compared with data parallelism without microbatches")
     if (needs := plain.memory.total) > room:
         notes.append(f"data parallelism does not fit: it needs {size(needs)} on each device, of {size(int(room))}")
     if (enough := count // _repeated(workload, best[0].plan)) < count:
         notes.append(f"{enough} of the {count} devices would be as fast: the others repeat what these do")
     planned = Planned(workload, count, tuple(best), serial, None, costs, tuple(notes))
     return planned, plain.seconds / best[0].seconds
+
+
+def _check_room(workload: Workload, machine: Machine, needs: int, room: float) -> None:
+    if needs > room:
+        device = min(machine.devices, key=lambda device: device.memory_gb)
+        why = f"needs {size(needs)} on each {device.name}, {size(int(needs - room))} more than the {size(int(room))}"
+        why += " that there are: lower --batch, or ask for more devices"
+        raise TooLargeError(f"a batch of {workload.batch} {why}", needs)
 
 
 def _repeated(workload: Workload, plan: Plan) -> int:
@@ -360,14 +340,10 @@ def times_on(device: Device, precision: str, software: Software) -> LayerTimes:
     """Seconds of operations on a device of the catalog."""
 
     @cache
-    def of_item(item: Item, needs_gradient: bool) -> Times:
-        seconds = times(Work.of([item], 0, 0, 0, 0, 1), 1, device, precision, software)
+    def of_item(item: Item) -> Times:
+        seconds = times(Work.of([item], 0, 0, 1), 1, device, precision, software)
         forward, backward = float(seconds.forward[0]), float(seconds.backward[0])
-        return (
-            Times(forward, backward, seconds.host, 2 * seconds.host)
-            if needs_gradient
-            else Times(forward, 0.0, seconds.host)
-        )
+        return Times(forward, backward, seconds.host, 2 * seconds.host * item.back)
 
     def of_op(op: LocalOp, /) -> Times:
         if op.is_empty or op.op in VIEWS:
@@ -375,7 +351,7 @@ def times_on(device: Device, precision: str, software: Software) -> LayerTimes:
         if op.op in ("redistribute", "copy"):
             rate, launch = bandwidth(device), device.launch_us * 1e-6
             return Times(*(num_bytes / rate + launch if num_bytes else 0.0 for num_bytes in op.bytes))
-        return of_item(_item(op), any(operand.gradient for operand in op.inputs))
+        return of_item(_item(op))
 
     return of_op
 
@@ -391,8 +367,7 @@ def work_of(graph: Graph) -> Work:
     placement = place(graph, plan, Batch(plan.mesh, (), (range(images),)), ())
     items = [_item(local_op(placed, placement, 0)) for placed in placement.calls if placed.call.op not in VIEWS]
     elements = [math.prod(value.shape) for value in graph.parameters() if value.trains]
-    kept, image = sum(item.written for item in items) / images, math.prod(graph.shape(graph.inputs[0])) / images
-    return Work.of(items, float(sum(elements)), len(elements), kept, image, images)
+    return Work.of(items, float(sum(elements)), len(elements), images)
 
 
 def _item(op: LocalOp) -> Item:
@@ -421,10 +396,10 @@ def links_of(site: Site, share: float) -> Links:
     def link(ranks: Ranks, /) -> Link:
         hosts = len({rank // site.per_host for rank in ranks})
         local = -(-len(ranks) // hosts)
-        inside = inside_link(site, site.per_host, fitted)
+        inside = inside_link(site, site.per_host)
         latency, whole, hop = 2 * (local - 1) * inside.latency, 2 * (local - 1) / local / inside.rate, inside.rate
         if hosts > 1:
-            between = network_link(site, fitted)
+            between = network_link(site)
             groups = max(1, site.per_host // local)
             latency += 2 * (hosts - 1) * between.latency
             whole += 2 * (hosts - 1) / hosts * groups / between.rate

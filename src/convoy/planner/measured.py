@@ -32,7 +32,7 @@ from convoy.ops import OPERATIONS
 from convoy.ops.memory import predict_memory
 from convoy.planner.cost.calibrated import Calibrated
 from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times, Update, issuing, mean
-from convoy.planner.cost.link import Links, links_named, ring
+from convoy.planner.cost.link import Links, assumed, links_named
 from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.profiling import ALIKE, Profiled, local_op_of, measured_links, profile, with_overhead
 from convoy.planner.search.layers import compact
@@ -59,7 +59,7 @@ _MATRIX, _REACHED = 512, 0.5  # rows of a matrix, and how much of the speed of i
 _ENOUGH_MORE = 1.2  # so many times as much memory is another try for what was killed
 _FROM_OTHERS = "its layers are predicted from what else was profiled"
 LONGEST = 60  # characters of a plan in what is said of a profiling
-ASSUMED_LINKS = Links(otherwise=lambda group: ring(Hop(2e-5, 5e9), len(group), overlap=False, cpu_share=1.0))
+ASSUMED_LINKS = assumed(Hop(2e-5, 5e9), overlap=False, cpu_share=1.0)
 
 Progress = Callable[[str, int, int], None]  # is told what is done, how much of it, and of how much
 

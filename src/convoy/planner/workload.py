@@ -2,11 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from convoy.engine.coupling import coupling
 from convoy.errors import ConvoyError
+from convoy.graph.capture import check_given
 from convoy.graph.graph import CaptureError, Graph, Ref
 from convoy.graph.tree import leaves
 from convoy.ops import capture, place
@@ -21,10 +23,14 @@ from convoy.ops.recompute import Recompute, check_recompute, recomputing
 from convoy.ops.registry import under_autocast
 from convoy.planner.cost.costs import Update
 from convoy.planner.cost.local_op import BatchNorm
+from convoy.plans.fit import check_patterns
 from convoy.plans.layout import balanced, consecutive
-from convoy.plans.place import Batch, Placement, sample_axes
+from convoy.plans.place import COMPUTE, Batch, Placement, sample_axes
 from convoy.plans.plan import Plan
 from convoy.plans.schedule import PARTS_PER_STAGE, SCHEDULES, Schedule
+
+# What a network may be trained in, and the type of autocast
+PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -145,6 +151,11 @@ class Workload:
             )
         return consecutive([sum(pieces[part.start : part.stop]) for part in balanced(len(pieces), count)])
 
+    def check(self, plan: Plan, modules: Iterable[str] = ()) -> None:
+        """Refuse a plan that names layers which the network lacks. `modules` may be some that are not called."""
+        layers = [call.layer for call in self.graph.calls if call.op in COMPUTE]
+        check_patterns(plan, layers, [*(call.layer for call in self.graph.calls), *modules])
+
     def place(self, plan: Plan) -> Placement:
         """The network under a plan; a ConvoyError where a layer cannot be divided as it says."""
         axes = sample_axes(((call.layer, call.op) for call in self.graph.calls), plan)
@@ -152,32 +163,52 @@ class Workload:
         return place(self.graph, plan, batch, self.outputs)
 
 
+def check_positive(**numbers: Any) -> None:
+    """Refuse arguments that are no numbers above 0: of bytes and rates any, of all else whole ones."""
+    for name, number in numbers.items():
+        kind = Real if name in ("memory_limit", "images_per_second") else Integral
+        if number is not None and not (isinstance(number, kind) and float(number) > 0):
+            raise ConvoyError(f"{name}={number!r} must be a {'whole ' * (kind is Integral)}number above 0")
+
+
 def workload_of(
     model: nn.Module,
     example: Tensor | Sequence[Tensor],
-    global_batch: int,
+    global_batch: int | None,
     *,
     passes: int = 1,
+    microbatches: int | None = None,
     channels_last: bool | None = None,
     recompute: Recompute = False,
     **training: Any,
 ) -> Workload:
-    """Look at a network without changing it; a ConvoyError where it cannot be seen as one graph, or the batch is too
-    small.
+    """Look at a network without changing it; a ConvoyError where it cannot be seen as one graph, or not be trained so.
 
     Of the example, the shape of a sample, the type and the device matter, and what is in it a little. `global_batch` is
-    the samples of one update on all devices together. Without `channels_last`, example and weights decide. `recompute`
-    adds to the layers for which the network itself asks for it. `training` are other fields of the workload: its name,
-    batch norm, microbatch, precision, optimizer.
+    the samples of one update on all devices together, by default those of the example. Without `channels_last`, example
+    and weights decide. `recompute` adds to the layers for which the network itself asks for it. `training` are other
+    fields of the workload: its name, batch norm, the samples of a microbatch where `microbatches` does not say how many
+    there are, precision (also by its name), optimizer.
     """
-    examples = (example,) if isinstance(example, Tensor) else tuple(example)
-    device, precision = examples[0].device, training.get("precision")
+    check_given(model)
+    examples = tuple(example) if isinstance(example, list | tuple) else (example,)
+    if not examples or not all(isinstance(x, Tensor) and x.dim() and len(x) for x in examples):
+        raise ConvoyError("example must be a tensor with samples along dim 0, or a tuple of one for each input")
+    batch = len(examples[0]) if global_batch is None else global_batch
+    check_positive(global_batch=batch, passes=passes, microbatches=microbatches)
+    if microbatches is not None:
+        training["microbatch"] = -(-batch // microbatches)
+        if microbatches > batch:
+            raise ConvoyError(f"microbatches={microbatches} cannot be made of {batch} samples: give at most {batch}")
+    device, precision, batch_norm = examples[0].device, training.get("precision"), training.get("batch_norm", "sync")
+    if isinstance(precision, str):
+        precision = training["precision"] = PRECISIONS.get(precision, precision)
+    if precision not in PRECISIONS.values():
+        raise ConvoyError(f"{precision!r} is no precision: choose one of {', '.join(PRECISIONS)}")
+    if batch_norm not in get_args(BatchNorm):
+        raise ConvoyError(f"batch_norm={batch_norm!r} is unknown: choose one of {', '.join(get_args(BatchNorm))}")
     if any(x.is_meta for x in examples):
         raise ConvoyError("the example is on the meta device: give one that is where the network is to be trained")
-    if passes < 1:
-        raise ConvoyError(f"an update of {passes} passes cannot be: it must have at least 1")
-    if global_batch < 1:
-        raise ConvoyError(f"a batch of {global_batch} samples cannot be trained: it must be at least 1")
     captured: dict[int, Graph] = {}
 
     def graph_at(samples: int) -> Graph:
@@ -194,7 +225,7 @@ def workload_of(
                 ) from error
         return under_autocast(recomputing(graph, recompute), precision, device.type)
 
-    first = graph_at(math.ceil(global_batch / passes))
+    first = graph_at(math.ceil(batch / passes))
     check_recompute(recompute, (call.layer for call in first.calls))
     if channels_last is None:
         images = [x for x in (*examples, *model.parameters()) if x.dim() == 4]
@@ -219,7 +250,7 @@ def workload_of(
             **training,
         )
 
-    return made(global_batch, passes)
+    return made(batch, passes)
 
 
 def _scaled(captured: Mapping[int, Graph], samples: int) -> Graph | None:
