@@ -43,6 +43,7 @@ UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x - x.mean(0) if x.isfinite().all() else x,
     "choice": lambda x: x * 2 if float(x.detach().mean()) > 0.1 else x,
     "draw": lambda x: F.dropout(x, 0.3, x.requires_grad) if x.isfinite().all() else x,
+    "gradient": lambda x: x * 2 if x.requires_grad else x * 3,
     "part": _without_first,
     "in place": lambda x: x.mul_(2) if x.isfinite().all() else x,
 }
@@ -114,6 +115,19 @@ OVERWRITING: dict[str, Work] = {
     "relu of the images": lambda net, x: net.conv(F.relu(x)),
 }
 """What may be overwritten, and what must not be."""
+
+
+def _twice(net: Layers, x: Tensor) -> Tensor:
+    once, flipped = net.last(net.norm(net.conv(torch.cat([x, x.flip(3)])))).mean((2, 3)).chunk(2)
+    return once + 2 * flipped
+
+
+JOINED: dict[str, Work] = {
+    "twice": _twice,
+    "first four": lambda net, x: net.last(net.conv(x)).mean((2, 3)) + net.last(net.norm(net.conv(x[:4]))).mean(),
+    "one by one": lambda net, x: torch.cat([net.fc(net.conv(one).mean((2, 3))) for one in x.split(1)]),
+}
+"""Other samples than those of the batch, or other numbers of them."""
 
 
 def _between_heads(net: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,7 +240,7 @@ ODD_NETS: dict[str, Callable[[], nn.Module]] = {
     **{f"unseen, gives {gives}": coupled(UNSEEN["choice"], gives) for gives in ("scalar", "vector")},
     "gives weight": coupled(lambda x: x, "weight"),
     **{f"calls {kind}": between(kind) for kind in (*CALLS, *BIASED)},
-    **{kind: (lambda work=work: Layers(work)) for kind, work in OVERWRITING.items()},
+    **{kind: (lambda work=work: Layers(work)) for kind, work in (OVERWRITING | JOINED).items()},
     **GIVEN,
     "branches": Branches,
     "wide": wide,

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 from exactness import all_distances
-from odd_nets import BIASED, CALLS, COUPLINGS, GIVEN, OVERWRITING, STAGED, UNSEEN
+from odd_nets import BIASED, CALLS, COUPLINGS, GIVEN, JOINED, OVERWRITING, STAGED, UNSEEN
 
 from convoy.ops.memory import Readers
 from convoy.ops.postponed import PostponedGradients
@@ -49,6 +49,7 @@ CASES: dict[str, Cases] = {
     "sample=2 and coupled samples": [
         *((f"coupled by {kind}", ODD) for kind in COUPLINGS),
         *((f"unseen {kind}", ODD) for kind in UNSEEN),
+        *((kind, SPARSE) for kind in JOINED),
         *((f"{net}, gives {gives}", ODD) for net in ("coupled", "unseen") for gives in ("scalar", "vector")),
     ],
     "sample=2 and networks as people have them": [(kind, ODD) for kind in (*GIVEN, *OVERWRITING)],
@@ -76,7 +77,7 @@ CASES: dict[str, Cases] = {
     "height=3": [("dense", {}), ("depthwise", {})],
     "width=2": [("dense", {}), ("depthwise", PARTS)],
     "sample=2,filter=2": [("dense", {}), ("coupled, gives scalar", ODD), ("unseen, gives vector", ODD)],
-    "sample=2,height=2": [("dropping", PARTS)],
+    "sample=2,height=2": [("dropping", PARTS), ("first four", ODD)],
     "height=2,width=2": [("dense", {})],
     "owt=2": [("lenet", {}), ("squeeze-excite", {}), ("dense", SPARSE), ("unseen mean", ODD)],
     "stage=2": [

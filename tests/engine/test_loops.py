@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from exactness import worst_gradient
 from odd_nets import base
-from own_loops import IMAGES, LABELS, loss_of, rank, ranks_net, small, world_of
+from own_loops import IMAGES, LABELS, far, loss_of, rank, ranks_net, small, world_of
 from torch import Tensor, nn
 
 import convoy
@@ -91,11 +91,28 @@ def accumulated(plan: str, sizes: tuple[int, ...] = (5, 3, 4)) -> Pair:
     return found[0], found[1] if plan == "sample=2" else 1.0
 
 
+def of_no_samples(plan: str) -> Pair:
+    """A batch without samples between two others; in the other case it is left out."""
+    found = []
+    for sizes in ((8, 0, 8), (8, 8)):
+        serial, net = small(), convoy.parallelize(small(), plan, IMAGES[:4])
+        for size in (8, 0, 8):
+            net.zero_grad()
+            y = net(IMAGES[:size][convoy.local_samples(net, size)])
+            (y.square().sum() / max(1, len(y))).backward()
+        for size in sizes:
+            serial.zero_grad()
+            (serial(IMAGES[:size]).square().sum() / 8).backward()
+        found.append(max(worst_gradient(net, serial), far(convoy.state_dict(net), serial.state_dict())))
+    return found[0], found[1]
+
+
 BODIES: list[tuple[Callable[..., Pair], list[str], tuple[Any, ...]]] = [
     (called, ["serial", "sample=2", "filter=2"], ()),
     (parts_of_the_loss, ["sample=2", "filter=2", "owt=2"], ()),
     (accumulated, ["sample=2", "owt=2", "serial"], ()),
     (accumulated, ["sample=2"], ((1, 4, 1),)),
+    (of_no_samples, ["sample=2", "height=2", "filter=2"], ()),
 ]
 
 

@@ -143,6 +143,9 @@ REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
     "replaces odd.num_": lambda layer, x: setattr(layer, "num_batches_tracked", layer.num_batches_tracked + 1) or x,
     "copy_ changes a tensor in place": lambda layer, x: x * layer.shift.copy_(x.mean((0, 1, 2, 3))[None]),
     "rand draws random numbers in a way": lambda layer, x: x * torch.rand(2, 1, 1, 1, generator=torch.Generator()),
+    "asks whether a tensor requires a gradient": lambda layer, x: x * 2 if x.requires_grad else x,
+    "odd: it asks whether a tensor requires a": lambda layer, x: x if (x + 1).grad_fn is None else x * 2,
+    "odd: it asks whether": lambda layer, x: x if x.flatten().is_leaf else x * 2,
     "dropout3d draws random numbers for numbers that belong to no sample": lambda layer, x: F.dropout3d(x),
 }
 
@@ -157,6 +160,16 @@ def test_what_a_graph_cannot_say_is_refused_and_leaves_the_network_alone(caplog:
         images = torch.ones(1, 3, 2, 2)
         assert torch.equal(model.conv(images), model.conv(images))
     assert caplog.records == []  # torch logs nothing of its own
+
+
+def test_weights_and_libraries_may_be_asked_for_gradients() -> None:
+    of_library = eval("lambda x: x * 2 if x.requires_grad else x", {"__name__": "torchvision.models.densenet"})
+    for function in (lambda layer, x: x * 2 if layer.scale.requires_grad else x, lambda layer, x: of_library(x) + 1):
+        model = Odd(function)
+        assert len(capture(model, ((2, 3, 5, 5),)).calls) == 2
+    model = Odd(lambda layer, x: x * 2 if layer.scale.requires_grad or layer.shift.requires_grad else x)
+    model.odd.scale.requires_grad_(False)
+    assert len(capture(model, ((2, 3, 5, 5),)).calls) == 1
 
 
 def test_numbers_are_drawn_with_the_probability_that_is_asked_for() -> None:

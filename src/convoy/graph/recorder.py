@@ -1,6 +1,7 @@
 """The torch functions that a network calls, written down: what changes a tensor in place becomes a new tensor, and a
 function that is several simpler ones, for which there are rules, these."""
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -149,6 +150,8 @@ def out_of_place(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 QUESTIONS = {"__get__", "size", "dim", "stride", "numel", "__len__", "is_floating_point", "is_contiguous", "ndimension"}
 PARTS = [getattr(Tensor, name) for name in ("T", "mT", "H", "mH", "data", "real", "imag")]  # what `__get__` computes
+OF_AUTOGRAD = [getattr(Tensor, name) for name in ("requires_grad", "grad_fn", "is_leaf")]
+LIBRARIES = {"torch", "torchvision", "timm"}  # there these decide about checkpointing and warnings, not about numbers
 FROM_SHAPE = {"new_zeros", "new_ones", "new_full", "new_tensor", "zeros_like", "ones_like", "full_like"}
 EMPTY = {"empty", "new_empty", "empty_like"}
 UNIFORM = {"rand", "rand_like"}
@@ -230,8 +233,11 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = torch_name(func)
-        if self._inside or (name in QUESTIONS and getattr(func, "__self__", None) not in PARTS):
+        name, descriptor = torch_name(func), getattr(func, "__self__", None)
+        if self._inside or (name in QUESTIONS and descriptor not in PARTS):
+            by_user = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES
+            if descriptor in OF_AUTOGRAD and by_user and not self._inside and (known := self._names.get(id(args[0]))):
+                return self._of_autograd(descriptor, known, func(*args))
             return func(*args, **kwargs)
         if expansion := EXPANSIONS.get(func) or EXPANSIONS.get(name):
             steps = expansion(*args, **torch_names(kwargs))
@@ -395,6 +401,14 @@ class Recorder(TorchFunctionMode):
         if value.name in self.updates and getattr(self._layers.module, "momentum", 0) is None:
             return {"__float__": 1.0, "__int__": 1, "item": 1}.get(name)
         return None
+
+    def _of_autograd(self, question: Any, name: str, answer: Any) -> Any:
+        """What autograd knows of a parameter or buffer. Of other tensors it depends on what each pass is called with,
+        and within which `no_grad`."""
+        value = self._given.get(name)
+        if value is None or value.origin == "input":
+            raise CaptureError("it asks whether a tensor requires a gradient", self._layers.name)
+        return value.trains if value.origin == "parameter" and question == OF_AUTOGRAD[0] else answer
 
     def _draw(self, kind: str, p: float | None, tensor: Tensor) -> Tensor:
         shape = tuple(tensor.shape)

@@ -121,7 +121,7 @@ class _Layer:
     def by_whole_pass(self, x: Tensor, norm: Norm, buffers: Buffers) -> Tensor:
         """Normalize over the samples, rows and columns of all ranks."""
         running = self._running(buffers)
-        if x.shape[1] == 0 or (self.in_turns and len(x) == 0):
+        if x.shape[1] == 0 or self.shape[0] == 0 or (self.in_turns and len(x) == 0):  # nothing to take statistics of
             return _nothing(x, norm)
         return normalize(x, norm, running, self.passing)
 

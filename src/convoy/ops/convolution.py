@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from convoy.graph.graph import Call, Graph, Recognized, TorchCall, each
 from convoy.ops import opaque
 from convoy.ops.kernel import Kernel, Part, Site, flat_padding, postponing, with_bias
-from convoy.ops.layouts import even, follow, groups_in, members
+from convoy.ops.layouts import even, follow, groups_in, members, sample_split
 from convoy.ops.operation import Operation, Shape, keeps_inputs, keeps_operands
 from convoy.ops.postponed import Weighted
 from convoy.plans.fit import axis_names, check_size
@@ -101,13 +101,12 @@ def place(situation: Situation) -> Placed:
     call = situation.call
     weight_dims = (1, 0) if call.attributes["transposed"] else (0, 1)
     channels = _grouped(situation) if call.attributes["groups"] > 1 else channels_of(situation, 1, weight_dims)
-    axes = situation.axes("sample")
-    samples = situation.batch.split(axes)
+    samples = sample_split(situation, call.attributes["input"])
     in_splits, out_splits = (
         {dim: split for dim, split in ((0, samples), (1, of_channels)) if split is not None}
         for of_channels in (channels.input, channels.output)
     )
-    shared = {*axes, *_rows(situation, in_splits, out_splits)}
+    shared = {*situation.axes("sample"), *_rows(situation, in_splits, out_splits)}
     return _with_parameters(situation, channels, in_splits, out_splits, shared)
 
 

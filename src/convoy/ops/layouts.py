@@ -125,3 +125,12 @@ def follow(situation: Situation, source: str, dim: int, axes: Axes, size: int) -
         if min(lengths) > 0 and max(lengths) <= -(-size // len(lengths)) * 1.5:
             return before
     return even(situation.mesh, axes, size)
+
+
+def sample_split(situation: Situation, name: str) -> Split | None:
+    """How a layer that is divided by samples has those of an input: as the batch, or where the network has joined or
+    left out some, as they come."""
+    axes, count = situation.axes("sample"), situation.shape(name)[0]
+    if axes and count != situation.batch.num_samples:
+        return follow(situation, name, 0, axes, count)
+    return situation.batch.split(axes)
