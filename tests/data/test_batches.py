@@ -15,15 +15,7 @@ from convoy.data.pixels import PixelSource
 from convoy.data.sources import Source
 from convoy.data.transforms import Geometry
 from convoy.errors import ConvoyError
-from data.made import (
-    Listed,
-    encoded,
-    evaluated,
-    picture,
-    pixels,
-    same,
-    trained,
-)
+from data.made import Listed, encoded, evaluated, picture, pixels, same, trained
 
 SAMPLES = np.array([7, 3, 11, 3, 0])
 ALL = {"crop": "random-resized", "flip": True, "color_jitter": 0.4, "pca_noise": 0.1}

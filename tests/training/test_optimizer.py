@@ -8,14 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
-from convoy.recipe.optim import (
-    AdamWConfig,
-    GroupConfig,
-    LambConfig,
-    LarsConfig,
-    OptimizerConfig,
-    SgdConfig,
-)
+from convoy.recipe.optim import AdamWConfig, GroupConfig, LambConfig, LarsConfig, OptimizerConfig, SgdConfig
 from convoy.training.optimizer import check_groups, create_optimizer, set_rates
 
 RATES = [0.5, 0.5, 0.25, 0.25, 0.1, 0.05]

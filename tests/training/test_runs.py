@@ -10,15 +10,7 @@ from convoy.errors import ConvoyError
 from convoy.recipe.recipe import load_recipe
 from ranks import run_ranks
 from tiny import NUM_TEST, TinyNet
-from training.scenarios import (
-    Settings,
-    drop_checkpoints,
-    lines,
-    put,
-    store_of,
-    summary,
-    weights,
-)
+from training.scenarios import Settings, drop_checkpoints, lines, put, store_of, summary, weights
 from whole_runs import recipe_of, train_here
 
 SHORT = {"epochs": "3ep"}
