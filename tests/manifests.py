@@ -10,25 +10,11 @@ from convoy.launch.clusters import complete, manifest
 
 def training(arguments: tuple[str, ...] = ("resnet50", "--data", "/data"), **changes: Any) -> dict[str, Any]:
     """A training on two pods with four GPUs each."""
-    values: dict[str, Any] = {
-        "name": "resnet50",
-        "namespace": None,
-        "image": "registry.example:5000/team/convoy:1.0",
-        "num_nodes": 2,
-        "least_nodes": None,
-        "devices_per_node": 4,
-        "accelerator": "nvidia.com/gpu",
-        "run_claim": "runs",
-        "data_claim": "imagenet",
-        "cpu": "16",
-        "memory": "64Gi",
-        "shared_memory": "8Gi",
-        "runtime": "torch-distributed",
-        "environment": {},
-        "secrets": {},
-        "max_restarts": 3,
-        "user": 1000,
-    } | changes
+    values: dict[str, Any] = {"name": "resnet50", "namespace": None, "image": "registry.example:5000/team/convoy:1.0"}
+    values |= {"num_nodes": 2, "least_nodes": None, "devices_per_node": 4, "accelerator": "nvidia.com/gpu"}
+    values |= {"cpu": "16", "memory": "64Gi", "shared_memory": "8Gi", "run_claim": "runs", "data_claim": "imagenet"}
+    values |= {"runtime": "torch-distributed", "environment": {}, "secrets": {}, "max_restarts": 3, "user": 1000}
+    values |= changes
     return values | {"arguments": complete(arguments, {}, values["name"])}
 
 

@@ -81,9 +81,8 @@ class OneCall:
         parts = samples.parts if samples else balanced(self.gradient.shape[0], 1)
         strategy = tuple("sample" if axis in axes else "replicate" for axis in range(len(self.sizes)))
         given = {"x": self.given} if "x" in self.tensors else {}
-        return OPERATIONS[self.op].place(
-            Situation(graph, self.mesh, Batch(self.mesh, axes, parts), graph.calls[0], strategy, given)
-        )
+        batch = Batch(self.mesh, axes, parts)
+        return OPERATIONS[self.op].place(Situation(graph, self.mesh, batch, graph.calls[0], strategy, given))
 
 
 def rank_results(case: OneCall) -> dict[str, Tensor]:
@@ -128,12 +127,11 @@ def whole(case: OneCall, ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     layouts = {"y": placed.outputs["y"], **{name: placed.inputs[name] for name in case.buffers}}
     layouts |= {f"{name}.grad": layout for name, layout in placed.inputs.items()}
     shapes = {"y": case.gradient.shape, **{name: t.shape for name, t in case.tensors.items()}}
-    return {
-        name: joined(
-            [rank[name] for rank in ranks], layout, case.mesh, shapes[name.removesuffix(".grad")], layout.copied
-        )
-        for name, layout in ((name, layouts[name]) for name in ranks[0])
-    }
+    results = {}
+    for name in ranks[0]:
+        parts, shape = [rank[name] for rank in ranks], shapes[name.removesuffix(".grad")]
+        results[name] = joined(parts, layouts[name], case.mesh, shape, layouts[name].copied)
+    return results
 
 
 def joined(parts: list[Tensor], layout: Layout, mesh: Mesh, shape: Sequence[int], added: frozenset[int]) -> Tensor:
@@ -160,12 +158,10 @@ def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[str, float]:
     """The largest relative difference."""
     assert got.keys() == want.keys(), f"{sorted(got)} against {sorted(want)}"
     largest = max((t.abs().max().item() for name, t in want.items() if name.endswith(".grad")), default=0.0)
-    errors = {
-        name: ((got[name] - t).abs().max() / max(t.abs().max().item(), 1e-9 * largest, 1e-300)).item()
-        if t.numel()
-        else 0.0
-        for name, t in want.items()
-    }
+    errors = dict.fromkeys(want, 0.0)
+    for name, t in want.items():
+        if t.numel():
+            errors[name] = ((got[name] - t).abs().max() / max(t.abs().max().item(), 1e-9 * largest, 1e-300)).item()
     name = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
     return name, errors[name]
 

@@ -173,16 +173,9 @@ def _open_store() -> dist.TCPStore:
 
 def _variables(rank: int, world: int, port: int) -> dict[str, str]:
     """As torchrun's agent, which holds the store, sets them."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    fixed = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
+    return fixed | {name: str(number) for name, number in numbers.items()}
 
 
 def _serve(pipe: Connection, stacks: str) -> None:

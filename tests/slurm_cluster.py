@@ -83,11 +83,8 @@ def slurm_cluster() -> Iterator[Cluster]:
         environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
         files = [f"--{what}-file={folder}/munge.{what}" for what in ("key", "log", "pid", "seed")]
         munge = ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files]
-        daemons = [
-            (hosts[0], munge),
-            (hosts[0], ["slurmctld", "-D"]),
-            *((host, ["slurmd", "-D"]) for host in hosts[1:]),
-        ]
+        daemons = [(hosts[0], munge), (hosts[0], ["slurmctld", "-D"])]
+        daemons += [(host, ["slurmd", "-D"]) for host in hosts[1:]]
         started: list[subprocess.Popen] = []
         cluster = Cluster(hosts[0], environment)
         try:

@@ -12,9 +12,8 @@ class Depthwise(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU6(inplace=True))
         self.expand = nn.Sequential(nn.Conv2d(8, 24, 1, bias=False), nn.BatchNorm2d(24), nn.ReLU6(inplace=True))
-        self.depth = nn.Sequential(
-            nn.Conv2d(24, 24, 3, 1, 1, groups=24, bias=False), nn.BatchNorm2d(24), nn.Hardswish()
-        )
+        depthwise = nn.Conv2d(24, 24, 3, 1, 1, groups=24, bias=False)
+        self.depth = nn.Sequential(depthwise, nn.BatchNorm2d(24), nn.Hardswish())
         self.project = nn.Sequential(nn.Conv2d(24, 8, 1, bias=False), nn.BatchNorm2d(8))
         self.head = nn.Linear(8, 10)
 
@@ -30,10 +29,8 @@ class SqueezeExcite(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 12, 3, 2, 1)
-        self.squeeze = nn.Conv2d(12, 6, 1)
-        self.excite = nn.Conv2d(6, 12, 1)
-        self.last = nn.Conv2d(12, 12, 3, 1, 1, bias=False)
-        self.norm = nn.BatchNorm2d(12)
+        self.squeeze, self.excite = nn.Conv2d(12, 6, 1), nn.Conv2d(6, 12, 1)
+        self.last, self.norm = nn.Conv2d(12, 12, 3, 1, 1, bias=False), nn.BatchNorm2d(12)
         self.head = nn.Linear(12, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,9 +48,7 @@ class Dense(nn.Module):
         self.stem = nn.Conv2d(3, 6, 3, 1, 1, bias=False)
         self.norms = nn.ModuleList(nn.BatchNorm2d(6 + 5 * i) for i in range(3))
         self.convs = nn.ModuleList(nn.Conv2d(6 + 5 * i, 5, 3, padding=1, bias=False) for i in range(3))
-        self.norm = nn.BatchNorm2d(21)
-        self.pool = nn.AvgPool2d(2)
-        self.head = nn.Linear(21, 10)
+        self.norm, self.pool, self.head = nn.BatchNorm2d(21), nn.AvgPool2d(2), nn.Linear(21, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         features = [self.pool(self.stem(x))]
@@ -69,19 +64,11 @@ class Shuffle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 12, 3, 2, 1, bias=False), nn.BatchNorm2d(12), nn.ReLU(inplace=True))
-        self.way = nn.Sequential(
-            nn.Conv2d(6, 6, 1, bias=False),
-            nn.BatchNorm2d(6),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(6, 6, 3, 1, 1, groups=6, bias=False),
-            nn.BatchNorm2d(6),
-            nn.Tanh(),
-            nn.Conv2d(6, 6, 1, bias=False),
-            nn.BatchNorm2d(6),
-            nn.ReLU(inplace=True),
-        )
-        self.last = nn.Conv2d(12, 16, 1)
-        self.head = nn.Linear(16, 10)
+        first = nn.Conv2d(6, 6, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True)
+        depth = nn.Conv2d(6, 6, 3, 1, 1, groups=6, bias=False), nn.BatchNorm2d(6), nn.Tanh()
+        second = nn.Conv2d(6, 6, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True)
+        self.way = nn.Sequential(*first, *depth, *second)
+        self.last, self.head = nn.Conv2d(12, 16, 1), nn.Linear(16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -99,12 +86,9 @@ class Permuted(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, 12, 4, 4)
         self.depth = nn.Conv2d(12, 12, 3, padding=1, groups=12)
-        self.norm = nn.LayerNorm(12, eps=1e-6)
-        self.up = nn.Linear(12, 24)
-        self.down = nn.Linear(24, 12)
+        self.norm, self.up, self.down = nn.LayerNorm(12, eps=1e-6), nn.Linear(12, 24), nn.Linear(24, 12)
         self.scale = nn.Parameter(torch.full((12, 1, 1), 0.5))
-        self.last = nn.LayerNorm(12)
-        self.head = nn.Linear(12, 10)
+        self.last, self.head = nn.LayerNorm(12), nn.Linear(12, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -120,11 +104,8 @@ class RootMeanSquare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 12, 4, 4)
-        self.norm = nn.RMSNorm(12, eps=1e-6)
-        self.up = nn.Linear(12, 24)
-        self.down = nn.Linear(24, 12)
-        self.second = nn.Conv2d(12, 6, 3, 2, 1)
-        self.head = nn.Linear(6, 10)
+        self.norm, self.up, self.down = nn.RMSNorm(12, eps=1e-6), nn.Linear(12, 24), nn.Linear(24, 12)
+        self.second, self.head = nn.Conv2d(12, 6, 3, 2, 1), nn.Linear(6, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -137,14 +118,9 @@ class Dropping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, 2, 1, bias=False)
-        self.norm = nn.BatchNorm2d(8)
-        self.channels = nn.Dropout2d(0.4)
-        self.second = nn.Conv2d(8, 12, 3, 2, 1)
-        self.pixels = nn.Dropout(0.3)
-        self.hidden = nn.Linear(12 * 16, 24)
-        self.units = nn.Dropout(0.5)
-        self.head = nn.Linear(24, 10)
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8)
+        self.second, self.hidden, self.head = nn.Conv2d(8, 12, 3, 2, 1), nn.Linear(12 * 16, 24), nn.Linear(24, 10)
+        self.channels, self.pixels, self.units = nn.Dropout2d(0.4), nn.Dropout(0.3), nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.channels(F.relu(self.norm(self.conv(x))))
@@ -152,12 +128,5 @@ class Dropping(nn.Module):
         return self.head(self.units(F.relu(self.hidden(F.adaptive_avg_pool2d(x, 4).flatten(1)))))
 
 
-SMALL_NETS: dict[str, type[nn.Module]] = {
-    "depthwise": Depthwise,
-    "squeeze-excite": SqueezeExcite,
-    "dense": Dense,
-    "shuffle": Shuffle,
-    "permuted": Permuted,
-    "root-mean-square": RootMeanSquare,
-    "dropping": Dropping,
-}
+SMALL_NETS: dict[str, type[nn.Module]] = {"depthwise": Depthwise, "squeeze-excite": SqueezeExcite, "dense": Dense}
+SMALL_NETS |= {"shuffle": Shuffle, "permuted": Permuted, "root-mean-square": RootMeanSquare, "dropping": Dropping}

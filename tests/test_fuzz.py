@@ -125,15 +125,8 @@ def damaged(draw: random.Random, content: bytes) -> bytes:
         part = number.to_bytes(size, draw.choice(("little", "big")))
         again = result[at : at + draw.choice((1, 8, 100))] * draw.choice((1, 2, 50))
         rest = len(result) if draw.random() < 0.3 else 0
-        ways = [
-            (1, draw.randbytes(1)),
-            (size, part),
-            (0, part),
-            (draw.choice((1, 4, 100)), b""),
-            (0, again),
-            (rest, b""),
-        ]
-        length, part = draw.choice(ways)
+        changed, cut = (1, draw.randbytes(1)), (draw.choice((1, 4, 100)), b"")
+        length, part = draw.choice([changed, (size, part), (0, part), cut, (0, again), (rest, b"")])
         result[at : at + length] = part
     return bytes(result)
 

@@ -29,7 +29,7 @@ LINES = {
     "src/convoy/script": 1479,
     "src/convoy/tasks": 1023,
     "src/convoy/training": 6733,
-    "tests": 20995,
+    "tests": 20662,
     "benchmarks": 5991,
     "docs": 3351,
 }

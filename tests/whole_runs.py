@@ -20,15 +20,8 @@ from convoy.training import Outcome, Trainer
 from convoy.training.environment import join_ranks
 from convoy.training.step import TrainingStep
 
-BASE = {
-    "model.name": "tiny:TinyNet",
-    "batch": "24",
-    "microbatch": "3",
-    "threads": "1",
-    "log_every": "1ba",
-    "optimizer.lr": "0.05",
-    "data.augment.crop": "pad",
-}
+BASE = {"model.name": "tiny:TinyNet", "batch": "24", "microbatch": "3", "threads": "1", "log_every": "1ba"}
+BASE |= {"optimizer.lr": "0.05", "data.augment.crop": "pad"}
 
 
 @dataclass

@@ -52,16 +52,11 @@ def measure(row: Configuration, number: int, seconds: float, wait: float = 0.1) 
     num = row.devices
     row.visits.append(Measurement(round=number, loss=2.3, ranks=[]))
     for rank in range(num):
-        times = RankTimes(
-            seconds=[seconds] * 4,
-            communication=[0.0 if num == 1 else seconds * (wait + 0.05 * rank)] * 4,
-            input=[0.02 * seconds] * 4,
-            optimizer=[0.1 * seconds] * 4,
-            memory=10**8 + rank,
-            overhead=1e-6,
-            without=[seconds * (1 - wait)] * 4 if row.kind in ("ddp", "fabric") else [],
-        )
-        row.visits[-1].ranks.append(times)
+        waits = 0.0 if num == 1 else seconds * (wait + 0.05 * rank)
+        parts = {"seconds": seconds, "communication": waits, "input": 0.02 * seconds, "optimizer": 0.1 * seconds}
+        without = [seconds * (1 - wait)] * 4 if row.kind in ("ddp", "fabric") else []
+        lists = {name: [part] * 4 for name, part in parts.items()}
+        row.visits[-1].ranks.append(RankTimes(**lists, without=without, memory=10**8 + rank, overhead=1e-6))
 
 
 LOSSES = {"sample": 0.9, "auto": 0.97, "filter": 0.6, "ddp": 0.8, "fabric": 0.78}
@@ -101,16 +96,11 @@ def write_trainings(folder: Path, *, same: Sequence[str] = ()) -> Path:
     store.begin_training(5.0)
     for number, row in enumerate(row for row in store.configurations if row.kind == "convoy"):
         off = 0.0 if number == 0 or row.key in same else 1e-3 * number
-        evaluations = [
-            Evaluation(
-                step=100 * place,
-                epoch=place / 2,
-                error=round(0.9 / place**1.5 + off * (place == 5), 9),
-                loss=2.3 / place + 2 * off * (place == 4),
-                train_s=12.0 * place / row.devices,
-            )
-            for place in range(1, 11)
-        ]
+        evaluations = []
+        for place in range(1, 11):
+            when = {"step": 100 * place, "epoch": place / 2, "train_s": 12.0 * place / row.devices}
+            error, loss = round(0.9 / place**1.5 + off * (place == 5), 9), 2.3 / place + 2 * off * (place == 4)
+            evaluations.append(Evaluation(error=error, loss=loss, **when))
         weights = f"{0 if not off else number:064x}"
         row.training = Training(run="run", finished=True, images=10_000, sha256=weights, evaluations=evaluations)
     store.save()

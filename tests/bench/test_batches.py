@@ -47,13 +47,8 @@ def train(job: Job) -> Outcome:
     every = recipe.evaluate_every.updates(1)
     needed = every * math.ceil(fewest(recipe.batch) * (1 + 0.5 * octaves**2) / every) + recipe.seed
     steps = min(needed, recipe.epochs.updates(4096 // recipe.batch))
-    facts = {
-        "reached": needed <= steps,
-        "steps": steps,
-        "train_s": 0.01 * steps,
-        "best_top1": min(0.97, 0.9 * steps / needed),
-    }
-    return Outcome(facts | {"noise_scale": 1.5 * NOISE})
+    facts = {"reached": needed <= steps, "steps": steps, "train_s": 0.01 * steps, "noise_scale": 1.5 * NOISE}
+    return Outcome(facts | {"best_top1": min(0.97, 0.9 * steps / needed)})
 
 
 SETTINGS = ["model.name=lenet", "data.path=mnist-mini", "batch=64"]

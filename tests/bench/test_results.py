@@ -83,10 +83,8 @@ def test_the_largest_distance_is_over_all_evaluations_and_rows(tmp_path: Path) -
 
 def test_what_is_no_study_is_said_with_what_it_lacks(tmp_path: Path) -> None:
     whole, words = document(write_study(tmp_path)), "is no study of convoy bench, or damaged"
-    refused: list[tuple[Any, str]] = [
-        ([], f"{words}: name"),
-        (whole | {"format": "other"}, "of another kind or version"),
-    ]
+    refused: list[tuple[Any, str]] = [([], f"{words}: name")]
+    refused += [(whole | {"format": "other"}, "of another kind or version")]
     refused += [(whole | {"schema": 2}, r"\({'schema': 2}\): use the Convoy that wrote it")]
     refused += [({key: whole[key] for key in whole if key != "study"}, rf"{words} \(study: Field required\)")]
     refused += [(whole | {"configurations": [{}]}, rf"{words} \(configurations.0.key: Field required\)")]

@@ -57,9 +57,8 @@ def test_profile_lists_what_was_measured_or_came_from_runs_and_forgets_it(
     assert not any(tmp_path.iterdir())
     assert "nothing is kept" in call("profile").out and call("profile --json").document == []
     store, device = ProfileStore(), Device("Some CPU", "2.13", "0.1", 1)
-    small, large = (
-        LocalOp("copy", "", (Operand((size,), "float32"),), (Operand((size,), "float32"),)) for size in (3, 5)
-    )
+    operands = [(Operand((size,), "float32"),) for size in (3, 5)]
+    small, large = (LocalOp("copy", "", operand, operand) for operand in operands)
     store.put(device, {small: Times(1e-3, 0.0), large: Times(2e-3, 0.0)})
     store.put(device, {small: Times(3e-3, 0.0)}, "run")
     assert "convoy profile lists" in call("profile nowhere", status=2).err

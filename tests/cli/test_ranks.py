@@ -110,14 +110,10 @@ def test_nobody_finds_a_store_and_a_run_by_nohup_outlives_its_terminal_and_the_f
     assert "SIGTERM: stopped and saved after" in output and status(out) == "stopped"
 
 
+KILLED = "rank 0 failed: it was ended by SIGKILL; the machine may be out of memory; nothing was "
 ENDS = {
     "ctrl-c": (None, signal.SIGINT, 0, "SIGINT: stopped at once, without saving\n"),
-    "killed": (
-        0,
-        signal.SIGKILL,
-        0,
-        "rank 0 failed: it was ended by SIGKILL; the machine may be out of memory; nothing was ",
-    ),
+    "killed": (0, signal.SIGKILL, 0, KILLED),
     "launcher killed": (None, signal.SIGKILL, 1, ""),
 }
 """To which rank, or the launcher; what, and after how many updates; and how it is said."""

@@ -43,9 +43,8 @@ def stranger(pictures_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def words(line: str, run: Path, picture: Path) -> list[str]:
-    return (
-        line.replace("RUN", str(run)).replace("NEW", str(run.parent / "new")).replace("PICTURE", str(picture)).split()
-    )
+    line = line.replace("RUN", str(run)).replace("NEW", str(run.parent / "new"))
+    return line.replace("PICTURE", str(picture)).split()
 
 
 def test_a_network_of_elsewhere_needs_a_word(stranger: Path, pictures_run: Path, call: Call) -> None:

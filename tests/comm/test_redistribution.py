@@ -23,17 +23,9 @@ GIVEN = ("whole", "dim0", "dim1", "lists", "dim2", "partial")
 ASKED = ("whole", "copied", "dim0", "dim1", "lists", "dim2", "halo", "partial")
 DIMS = {"dim0": 0, "dim1": 1, "lists": 1, "dim2": 2, "halo": 2}
 # One redistribution of each kind on one axis, the last step of which is of that kind.
-KINDS = {
-    "reduce": ("partial", "whole"),
-    "copy": ("whole", "copied"),
-    "keep": ("copied", "whole"),
-    "slice": ("whole", "dim1"),
-    "gather": ("dim1", "whole"),
-    "move": ("dim1", "dim0"),
-    "move halo": ("dim2", "halo"),
-    "move to copied": ("lists", "copied"),
-    "reduce_scatter": ("partial", "dim2"),
-}
+KINDS = {"reduce": ("partial", "whole"), "reduce_scatter": ("partial", "dim2"), "copy": ("whole", "copied")}
+KINDS |= {"keep": ("copied", "whole"), "slice": ("whole", "dim1"), "gather": ("dim1", "whole")}
+KINDS |= {"move": ("dim1", "dim0"), "move halo": ("dim2", "halo"), "move to copied": ("lists", "copied")}
 
 
 def layout(states, mesh: Mesh, shape=SHAPE) -> Layout:
@@ -44,11 +36,8 @@ def layout(states, mesh: Mesh, shape=SHAPE) -> Layout:
         if axes:
             kinds = {states[axis] for axis in axes}
             splits[dim] = Split(axes, _parts(kinds, shape[dim], mesh.size(axes)))
-    return Layout.of(
-        splits,
-        partial=[axis for axis, state in enumerate(states) if state == "partial"],
-        copied=[axis for axis, state in enumerate(states) if state == "copied"],
-    )
+    kinds = ([axis for axis, state in enumerate(states) if state == kind] for kind in ("partial", "copied"))
+    return Layout.of(splits, *kinds)
 
 
 def _parts(kinds, size, count):
@@ -70,9 +59,8 @@ def pairs(mesh: Mesh):
 
 def test_a_copied_tensor_is_divided_in_one_step():
     """Its gradient is a share on each rank already: nothing is kept or added first."""
-    assert [
-        step.kind for step in transfer(layout(["copied"], MESHES[2]), layout(["dim0"], MESHES[2]), MESHES[2], SHAPE)
-    ] == ["slice"]
+    steps = transfer(layout(["copied"], MESHES[2]), layout(["dim0"], MESHES[2]), MESHES[2], SHAPE)
+    assert [step.kind for step in steps] == ["slice"]
 
 
 def cut(whole: torch.Tensor, how: Layout, mesh: Mesh, place) -> torch.Tensor:

@@ -110,9 +110,8 @@ def write_parquet(
     """As on the Hugging Face hub; `names` are the classes in its metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    table = pa.table(
-        {image: pa.array([{"bytes": data, "path": None} for data in images], kind), "label": pa.array(labels)}
-    )
+    pictures = pa.array([{"bytes": data, "path": None} for data in images], kind)
+    table = pa.table({image: pictures, "label": pa.array(labels)})
     if names is not None:
         features = {image: {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": list(names)}}
         table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})

@@ -15,15 +15,7 @@ from convoy.data.pixels import PixelSource
 from convoy.data.sources import Source
 from convoy.data.transforms import Geometry
 from convoy.errors import ConvoyError
-from data.made import (
-    Listed,
-    encoded,
-    evaluated,
-    picture,
-    pixels,
-    same,
-    trained,
-)
+from data.made import Listed, encoded, evaluated, picture, pixels, same, trained
 
 SAMPLES = np.array([7, 3, 11, 3, 0])
 ALL = {"crop": "random-resized", "flip": True, "color_jitter": 0.4, "pca_noise": 0.1}
@@ -81,9 +73,8 @@ def test_further_views_are_of_the_same_sample_with_other_draws() -> None:
         made = maker(data, skip=True, **ALL)
         one, other = (made.make(SAMPLES + 12 * view, 0) for view in (0, 1))
         assert torch.equal(one.samples, other.samples) and torch.equal(one.targets, other.targets)
-        assert one.bad == other.bad and not any(
-            torch.equal(*pair) for pair in zip(one.images, other.images, strict=True)
-        )
+        assert one.bad == other.bad
+        assert not any(torch.equal(*pair) for pair in zip(one.images, other.images, strict=True))
 
 
 def test_a_samples_picture_depends_on_seed_epoch_and_sample_only() -> None:

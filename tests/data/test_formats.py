@@ -158,14 +158,8 @@ def test_parquet_is_the_same_from_memory_and_by_row_groups(
 
 
 def test_tar_names_with_dots_and_other_oddities(tmp_path: Path) -> None:
-    wanted = {
-        "22.05.jpg": 0,
-        "22.06.jpg": 1,
-        "photo.1.2.jpg": 0,
-        "plain.jpg": 1,
-        "sub.dir/x.jpg": 0,
-        "v1.0/22.05.jpg": 1,
-    }
+    wanted = {"22.05.jpg": 0, "22.06.jpg": 1, "photo.1.2.jpg": 0, "plain.jpg": 1, "sub.dir/x.jpg": 0}
+    wanted["v1.0/22.05.jpg"] = 1
     members = {f"{name.removesuffix('.jpg')}.cls": str(label).encode() for name, label in wanted.items()}
     members |= {"y.json": b'{"label": 1}', "y.json.txt": b"", "z.cls": b" 1\n", "bell\x07.cls": b"0"}
     wanted |= {"y.jpg": 1, "z.big.jpg": 1, "bell\x07.png": 0}

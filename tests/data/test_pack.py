@@ -17,16 +17,7 @@ from convoy.data.config import DataConfig
 from convoy.data.dataset import difference, open_files
 from convoy.data.packed import INDEX, Pack, PackOptions, damaged, unpack
 from convoy.errors import ConvoyError
-from data.made import (
-    encoded,
-    opened,
-    packed,
-    same,
-    trained,
-    write_folder,
-    write_mnist,
-    write_tar,
-)
+from data.made import encoded, opened, packed, same, trained, write_folder, write_mnist, write_tar
 
 
 @pytest.fixture(scope="module")

@@ -83,10 +83,7 @@ REFUSED: list[tuple[Any, ...]] = [  # words of the sentence, what makes the data
     ("is compressed", tar(mode="w:gz")),
     ("say which to read by --set data.format=webdataset or --set data.format=folder", beside(small, "train.tar")),
     ("say which to read by --set data.format=parquet", beside(folders(train="a b"), "train/x.parquet")),
-    (
-        "begins with 'id, what', no picture.*read, as by --set data.format=folder",
-        beside(small, "labels.csv", "id,what\n1,2\n"),
-    ),
+    ("begins with 'id, what', no picture.*set data.format=folder", beside(small, "labels.csv", "id,what\n1,2\n")),
     ("has only 1 class .*to read .*train.csv, set data.path to it", beside(folders(images="a"), "train.csv")),
     ("or labels.csv; to read .*train.csv, set data.path to it", beside(lambda _: None, "train.csv")),
 ]

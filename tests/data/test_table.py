@@ -102,16 +102,8 @@ SPLIT = "path,label,split\n0.png,a,train\n1.png,b,train\n2.png,a,val\n"
         (SPLIT.replace("val", "later"), {}, "line 4: 'later' is no split"),
         (SPLIT + "1.png,b,val\n./0.png,a,val\n", {}, "line 5: '1.png' is in val as 'b', and by line 3 in train as 'b'"),
         (rows("a", "b\n./0.png,b"), {}, "line 4: './0.png' is in train as 'b', and by line 2 in train as 'a'"),
-        (
-            rows("a", "b", ""),
-            {},
-            "line 4 has no label: write one, or where there may be none, say --task multi-label",
-        ),
-        (
-            rows("1,0", "0,1").replace("label", "a,b"),
-            {"task": "classification"},
-            "classification takes one column, not a, b",
-        ),
+        (rows("a", "b", ""), {}, "line 4 has no label: write one, or where there may be none, say --task multi-label"),
+        (rows("1,0", "0,1").replace("label", "a,b"), {"task": "classification"}, "takes one column, not a, b"),
         (rows("1,0", "0,2").replace("label", "a,b"), {"task": "multi-label"}, "line 3: '2' is not 0 or 1"),
         (rows("1,a", "2,b").replace("label", "id,breed"), {}, "call the one column that is to be learnt label"),
         (rows("a", "b,c"), {}, "line 3 has 3 columns: a path and its label are needed, and nothing beyond the 2"),

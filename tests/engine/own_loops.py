@@ -16,14 +16,8 @@ PLANS = ["sample=2", "filter=2", "owt=2", "height=2"]
 
 def small() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1),
-        nn.BatchNorm2d(6),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(6, 4),
-    ).double()
+    first = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU()
+    return nn.Sequential(*first, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)).double()
 
 
 def ranks_net(plan: str, **options: Any) -> tuple[nn.Sequential, slice]:

@@ -67,10 +67,9 @@ def trained(net: Any, act: Act, plan: str = "", mine: slice = slice(None)) -> di
         net.zero_grad()
         outputs = net(images[mine])
         F.cross_entropy(outputs, labels[mine]).backward()
-        gradients = (
-            convoy.gradients(net) if plan else {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
-        )
-        gradients = {f"gradient of {name}": gradient.clone() for name, gradient in gradients.items()}
+        own = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+        named = convoy.gradients(net) if plan else own
+        gradients = {f"gradient of {name}": gradient.clone() for name, gradient in named.items()}
         with torch.no_grad():
             for parameter in weights:
                 if parameter.grad is not None:

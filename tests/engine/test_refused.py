@@ -149,10 +149,7 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
     ],
     "stage=2": [
         (penalized(lambda net: 1e-4 * sum((p**2).sum() for p in net.parameters()), before=True), OUTSIDE),
-        (
-            lambda plan: ranks_net(plan, microbatches=2),
-            "batch norm over the global batch .*microbatches=1 .*batch_norm='mic",
-        ),
+        (lambda plan: ranks_net(plan, microbatches=2), "norm over the global batch .*microbatches=1 .*batch_norm='mic"),
     ],
 }
 """By plan for two ranks: what a script does under it, and what is said on every rank."""

@@ -40,16 +40,9 @@ def surroundings() -> dict[str, Any]:
     model, images, labels = plain(), torch.randn(8, 3, 8, 8), torch.arange(8)
     net = convoy.parallelize(copy.deepcopy(model), "sample=2", example=images[:4])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    values = {
-        "model": model,
-        "net": net,
-        "images": images,
-        "labels": labels,
-        "optimizer": optimizer,
-        "build_model": plain,
-    }
-    values |= {"mine": convoy.local_samples(net, len(images)), "dataset": TensorDataset(images, labels)}
-    values |= {"plain": copy.deepcopy(model), "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+    values = {"model": model, "net": net, "images": images, "labels": labels, "optimizer": optimizer}
+    values |= {"build_model": plain, "mine": convoy.local_samples(net, len(images)), "plain": copy.deepcopy(model)}
+    values |= {"dataset": TensorDataset(images, labels), "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
     return {"DataLoader": DataLoader, "F": F, "convoy": convoy, "torch": torch} | values
 
 

@@ -36,9 +36,8 @@ def main(revision: str) -> int:
         finally:
             subprocess.run([*git, "remove", "--force", str(there)], check=True)
     for name in RUNS:
-        print(
-            f"{name}: {'the same bits' if now[name] == before[name] else 'OTHER BITS'} as {revision}, {now[name][:12]}"
-        )
+        found = "the same bits" if now[name] == before[name] else "OTHER BITS"
+        print(f"{name}: {found} as {revision}, {now[name][:12]}")
     alike = len({now[name] for name in SAME}) == 1
     print(f"{' and '.join(SAME)}: {'the same bits' if alike else 'OTHER BITS'}")
     return int(now != before or not alike)

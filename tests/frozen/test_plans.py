@@ -21,15 +21,8 @@ from convoy.plans.plan import Plan
 from frozen.golden import golden, unlike
 from planner.search.nets import additive_seconds
 
-NETWORKS = {  # pixels of the images
-    "alexnet": 96,
-    "vgg11": 64,
-    "resnet18": 64,
-    "resnet50": 64,
-    "googlenet": 64,
-    "densenet121": 64,
-    "squeezenet1_1": 64,
-}
+NETWORKS = {"alexnet": 96}  # pixels of the images
+NETWORKS |= dict.fromkeys(("vgg11", "resnet18", "resnet50", "googlenet", "densenet121", "squeezenet1_1"), 64)
 BATCH = 32
 SLOW_CORE = Costs(
     Calibrated({}),  # nothing is measured: a slow core by its roofline

@@ -15,11 +15,8 @@ from convoy.cli import main
 from convoy.errors import ConvoyError
 from convoy.launch.clusters import KINDS, manifest
 
-MODELS: dict[str, Any] = {
-    "TrainJob": models.TrainerV1alpha1TrainJob,
-    "Job": models.IoK8sApiBatchV1Job,
-    "Service": models.IoK8sApiCoreV1Service,
-}
+MODELS: dict[str, Any] = {"TrainJob": models.TrainerV1alpha1TrainJob, "Job": models.IoK8sApiBatchV1Job}
+MODELS["Service"] = models.IoK8sApiCoreV1Service
 TRAININGS = {
     "plain": manifests.training(),
     "no data, on CPUs": manifests.training(("lenet",), data_claim=None, accelerator=None, cpu="500m"),
@@ -71,10 +68,8 @@ def test_the_manifest_is_the_documented_one_and_a_trainjobs_pods_are_the_same(
     line = documented("```\nconvoy launch kubernetes", "\nkubectl").replace("\\\n", "")
     assert main(["launch", "kubernetes", *shlex.split(line)]) == 0
     documents = {document["kind"]: document for document in yaml.safe_load_all(Path("job.yaml").read_text())}
-    for metadata in (
-        *(one["metadata"] for one in documents.values()),
-        documents["Job"]["spec"]["template"]["metadata"],
-    ):
+    pods = documents["Job"]["spec"]["template"]["metadata"]
+    for metadata in (*(one["metadata"] for one in documents.values()), pods):
         assert metadata.pop("labels") == {"app.kubernetes.io/name": "convoy", "app.kubernetes.io/instance": "resnet50"}
     del documents["Job"]["spec"]["template"]["metadata"]
     assert list(yaml.safe_load_all(documented("```yaml\n"))) == list(documents.values())

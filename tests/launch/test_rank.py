@@ -10,15 +10,8 @@ from convoy.launch.rank import ended, find_place
 from convoy.slurm import first_host
 
 TORCHRUN = {"WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "job"}
-SLURM = {
-    "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "6",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "2",
-    "SLURM_TASKS_PER_NODE": "2(x3)",
-    "SLURM_JOB_NODELIST": "gpu[07-09]",
-    "SLURM_JOB_ID": "123456",
-}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}
+SLURM |= {"SLURM_TASKS_PER_NODE": "2(x3)", "SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_JOB_ID": "123456"}
 
 
 def test_torchruns_and_slurms_variables_are_places_and_incomplete_ones_are_refused() -> None:
@@ -39,12 +32,8 @@ def test_torchruns_and_slurms_variables_are_places_and_incomplete_ones_are_refus
     assert environment["MASTER_PORT"] not in ("18456", "18457")  # those of the step before, and of the next job
     nodes = {"one": "one", "a,b": "a", "node[03-05,9],x": "node03", "n[7,9]": "n7", "r[1-2]-x": "r1-x"}
     assert {text: first_host(text) for text in nodes} == nodes
-    for alone in (
-        {},
-        SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
-        SLURM | {"SLURM_TASK_PID": "77"},
-        SLURM | {"SLURM_STEP_NUM_TASKS": "1"},
-    ):
+    one_task = {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}
+    for alone in ({}, *(SLURM | changes for changes in (*one_task, {"SLURM_TASK_PID": "77"}))):
         assert find_place(alone) is None  # also of a batch script, which is no task of a step
     for wrong in ({"RANK": "1"}, {"RANK": "2", "WORLD_SIZE": "2"}, SLURM | {"SLURM_JOB_NODELIST": ""}):
         with pytest.raises(ConvoyError, match=r"WORLD_SIZE|SLURM_JOB_NODELIST"):

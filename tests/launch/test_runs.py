@@ -68,9 +68,7 @@ def pod_lines(folder: Path) -> list[str]:
     lines = []
     for index in "01":
         variables = {name: ON_HOSTS[name] for name in ("PATH", "PYTHONPATH", "OMP_NUM_THREADS")}
-        variables |= {
-            one["name"]: one.get("value", index) for one in container["env"]
-        }  # what is no value is the number
+        variables |= {one["name"]: one.get("value", index) for one in container["env"]}  # no value: the number
         variables["PET_MASTER_ADDR"] = "node0"
         words = [manifests.expanded(word, variables) for word in (*container["command"], *container["args"])]
         line = shlex.join(["env", "-i", *(f"{name}={value}" for name, value in variables.items()), *words])
@@ -117,12 +115,8 @@ def test_a_run_outlives_a_short_cut_and_the_loss_of_a_host(folder: Path, serial:
     """Torch takes half a minute to see that the host does not come back."""
     out = folder / "left"
     options = ["--out", str(out), "--timeout", "6s", "--set", "checkpoint.every=10ba"]
-    group = commands(
-        *(Host.parse("node0:1,node1:1"), [*LONG, *options], "cut"),
-        least=1,
-        max_restarts=3,
-        environment={"CONVOY_SECRET": "of both"},
-    )
+    restarts = {"least": 1, "max_restarts": 3, "environment": {"CONVOY_SECRET": "of both"}}
+    group = commands(Host.parse("node0:1,node1:1"), [*LONG, *options], "cut", **restarts)
     lines = [str(one).replace("--rdzv-id", "--rdzv-conf read_timeout=10 --rdzv-id") for one in group]
     with emulated_hosts(2, "1gbit") as hosts:
         processes, logs = start(hosts, lines, folder)

@@ -42,16 +42,10 @@ def other() -> Iterator[bool]:
 def torchrun(folder: Path, script: str, *options: str, **variables: str) -> tuple[int, str]:
     """The status and what was said by two ranks of a script and their agent."""
     (folder / "script.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *options, "script.py"],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *options, "script.py"]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    done = subprocess.run(words, cwd=folder, env=environment, timeout=120, check=False, **output)
     return done.returncode, done.stdout
 
 

@@ -43,13 +43,8 @@ BY_HAND = {"lenet": 61_706, "cifar-quick": 145_706, "airbench94": 1_972_792, "al
 BY_HAND["unet"] = 7_763_074
 """Parameters, multiplied out from the layers' sizes."""
 HEADS = {"lenet": ["classifier.4"], "cifar-quick": ["classifier.2"], "alexnet": ["classifier.6"], "resnet": ["fc"]}
-HEADS |= {
-    "vgg": ["classifier.6"],
-    "squeezenet": ["classifier.1"],
-    "densenet": ["classifier"],
-    "airbench94": ["classifier"],
-}
-HEADS |= {"unet": ["classifier"], "googlenet": ["aux1.fc2", "aux2.fc2", "fc"]}
+HEADS |= {"vgg": ["classifier.6"], "squeezenet": ["classifier.1"], "googlenet": ["aux1.fc2", "aux2.fc2", "fc"]}
+HEADS |= {"densenet": ["classifier"], "airbench94": ["classifier"], "unet": ["classifier"]}
 BILLIONS = {"alexnet": 0.71, "googlenet": 1.50, "resnet18": 1.81, "resnet50": 4.09, "vgg16": 15.47, "densenet121": 2.83}
 """Of multiply-adds at 224x224, as torchvision's documentation gives them for its weights."""
 

@@ -201,9 +201,8 @@ def layouts(shape: tuple[int, ...]) -> tuple[bool, ...]:
 
 def test_all_at_once_is_one_after_the_other() -> None:
     cases = [(sizes, shape, inner) for sizes in SIZES.values() for shape in SHAPES.values() for inner in layouts(shape)]
-    variants = [
-        ((4, 4, 3), (6, 5, 4), inner, after) for inner, after in ((False, "bare"), (True, "relu"), (False, "sum"))
-    ]
+    ends = ((False, "bare"), (True, "relu"), (False, "sum"))
+    variants = [((4, 4, 3), (6, 5, 4), inner, after) for inner, after in ends]
     for case in (*cases, *variants):
         compare(results(*case, way="torch"), results(*case))
     with pytest.raises(AssertionError):  # the control: statistics of the whole pass
@@ -219,10 +218,8 @@ def test_at_once_in_low_precision_compiled_and_without_variance() -> None:
     assert got["y"].dtype == got["x.grad"].dtype == torch.bfloat16
     compare(got, results(*case), 2**-5)
     torch._dynamo.reset()
-    compare(
-        results(*case, way="torch", run=torch.compile(normalize_each, backend="aot_eager", fullgraph=True)),
-        results(*case),
-    )
+    compiled = torch.compile(normalize_each, backend="aot_eager", fullgraph=True)
+    compare(results(*case, way="torch", run=compiled), results(*case))
     for momentum in (0.1, None):  # what a GPU does with the terms of several microbatches
         terms = torch.rand(5, 2, 3)
         first, second = (Running(torch.zeros(3), torch.ones(3), momentum, torch.tensor(9)) for _ in range(2))

@@ -160,10 +160,8 @@ def resize(draw: Draw) -> tuple[Function, tuple[int, ...]]:
     shape, factors = tuple(draw.randint(3, 6) for _ in range(num)), tuple(draw.choice([1, 2, 3]) for _ in range(num))
     size = {"size": tuple(side * factor for side, factor in zip(shape, factors, strict=True))}
     odd = {"scale_factor": draw.choice([1.5, 2.1])} if num == 2 else {"size": (7,) * num}
-    options: dict[str, Any] = {
-        "mode": draw.choice([*["nearest"] * 3, *modes]),
-        **draw.choice([size, size, {"scale_factor": 2.0}, odd]),
-    }
+    options: dict[str, Any] = {"mode": draw.choice([*["nearest"] * 3, *modes])}
+    options |= draw.choice([size, size, {"scale_factor": 2.0}, odd])
     return lambda m, x: F.interpolate(x, **options), (2, 3, *shape)
 
 
@@ -209,13 +207,8 @@ def convolution(draw: Draw) -> tuple[Function, tuple[int, ...]]:
 DRAWN: dict[str, Callable[[Draw], tuple[Function, tuple[int, ...]]]] = {
     **{kind: partial(pool, kind=kind) for kind in ("max_pool", "avg_pool")},
     **{kind: partial(adaptive, kind=kind) for kind in ("adaptive_avg_pool", "adaptive_max_pool")},
-    "interpolate": resize,
-    "select": select,
-    "split": chunks,
-    "pad": pad,
-    "reduce": reduce,
-    "conv": convolution,
 }
+DRAWN |= {"interpolate": resize, "select": select, "split": chunks, "pad": pad, "reduce": reduce, "conv": convolution}
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(600, marks=pytest.mark.slow)])
@@ -255,9 +248,8 @@ def test_mistakes_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch, pytest.raises((AssertionError, RuntimeError)):
         patch.setattr(Window, "needed", padded)
-        check(
-            lambda m, x: F.avg_pool2d(x, 3, 1, 1), tensor(1, 1, 8, 8), TWO, Layout.of({2: Split((0,), balanced(8, 2))})
-        )
+        rows = Layout.of({2: Split((0,), balanced(8, 2))})
+        check(lambda m, x: F.avg_pool2d(x, 3, 1, 1), tensor(1, 1, 8, 8), TWO, rows)
     with monkeypatch.context() as patch, pytest.raises((AssertionError, RuntimeError)):
         patch.setattr(slices, "places", lambda part, chosen: tuple(places(part, chosen))[::-1])
         check(lambda m, x: x[:, :3], tensor(2, 4, 3), TWO, Layout.of({1: Split((0,), ((0, 2), (1, 3)))}))

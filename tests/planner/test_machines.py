@@ -69,9 +69,8 @@ def test_what_is_asked_for_counts_on_any_number_of_devices_or_is_refused() -> No
 
 
 def test_a_plan_is_compared_with_data_parallelism_that_its_microbatches_do_not_allow() -> None:
-    prediction = predict(
-        replace(workload("lenet", 64), batch_norm="microbatch", microbatch=32), machine("4xt4"), "fp32"
-    )
+    divided = replace(workload("lenet", 64), batch_norm="microbatch", microbatch=32)
+    prediction = predict(divided, machine("4xt4"), "fp32")
     assert prediction.plan != Plan.by_samples(4) and "without microbatches" in prediction.notes[0]
 
 

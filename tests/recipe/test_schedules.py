@@ -50,9 +50,8 @@ def test_learning_rates_are_those_of_the_paper() -> None:
 def points(name: str, *changes: str, want: dict[float, float]) -> None:
     numbers = resolve(load_recipe(name, ["data.path=x", *changes]), 1_281_167)
     epoch = 1 if {"lenet-mnist", "cifar10-94"} & {name} else numbers.updates_per_epoch
-    found = {
-        at: numbers.schedule.lr((int(at * epoch) if epoch > 1 else at) if at >= 0 else -at * epoch - 1) for at in want
-    }
+    places = [(int(at * epoch) if epoch > 1 else at) if at >= 0 else -at * epoch - 1 for at in want]
+    found = {at: numbers.schedule.lr(place) for at, place in zip(want, places, strict=True)}
     assert found == pytest.approx(want, rel=1e-2 if "lars" in name else 1e-3 if "-a" in name else 1e-12)
     warmup = [numbers.schedule.lr(u + 1) - numbers.schedule.lr(u) for u in range(numbers.schedule.warmup)]
     assert not warmup or max(warmup) == pytest.approx(min(warmup), rel=1e-9)  # "a constant amount at each iteration"

@@ -22,11 +22,8 @@ class Strange(nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__()
-        for name, layer in (
-            ("<b>bold</b>", nn.Conv2d(1, 4, 3)),
-            ("a & b", nn.Flatten()),
-            ("'quoted'", nn.Linear(4 * 26 * 26, 4)),
-        ):
+        layers = nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 26 * 26, 4)
+        for name, layer in zip(("<b>bold</b>", "a & b", "'quoted'"), layers, strict=True):
             self.add_module(name, layer)
 
 

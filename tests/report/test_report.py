@@ -44,12 +44,9 @@ def test_a_complete_run_has_every_part_and_the_same_bytes_again(tmp_path: Path) 
 
 def test_the_metric_that_decides_comes_first_and_ones_own_are_everywhere(tmp_path: Path) -> None:
     lines = [line | {"err": 0.2, "kappa": 0.7} if line["split"] == "test" else line for line in metrics()]
-    own = {"err": 0.1875, "kappa": 0.72}
+    results = summary(best_metric="err", best_step=62, metrics={"err": 0.1875, "kappa": 0.72})
     text = CONFIG + "metrics: ['mine.py:kappa', 'mine.py:err']\n"
-    run = complete_run(
-        tmp_path, lines=lines, config=text, results=summary(best_metric="err", best_step=62, metrics=own)
-    )
-    shown = page(run)
+    shown = page(complete_run(tmp_path, lines=lines, config=text, results=results))
     assert re.search(r"Test err18.75%.*Test accuracy93.4.*Test kappa72.00%", shown.words)
     assert "lenet has err 18.75% on 1,000 test images" in shown.words and "Bold: the best err." in shown.words
     plots = [figure["id"] for figure in shown.all("figure")]
@@ -62,13 +59,9 @@ def test_names_of_strangers_are_text_and_nothing_else(tmp_path: Path) -> None:
     for mistake, name in zip(final["mistakes"], HOSTILE, strict=False):
         mistake["name"] = name
     lines = [name for name in HOSTILE if name.isascii() and name.isprintable()]
-    results = summary(
-        model=everything,
-        data=everything,
-        bad_images=[{"name": name, "reason": name, "split": name} for name in [*HOSTILE, os.fsdecode(b"ship\xff.png")]],
-        derived=[{"name": name, "value": name, "formula": name, "source": name} for name in HOSTILE],
-        notes=HOSTILE,
-    )
+    bad = [{"name": name, "reason": name, "split": name} for name in [*HOSTILE, os.fsdecode(b"ship\xff.png")]]
+    derived = [dict.fromkeys(("name", "value", "formula", "source"), name) for name in HOSTILE]
+    results = summary(model=everything, data=everything, bad_images=bad, derived=derived, notes=HOSTILE)
     environment = {**ENVIRONMENT, "command": everything, "machine": everything, everything: HOSTILE}
     config = CONFIG + "note: |\n  " + "\n  ".join(lines) + '\n"<script>": 1\n'
     files = {"config": config, "final": final, "results": results, "environment": environment}

@@ -87,12 +87,9 @@ def batch(samples: int = 8) -> Data:
     labels = torch.randint(0, CLASSES, (samples,), generator=generator)
     labels[:4:3] = -1  # two of the first rank's in an uneven division
     labels[5:] = -1  # and all of the second's
-    return {
-        "x": torch.randn(samples, 3, 6, 6, dtype=torch.float64, generator=generator),
-        "labels": labels,
-        "positions": torch.rand(samples, 2, dtype=torch.float64, generator=generator),
-        "seen": torch.arange(samples) % 3 > 0,
-    }
+    images = torch.randn(samples, 3, 6, 6, dtype=torch.float64, generator=generator)
+    positions = torch.rand(samples, 2, dtype=torch.float64, generator=generator)
+    return {"x": images, "labels": labels, "positions": positions, "seen": torch.arange(samples) % 3 > 0}
 
 
 def own(net: nn.Module, data: Data, sizes: tuple[int, ...]) -> Data:

@@ -41,13 +41,9 @@ def stepped(net: nn.Module, kind: type[optim.Optimizer] = optim.Adam) -> optim.O
     return optimizer
 
 
-ANYTHING = {
-    "epoch": 7,
-    "lr": 0.1 + 0.2,
-    "worst": -math.inf,
-    "best": None,
+ANYTHING: dict[str, Any] = {"epoch": 7, "lr": 0.1 + 0.2, "worst": -math.inf, "best": None, "done": True}
+ANYTHING |= {
     "name": "größer/kleiner ~1",
-    "done": True,
     "history": [{"loss": 1.5, "top": (1, 5)}, {}],
     "by_number": {1: "one", 2.5: [None], "$": "tag"},
     "milestones": Counter({3: 1, 5: 2}),

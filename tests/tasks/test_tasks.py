@@ -35,11 +35,8 @@ def write_task(folder: Path, task: str) -> Path:
     for number in range(NUM + HELD_OUT):
         kind, noise = number % 3, random.integers(0, 60, (16, 16))
         Image.fromarray((noise + 60 * kind).astype(np.uint8)).save(folder / f"{number}.png")
-        label = {
-            "classification": f"kind {kind}",
-            "multi-label": ["a", "a;b", "b;c"][kind],
-            "regression": f"{kind}.5,1",
-        }
+        label = {"classification": f"kind {kind}", "regression": f"{kind}.5,1"}
+        label["multi-label"] = ["a", "a;b", "b;c"][kind]
         if task == "segmentation":
             mask = (noise > 30).astype(np.uint8) + (noise > 50)
             mask[: 3 * kind + number % 2] = 255  # as many as no other share has

@@ -19,7 +19,7 @@ from convoy.recipe.recipe import load_recipe
 from ranks import run_ranks
 from tasks.test_tasks import write_task
 from tiny import TinyPlain
-from training.scenarios import session
+from training.scenarios import refusals, session
 
 UPDATES, SHARES = 7, (5, 3)
 BASE = ("model.name=tiny:TinyPlain", "microbatch=2", "optimizer={name: sgd, lr: 0.1, momentum: 0.9}", "epochs=9ba")
@@ -72,10 +72,8 @@ class Simulated:
             parts = [x[i] + error[i] for x, error in zip(xs, self.errors, strict=True)]
             sent, total = parts, parts[0] + parts[1]
             if kind == "bf16":
-                sent, total = (
-                    [x.bfloat16().double() for x in parts],
-                    (parts[0].bfloat16() + parts[1].bfloat16()).double(),
-                )
+                halves = [x.bfloat16() for x in parts]
+                sent, total = [x.double() for x in halves], (halves[0] + halves[1]).double()
             elif kind == "topk":
                 number = -int(-float(amount) * parts[0].numel() // 1)
                 least = [x.abs().flatten().sort().values[-number] for x in parts]
@@ -175,14 +173,8 @@ SHARED = f"parallel.shares={list(SHARES)}"
 def test_until_its_start_averaging_is_exact_also_where_devices_have_other_numbers_of_pixels(tmp_path: Path) -> None:
     data = write_task(tmp_path / "masks", "segmentation")
     methods = {"exact": (), "post-local": (f"{LOCAL}2", f"{OUTER}start=8ba"), "local": (f"{LOCAL}2",)}
-    more = (
-        "model.name=tasks.test_tasks:TinyUNet",
-        "data.image_size=16",
-        "parallel.shares=[3,1]",
-        "batch=12",
-        "data.workers=0",
-    )
-    found, _ = run_ranks(trained, 2, data, methods, *more)
+    images = "model.name=tasks.test_tasks:TinyUNet", "data.image_size=16", "data.workers=0"
+    found, _ = run_ranks(trained, 2, data, methods, *images, "parallel.shares=[3,1]", "batch=12")
     assert apart(found["post-local"], found["exact"]) < 1e-12
     assert apart(found["local"], found["exact"]) > 1e-4
 
@@ -205,9 +197,8 @@ EQUAL = {
 
 
 def test_methods_that_leave_nothing_out_are_exact(data: Path) -> None:
-    found, _ = run_ranks(
-        trained, 2, data, EQUAL | {"half": (*STEADY, "parallel.gradient_compression=topk:0.5")}, SHARED
-    )
+    methods = EQUAL | {"half": (*STEADY, "parallel.gradient_compression=topk:0.5")}
+    found, _ = run_ranks(trained, 2, data, methods, SHARED)
     assert all(apart(found[name], found["exact"]) < 1e-12 for name in EQUAL)
     assert apart(found["half"], found["exact"]) > 1e-6
 
@@ -315,11 +306,6 @@ def test_options_that_exclude_each_other_are_refused(settings: tuple[str, ...], 
         load_recipe("default", ["model.name=lenet", *settings])
 
 
-def refused(data: Path) -> str:
-    with pytest.raises(ConvoyError) as error:
-        session(data, "model.name=lenet", "parallel.plan=owt=2", f"{LOCAL}2")
-    return str(error.value)
-
-
-def test_a_plan_that_divides_layers_over_the_samples_is_refused(data: Path) -> None:
-    assert "divides classifier.0.weight over them" in run_ranks(refused, 2, data)[0]
+def test_a_plan_that_divides_layers_over_the_samples_is_refused(data: Path, tmp_path: Path) -> None:
+    settings = {"model.name": "lenet", "parallel.plan": "owt=2", "parallel.local_sgd": "2"}
+    assert "divides classifier.0.weight over them" in run_ranks(refusals, 2, data, tmp_path / "run", [settings])[0][0]

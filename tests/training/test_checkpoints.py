@@ -38,9 +38,8 @@ class Run:
         self.said: list[str] = []
         self.ranks = Ranks.here()
         self.store = CheckpointStore(folder / "checkpoints", 3)
-        self.saver = Saver(
-            self.store, Timetable(1, self.ranks), self.ranks, self.said.append, goes_on=goes_on, timeout_s=timeout_s
-        )
+        fixed = self.store, Timetable(1, self.ranks), self.ranks, self.said.append
+        self.saver = Saver(*fixed, goes_on=goes_on, timeout_s=timeout_s)
         self.seen = folder / "plan.yaml"
         if self.ranks.rank == 0:
             folder.mkdir(exist_ok=True)

@@ -51,12 +51,9 @@ def test_the_first_layer_whitens_patches_of_the_training_pictures(data: Path) ->
     assert torch.equal(outputs[4:], -outputs[:4]) and not net.conv.weight.requires_grad
     eigenvalues = 5e-4 * variances / (1 - variances)  # λ/(λ + ε), the largest first
     assert torch.equal(eigenvalues.argsort(descending=True), torch.arange(4))
-    with pytest.raises(
-        ConvoyError, match=r"model.whiten needs a first convolution with twice as many filters .* 18 of 8"
-    ):
-        build_model(
-            load_recipe("default", [f"{k}={v}" for k, v in (config | {"model.name": "tiny:TinyNet"}).items()]), opened
-        )
+    other = [f"{key}={value}" for key, value in (config | {"model.name": "tiny:TinyNet"}).items()]
+    with pytest.raises(ConvoyError, match=r"whiten needs a first convolution with twice as many filters .* 18 of 8"):
+        build_model(load_recipe("default", other), opened)
 
 
 def repaint(folder: Path, pattern: str = "train/*/*.png") -> None:

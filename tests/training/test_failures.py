@@ -30,7 +30,7 @@ def stands(out: Path) -> tuple[Any, Any, Any]:
 ERRORS = [
     (
         OSError(errno.ENOSPC, "No space left on device"),
-        r"cannot write to .*No space left on device.*go on with --resume",
+        "cannot write to .*No space left on device.*go on with --resume",
     ),
     # where the error lies, but for a user's mistake
     (RuntimeError("first line\nsecond line"), r"RuntimeError: first line \(whole_runs\.py, line \d+, in failing\)"),

@@ -20,9 +20,8 @@ def test_over_all_microbatches_the_estimate_is_the_definition() -> None:
     gradients = torch.randn(7, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.3
     big = float(gradients.mean(0).square().sum())
     parts = [gradients[list(places)].mean(0).square().sum() for places in combinations(range(7), 3)]
-    squared, variance = torch.tensor(
-        [estimate_noise(float(small), big, 3, 7) for small in parts], dtype=torch.float64
-    ).mean(0)
+    estimates = [estimate_noise(float(small), big, 3, 7) for small in parts]
+    squared, variance = torch.tensor(estimates, dtype=torch.float64).mean(0)
     covariance = float(gradients.var(0).sum())  # the trace of the unbiased one
     assert float(variance) == pytest.approx(covariance, rel=1e-12)
     assert float(squared) == pytest.approx(big - covariance / 7, rel=1e-12)

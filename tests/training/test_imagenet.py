@@ -67,12 +67,8 @@ def test_a_recipe_trains_on_photographs(name: str, tmp_path: Path) -> None:
         pytest.skip("the photographs of ImageNet are not beside the checkout (shared/data/imagenet-sample)")
     if "-a" in name:
         pytest.importorskip("kornia", reason="RandAugment needs the extra augment")
-    changes = [
-        *TINY,
-        f"data.path={photographs}",
-        "data.validation_fraction=0.02",
-        *(GROWING if "-a" not in name else []),
-    ]
+    changes = [*TINY, f"data.path={photographs}", "data.validation_fraction=0.02"]
+    changes += GROWING if "-a" not in name else []
     (ranks, device), out = join_ranks(), tmp_path / "run"
     outcome = Trainer(load_recipe(name, changes), out, device=device, ranks=ranks, reporter=Console(None)).run()
     run = load_run(out)

@@ -134,9 +134,8 @@ def test_gpus_that_torch_cannot_use_are_a_sentence(
     def there_are(number: int, warning: str = "") -> None:
         gpus.cache_clear()
         environment._say_once.cache_clear()
-        monkeypatch.setattr(
-            torch.cuda, "is_available", lambda: (warning and warnings.warn(warning, stacklevel=2)) or number > 0
-        )
+        warns = lambda: (warning and warnings.warn(warning, stacklevel=2)) or number > 0  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "is_available", warns)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
 
     there_are(2)

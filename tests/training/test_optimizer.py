@@ -8,14 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
-from convoy.recipe.optim import (
-    AdamWConfig,
-    GroupConfig,
-    LambConfig,
-    LarsConfig,
-    OptimizerConfig,
-    SgdConfig,
-)
+from convoy.recipe.optim import AdamWConfig, GroupConfig, LambConfig, LarsConfig, OptimizerConfig, SgdConfig
 from convoy.training.optimizer import check_groups, create_optimizer, set_rates
 
 RATES = [0.5, 0.5, 0.25, 0.25, 0.1, 0.05]
@@ -25,10 +18,8 @@ Update = Callable[[Tensor, Tensor, dict[str, Tensor], float, int], Tensor]
 def network() -> nn.Module:
     """A convolution with norm and bias; a weight whose norm is above 10; a weight that is 0; one without gradient."""
     torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5), nn.Linear(5, 3), nn.Linear(3, 3)
-    )
-    net.double()
+    first = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten()
+    net = nn.Sequential(*first, nn.Linear(16, 5), nn.Linear(5, 3), nn.Linear(3, 3)).double()
     with torch.no_grad():
         net[3].weight.mul_(50 / net[3].weight.norm())
         net[4].weight.zero_()
@@ -117,12 +108,10 @@ def test_groups_have_rates_decays_and_ends_of_their_own() -> None:
     assert [name for name, p in named.items() if p.requires_grad and p.grad is None] == ["3.weight"]
     torch.testing.assert_close({name: p.detach() for name, p in net.named_parameters()}, want, rtol=1e-12, atol=1e-12)
     assert torch.equal(want["0.weight"], begin["0.weight"]) and not torch.equal(want["3.weight"], begin["3.weight"])
-    frozen = config.model_copy(update={"groups": (GroupConfig(parameters="5.weight"),)})
-    with pytest.raises(ConvoyError, match=r"the network does not train '5.weight'"):
-        check_groups(net, frozen)
-    misspelt = config.model_copy(update={"groups": (GroupConfig(parameters="4.bais"),)})
-    with pytest.raises(ConvoyError, match=r"'4.bais' is the name of no parameter.*did you mean 4.bias"):
-        check_groups(net, misspelt)
+    misspelt = "'4.bais' is the name of no parameter.*did you mean 4.bias"
+    for name, words in (("5.weight", "the network does not train '5.weight'"), ("4.bais", misspelt)):
+        with pytest.raises(ConvoyError, match=words):
+            check_groups(net, config.model_copy(update={"groups": (GroupConfig(parameters=name),)}))
 
 
 def sgd(momentum: float, decay: float, nesterov: bool) -> Update:
@@ -173,16 +162,14 @@ def adamw(beta1: float, beta2: float, eps: float, decay: float) -> Update:
     return update
 
 
+ALL_DECAY = LambConfig(name="lamb", lr=1, weight_decay=0.01, decay_norm_and_bias=True)
 CASES = {
     "nesterov": (SgdConfig(name="sgd", lr=1, weight_decay=0.01, nesterov=True), sgd(0.9, 0.01, True)),
     "adamw": (AdamWConfig(name="adamw", lr=1, weight_decay=0.1), adamw(0.9, 0.999, 1e-8, 0.1)),
     "lars": (LarsConfig(name="lars", lr=1, weight_decay=0.01), lars(0.9, 0.01, 0.001)),
     "lars, nesterov": (LarsConfig(name="lars", lr=1, weight_decay=0.01, nesterov=True), lars(0.9, 0.01, 0.001, True)),
     "lamb": (LambConfig(name="lamb", lr=1, weight_decay=0.01), lamb(0.9, 0.999, 1e-6, 0.01)),
-    "lamb, all decay": (
-        LambConfig(name="lamb", lr=1, weight_decay=0.01, decay_norm_and_bias=True),
-        lamb(0.9, 0.999, 1e-6, 0.01, all_adapt=True),
-    ),
+    "lamb, all decay": (ALL_DECAY, lamb(0.9, 0.999, 1e-6, 0.01, all_adapt=True)),
 }
 
 

@@ -113,13 +113,8 @@ slow = pytest.mark.slow
 def test_own_functions_train_and_measure_as_on_one_device(
     data: Path, tmp_path: Path, mine: Callable[[str], str], plan: str
 ) -> None:
-    settings = {
-        "model.name": "tiny:TinyResidual",
-        "epochs": "5ba",
-        "data.workers": "0",
-        "data.augment.function": mine("noise"),
-    }
-    settings |= {"loss.function": mine("focal"), "metrics": f"[{mine('kappa')}, {mine('first_wrong')}]"}
+    settings = {"model.name": "tiny:TinyResidual", "epochs": "5ba", "data.workers": "0", "loss.function": mine("focal")}
+    settings |= {"data.augment.function": mine("noise"), "metrics": f"[{mine('kappa')}, {mine('first_wrong')}]"}
     settings |= {"parallel.shares": "[3,1]"} if plan == "sample=2" else {}
     (want,) = on_plan(data, tmp_path / "serial", "serial", settings)
     for ended in on_plan(data, tmp_path / "run", plan, settings):
@@ -154,9 +149,8 @@ def test_an_augmentation_is_the_same_with_any_number_of_workers(data: Path, mine
     for workers, function in ((0, "noise"), (2, "noise"), (0, None)):
         section = DataConfig(path=str(data), workers=workers, augment={"function": function and mine(function)})
         opened = open_data(section)
-        batches = training_batches(
-            opened, section, Order(len(opened.train), 24, 0), first_update=3, num_updates=2, seed=0
-        )
+        order = Order(len(opened.train), 24, 0)
+        batches = training_batches(opened, section, order, first_update=3, num_updates=2, seed=0)
         pictures.append(torch.cat([batch.images for batch in batches]))
     assert torch.equal(pictures[0], pictures[1])
     assert not torch.equal(pictures[0], pictures[2])

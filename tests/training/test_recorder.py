@@ -99,9 +99,8 @@ def observed(
     Gives a comparison, seconds of the watched updates on this rank, whether the store knows every operation with
     weights of this rank, and how many it knows."""
     trained, store = session(data, f"parallel.plan={plan}"), ProfileStore(folder / "store")
-    watch = Recorder(
-        trained, NUMBERS, clock=DeviceClock(trained.device, itertools.count(1e-3, 1e-3).__next__) if by_clock else None
-    )
+    clock = DeviceClock(trained.device, itertools.count(1e-3, 1e-3).__next__) if by_clock else None
+    watch = Recorder(trained, NUMBERS, clock=clock)
     run(trained, number, watch)
     watched = [sum(segment.seconds for segment in one.segments()) for one in watch.watched]
     scored = predicted(trained) if predicts else None

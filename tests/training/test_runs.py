@@ -10,15 +10,7 @@ from convoy.errors import ConvoyError
 from convoy.recipe.recipe import load_recipe
 from ranks import run_ranks
 from tiny import NUM_TEST, TinyNet
-from training.scenarios import (
-    Settings,
-    drop_checkpoints,
-    lines,
-    put,
-    store_of,
-    summary,
-    weights,
-)
+from training.scenarios import Settings, drop_checkpoints, lines, put, store_of, summary, weights
 from whole_runs import recipe_of, train_here
 
 SHORT = {"epochs": "3ep"}
@@ -32,11 +24,8 @@ def test_a_run_learns_and_leaves_its_folder_complete(data: Path, tmp_path: Path)
     evaluation = json.loads((out / "evaluation.json").read_text())
     assert evaluation["images"] == NUM_TEST == sum(map(sum, evaluation["confusion"]))
     assert (summary(out)["status"], summary(out)["steps"], store_of(out).steps()[-1]) == ("finished", 48, 48)
-    settled = recipe_of(
-        data,
-        settings | {"precision": "fp32", "channels_last": "false", "parallel.devices": "1", "optimizer.fused": "true"},
-    )
-    assert load_recipe(str(out / "config.yaml")) == settled
+    chosen = {"precision": "fp32", "channels_last": "false", "parallel.devices": "1", "optimizer.fused": "true"}
+    assert load_recipe(str(out / "config.yaml")) == recipe_of(data, settings | chosen)
 
 
 @pytest.mark.parametrize(
@@ -46,11 +35,8 @@ def test_a_run_learns_and_leaves_its_folder_complete(data: Path, tmp_path: Path)
         {"optimizer.name": "sgd", "reproducible": "true", "model.name": "tiny:TinyWhite"}
         | {"model.whiten": "9", "lookahead.every": "3", "optimizer.groups": "[{parameters: '*.bias', until: 6ba}]"},
         {"optimizer.name": "lamb", "data.repeats": "3", "data.augment.crop": "random-resized", "microbatch": "6"}
-        | {
-            "data.workers": "0",
-            "data.progressive": "{from_size: 16, begin: 0, end: 2}",
-            "model.name": "tiny:TinyResidual",
-        },
+        | {"data.workers": "0", "data.progressive": "{from_size: 16, begin: 0, end: 2}"}
+        | {"model.name": "tiny:TinyResidual"},
         {"optimizer.name": "lars", "optimizer.lr": "1", "data.mix.mixup": "0.4", "channels_last": "true"},
     ],
     ids=lambda settings: settings["optimizer.name"],
@@ -63,9 +49,8 @@ def test_a_stopped_and_resumed_run_is_bit_identical(data: Path, tmp_path: Path, 
         stopped = train_here(data, parts, settings, stop_at > 1, stop_at).outcome
         assert (stopped.signal, stopped.steps) == ("SIGUSR2", stop_at)
         assert not (parts / "weights.safetensors").exists() and summary(parts)["status"] == "stopped"
-    assert train_here(data, parts, settings, resume=True).digest == uninterrupted.digest and lines(whole) == lines(
-        parts
-    )
+    assert train_here(data, parts, settings, resume=True).digest == uninterrupted.digest
+    assert lines(whole) == lines(parts)
 
 
 def test_the_comparison_would_notice_another_momentum(data: Path, tmp_path: Path) -> None:

@@ -68,13 +68,10 @@ def test_what_is_sent_is_what_the_plan_counts() -> None:
         assert sorted(name for one in travelling for name in one.parameters) == sorted(expected)
         for rank in range(mesh.num_devices):
             for way in ("forward", "backward"):
-                result = sum(
-                    all_reduce_elements(one.bytes[rank], mesh.size(one.axes))
-                    if one.kind == "all_reduce"
-                    else one.bytes[rank]
-                    for item in program(placement)
-                    for one in getattr(item, way)
-                )
+                result = 0.0
+                for one in (one for item in program(placement) for one in getattr(item, way)):
+                    number, group = one.bytes[rank], mesh.size(one.axes)
+                    result += all_reduce_elements(number, group) if one.kind == "all_reduce" else number
                 count = sum(getattr(each.ranks[rank], way) for each in sent)
                 assert result == pytest.approx(count, abs=8), (plan, rank, way)
             shares = [(one, 2 * (mesh.size(one.axes) - 1) / mesh.size(one.axes)) for one in travelling]
@@ -88,13 +85,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.never = nn.Linear(8, 8)
-        self.head = nn.Linear(512, 300)
-        self.wide = nn.Linear(8 * 16, 512)
-        self.conv2 = nn.Conv2d(8, 8, 3, padding=1)
-        self.conv1 = nn.Conv2d(3, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.middle = nn.Linear(512, 512)
+        self.never, self.head, self.wide = nn.Linear(8, 8), nn.Linear(512, 300), nn.Linear(8 * 16, 512)
+        self.conv2, self.conv1 = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(3, 8, 3, padding=1)
+        self.norm, self.middle = nn.BatchNorm2d(8), nn.Linear(512, 512)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm(self.conv1(x)))
@@ -118,14 +111,11 @@ def messages(plan: str) -> tuple[list[Any], ...]:
     held = {name: parameter.numel() * 4 for name, parameter in net.named_parameters()}
 
     def predicted(ready: list[str]) -> list[Any]:
-        return [
-            (
-                set(one.parameters),
-                (one.bytes[network.groups.rank] - sum(held[name] for name in one.parameters)) // 4,
-                not any(one.copied) and bool(one.parameters),
-            )
-            for one in exchange(placement, ready, Costs(ROOFLINE).message_sizes).messages
-        ]
+        found = []
+        for one in exchange(placement, ready, Costs(ROOFLINE).message_sizes).messages:
+            users = (one.bytes[network.groups.rank] - sum(held[name] for name in one.parameters)) // 4
+            found.append((set(one.parameters), users, not any(one.copied) and bool(one.parameters)))
+        return found
 
     backward = [name for item in reversed(program(placement)) for name in item.parameters]
     backward = list(dict.fromkeys([*backward, *weights_of(placement)]))

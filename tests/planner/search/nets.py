@@ -119,10 +119,8 @@ class Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Conv2d(3, 4, 1)
-        self.b = nn.Conv2d(4, 4, 3, padding=1)
-        self.c = nn.Conv2d(8, 4, 1)
-        self.d = nn.Conv2d(12, 8, 1)
+        self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, padding=1)
+        self.c, self.d = nn.Conv2d(8, 4, 1), nn.Conv2d(12, 8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         a = F.relu(self.a(x))

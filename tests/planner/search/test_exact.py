@@ -73,9 +73,8 @@ def test_the_next_best_strategy_of_a_layer_is_what_the_best_plan_with_it_costs()
         def least(strategy: Any, alike: bool, layer: str = one.layers[0]) -> float:
             """Of plans with this strategy of the layer, and among those that use the sample axis as the best does."""
             pairs = ((by_layer, s) for by_layer, s in every if by_layer[layer] == strategy)
-            return min(
-                (s for by_layer, s in pairs if not alike or (("sample",) in by_layer.values()) == uses), default=1.0
-            )
+            found = (s for by_layer, s in pairs if not alike or (("sample",) in by_layer.values()) == uses)
+            return min(found, default=1.0)
 
         assert least(one.strategy, True) == pytest.approx(result.best.seconds)
         # a plan that uses the sample axis no more is one of another way, and costs less there
@@ -85,9 +84,8 @@ def test_the_next_best_strategy_of_a_layer_is_what_the_best_plan_with_it_costs()
 def test_a_limit_of_memory_is_kept_at_the_least_cost() -> None:
     job = workload(nets.Chain(), 64)
     free = search(job, 2, COSTS, within(ONE, FEW), tolerance=0.0)
-    every = [
-        (most(rank_memory(one, COSTS)).total, seconds_of(job, one, COSTS)) for _, one in every_placement(job, ONE, FEW)
-    ]
+    placements = [placement for _, placement in every_placement(job, ONE, FEW)]
+    every = [(most(rank_memory(one, COSTS)).total, seconds_of(job, one, COSTS)) for one in placements]
     needed = sorted({memory for memory, _ in every})
     for limit in (needed[0], needed[len(needed) // 3], free.best.memory):
         result = search(job, 2, COSTS, within(ONE, FEW, memory_limit=limit))
@@ -106,12 +104,8 @@ def test_layers_that_are_fixed_keep_their_strategy_and_the_others_are_chosen_for
     least = min(seconds_of(job, one, COSTS) for _, one in every_placement(job, ONE, FEW, blocks))
     assert result.best.seconds == pytest.approx(least, rel=1e-12)
     for net, devices, fixes, strategies in (
-        (
-            nets.Residual,
-            2,
-            ["block1.*=filter", "*=sample"],
-            {"block1.0": ("filter",), "stem": ("sample",)},
-        ),  # the first
+        # the first counts
+        (nets.Residual, 2, ["block1.*=filter", "*=sample"], {"block1.0": ("filter",), "stem": ("sample",)}),
         (nets.Chain, 4, ["fc=sample,filter"], {"fc": ("sample", "filter")}),  # one for each axis
         (partial(nets.Branches, 6), 2, ["ways.0=channel", "ways.1=sample"], {"ways.0": ("channel",)}),
         (nets.Chain, 2, ["*=owt"], {"fc": ("filter",), "features.0": ("sample",)}),
