@@ -64,12 +64,13 @@ DEVICES = ("equal", "half", "stutter")
 STOPS_S, BETWEEN_S = (1.0, 3.0), 20.0  # how long the last device stops, and for how long it runs before, on average
 RECIPE = {
     "model.name": "cifar-quick",
+    "microbatches": str(HOSTS),
     "optimizer": "{name: sgd, lr: 0.05, momentum: 0.9, nesterov: true, weight_decay: 5e-4}",
     "data.augment": "{crop: pad, flip: true}",
     "clip_norm": "null",
     "checkpoint.every": "1ep",
 }
-WHOLE: dict[str, Any] = {"rates": (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2), "tuning": "0.5ep", "every": "0.5ep"}
+WHOLE: dict[str, Any] = {"rates": (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1), "tuning": "0.5ep", "every": "0.5ep"}
 WHOLE |= {"target": 0.3}
 SMALL: dict[str, Any] = {"rates": (0.05,), "tuning": "16ba", "every": "32ba", "updates": "64ba", "target": 0.85}
 SMALL |= {"methods": ["sample", "local SGD 16", "8 late rounds of 4"], "links": ["100mbit"], "devices": ["equal"]}
@@ -137,8 +138,7 @@ def do(job: Job, options: argparse.Namespace) -> dict[str, Any]:
 
 def settings_of(method: str, options: argparse.Namespace) -> dict[str, str]:
     """Those of all jobs of a method."""
-    common = {"data.path": str(options.data), "parallel.devices": str(HOSTS)}
-    common |= {"batch": str(options.batch), "microbatch": str(options.batch // HOSTS)}
+    common = {"data.path": str(options.data), "parallel.devices": str(HOSTS), "batch": str(options.batch)}
     return RECIPE | common | METHODS[method]
 
 

@@ -1,11 +1,11 @@
-"""Networks that fail on one rank, for tests of what the others do."""
+"""Networks that fail: on one rank, in the backward pass, or with numbers that are not finite for some pictures."""
 
 import os
 import time
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from convoy.errors import ConvoyError
 from tiny import TinyNet
@@ -36,3 +36,23 @@ class Undetermined(TinyNet):
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(_Undetermined.apply(x.requires_grad_()) if self.training else x)
+
+
+BAND = 0.4462, 0.458  # between these are the means of a few pictures in a thousand, normalized
+
+
+class _Odd(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean((2, 3), keepdim=True)
+        return x + 0 * torch.sqrt((mean - BAND[0]) * (mean - BAND[1])) if self.training else x
+
+
+class Unfinite(TinyNet):
+    """Takes the square root of what is negative for these pictures first."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__(num_classes, in_channels)
+        self.odd = _Odd()
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(self.odd(x))

@@ -1,6 +1,7 @@
 """A small network and a small data set on disk, for tests that train."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
@@ -81,6 +82,25 @@ class TinyUnseen(TinyNet):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return super().forward(x if float(x.detach().amax()) < 1e9 else x * 0)
+
+
+CHANGES: dict[str, Any] = {}
+
+
+class Changing(nn.Module):
+    """Its code is another in each test, as CHANGES says."""
+
+    def __init__(self, num_classes: int = 10, in_channels: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, 8, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.act = CHANGES.get("act", nn.SiLU)()
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(8, num_classes)
+        self.conv.requires_grad_(not CHANGES.get("frozen"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.drop(self.act(self.norm(self.conv(x))).mean((2, 3))))
 
 
 def write_mnist(folder: Path, num_train: int = NUM_TRAIN, num_test: int = NUM_TEST) -> Path:

@@ -26,6 +26,15 @@ _MOST_S = 60_000.0  # Linux takes no more than 32,767 s until it begins to look 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
+def number_of(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """A whole number that a launcher has set."""
+    text = environment.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
+        problem = f"is {text!r}, but must be a whole number" if text else "is not set"
+        raise ConvoyError(f"{name} {problem}: start the ranks with torchrun, srun or --devices")
+    return int(text)
+
+
 def check_name(interface: str) -> None:
     """Refuse what cannot be the name of an interface, of any host: a list or a pattern, for instance."""
     if not re.fullmatch(r"[^\s/,^=]{1,15}", interface) or not interface.isprintable():

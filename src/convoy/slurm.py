@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, MutableMapping
 
 from convoy.errors import ConvoyError
+from convoy.interfaces import number_of
 
 _FIRST_PORT, _NUM_PORTS = 15_000, 15_000
 _STEP = 1_009  # ports from one step of a job to the next: jobs with the numbers that follow run beside it
@@ -58,12 +59,3 @@ def _tasks_on_node(environment: Mapping[str, str], num_tasks: int) -> int:
         counts += [int(match[1])] * int(match[2] or 1)
     node = environment.get("SLURM_NODEID", "0")
     return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else num_tasks
-
-
-def number_of(environment: Mapping[str, str], name: str) -> int:
-    """A whole number that a launcher has set."""
-    text = environment.get(name, "")
-    if not text.isdecimal():
-        problem = f"is {text!r}, but must be a whole number" if text else "is not set"
-        raise ConvoyError(f"{name} {problem}: start the ranks with torchrun, srun or --devices")
-    return int(text)

@@ -17,9 +17,24 @@ from convoy.ops.memory import predict_memory
 from convoy.ops.postponed import PostponedGradients
 from convoy.planner.workload import workload_of
 from convoy.plans.plan import Plan
-from kept import kept_bytes
 from plans.made_graph import placed, same_net, small_net
 from ranks import run_ranks
+
+
+def kept_bytes(model: nn.Module, images: Tensor) -> int:
+    """Bytes of the storages that autograd really keeps, parameters and buffers not among them."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(images)
+    assert output is not None
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    return sum(size for pointer, size in storages.items() if pointer not in own)
 
 
 def test_memory_is_that_of_a_real_pass() -> None:

@@ -19,12 +19,10 @@ def alike(a: Any, b: Any, tolerance: float = 1e-9) -> bool:
         if not tolerance or not a.is_floating_point():
             return torch.equal(a, b)
         return not a.numel() or bool((a - b).abs().max() <= tolerance * (1e-3 + b.abs().max()))
-    if isinstance(a, dict):
-        return type(a) is type(b) and list(a) == list(b) and all(alike(a[key], b[key], tolerance) for key in a)
-    if isinstance(a, list | tuple):
-        return (
-            type(a) is type(b) and len(a) == len(b) and all(alike(*both, tolerance) for both in zip(a, b, strict=True))
-        )
+    if type(a) is type(b) and isinstance(a, dict):
+        return list(a) == list(b) and alike([*a.values()], [*b.values()], tolerance)
+    if type(a) is type(b) and isinstance(a, list | tuple):
+        return len(a) == len(b) and all(alike(*both, tolerance) for both in zip(a, b, strict=True))
     return type(a) is type(b) and a == b
 
 

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
-from changing import CHANGES
 from convoy.comm.ranks import Ranks
 from convoy.data import dataset, pack
 from convoy.data.config import DataConfig
@@ -23,7 +22,7 @@ from convoy.errors import ConvoyError
 from convoy.recipe.recipe import load_recipe
 from convoy.training.build import build_for, build_model
 from ranks import run_ranks
-from tiny import write_mnist, write_pictures
+from tiny import CHANGES, write_mnist, write_pictures
 from training.scenarios import drop_checkpoints, files, refusals, session, summary
 from whole_runs import train_here
 
@@ -133,7 +132,7 @@ def _unchanged() -> Iterator[None]:
 
 
 def test_other_code_is_refused_and_an_option_goes_on(data: Path, tmp_path: Path) -> None:
-    out, settings = tmp_path / "run", TWO | {"model.name": "changing:Changing"}
+    out, settings = tmp_path / "run", TWO | {"model.name": "tiny:Changing"}
     train_here(data, out, settings)
     CHANGES.update(act=nn.ReLU, frozen=True)  # whose optimizer state is passed over
     before, changed = files(out), "layer act was silu and is relu"

@@ -37,6 +37,7 @@ from convoy import interfaces, slurm
 from convoy.comm.position import lack_of_memory, ledger
 from convoy.errors import ConvoyError, MachineError, MeetingError
 from convoy.failure import say_uncaught
+from convoy.interfaces import number_of
 from convoy.resources import check_threads
 
 GLOO = "gloo"
@@ -343,17 +344,18 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
     Ranks wait `timeout` seconds for each other, here and in every collective. The device, which becomes the current
     one, is by `LOCAL_RANK` where there is CUDA and `device` does not ask for the CPU.
     """
-    if not dist.is_initialized():
+    if "SLURM_PROCID" in os.environ and not dist.is_initialized():
         slurm.translate()
     devices = 0 if device is not None and device.startswith("cpu") else gpus().number
-    rank_device = torch.device("cuda", _number("LOCAL_RANK", 0) % devices) if devices else torch.device("cpu")
+    local_rank = number_of(os.environ, "LOCAL_RANK", 0)
+    rank_device = torch.device("cuda", local_rank % devices) if devices else torch.device("cpu")
     if not dist.is_initialized() and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
         say_uncaught(_first_to_say)
         _check_variables(os.environ)
         check_threads()
         if devices:
             torch.cuda.set_device(rank_device)
-        rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        rank, world = number_of(os.environ, "RANK", 0), number_of(os.environ, "WORLD_SIZE", 1)
         choose_interface(world)
         try:
             limit = timedelta(seconds=timeout)
@@ -459,14 +461,7 @@ def _check_variables(environment: Mapping[str, str]) -> None:
             f"{' and '.join(present)} set but not {' and '.join(absent_names)}: start the ranks with torchrun, "
             "which sets all of them, or unset them to run on one device"
         )
-    rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    rank, world = number_of(os.environ, "RANK", 0), number_of(os.environ, "WORLD_SIZE", 1)
     if rank >= world:
         raise ConvoyError(f"RANK={rank} must be below WORLD_SIZE={world}")
-    _number("MASTER_PORT", 0)
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal():
-        raise ConvoyError(f"{name}={text!r} must be a whole number")
-    return int(text)
+    number_of(os.environ, "MASTER_PORT", 0)

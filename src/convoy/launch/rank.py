@@ -22,8 +22,9 @@ from typing import Any, Literal
 
 from convoy.errors import ConvoyError
 from convoy.failure import AGENTS, Failure, Kind, failure_of, write_error_file
+from convoy.interfaces import number_of
 from convoy.resources import check_threads
-from convoy.slurm import number_of, translate
+from convoy.slurm import translate
 
 FOLDER = "CONVOY_LAUNCH"  # variable of ranks that `convoy.launch.start` has started: the folder that they share
 # To a rank: the run as a whole is to stop, where SIGTERM ends this rank alone. SIGUSR1 may have a handler of NCCL's or
@@ -65,7 +66,8 @@ class RankPlace:
 
 def find_place(environment: MutableMapping[str, str] = os.environ) -> RankPlace | None:
     """The place of this process; None where nobody started several. Slurm's variables become torchrun's."""
-    translate(environment)
+    if "SLURM_PROCID" in environment:
+        translate(environment)
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
     source = "Slurm" if "SLURM_PROCID" in environment and "TORCHELASTIC_RUN_ID" not in environment else "torchrun"
