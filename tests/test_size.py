@@ -16,7 +16,7 @@ LINES = {
     "src/convoy/data": 4813,
     "src/convoy/doctor": 1422,
     "src/convoy/engine": 5736,
-    "src/convoy/graph": 1559,
+    "src/convoy/graph": 1560,
     "src/convoy/hardware": 783,
     "src/convoy/launch": 1397,
     "src/convoy/models": 1690,
@@ -29,7 +29,7 @@ LINES = {
     "src/convoy/script": 1479,
     "src/convoy/tasks": 1023,
     "src/convoy/training": 6733,
-    "tests": 20692,
+    "tests": 20688,
     "benchmarks": 5991,
     "docs": 3351,
 }

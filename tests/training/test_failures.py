@@ -56,12 +56,8 @@ def test_an_error_is_in_the_summary_as_it_is_printed_and_the_run_goes_on(data: P
 
 # Numbers that are not finite
 
-SKIP = {
-    "model.name": "failing:Unfinite",
-    "reproducible": "true",
-    "epochs": "16ba",
-    "on_nan": "skip",
-}  # updates 7 and 15
+SKIP = {"model.name": "failing:Unfinite", "reproducible": "true", "epochs": "16ba", "on_nan": "skip"}
+"""Updates 7 and 15 are not finite."""
 
 
 def without_putting_back(data: Path, out: Path) -> Ended:

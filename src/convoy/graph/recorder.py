@@ -235,9 +235,10 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         name, descriptor = torch_name(func), getattr(func, "__self__", None)
         if self._inside or (name in QUESTIONS and descriptor not in PARTS):
-            by_user = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in LIBRARIES
-            if descriptor in OF_AUTOGRAD and by_user and not self._inside and (known := self._names.get(id(args[0]))):
-                return self._of_autograd(descriptor, known, func(*args))
+            if descriptor in OF_AUTOGRAD and not self._inside and (known := self._names.get(id(args[0]))):
+                asks = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+                if asks not in LIBRARIES:
+                    return self._of_autograd(descriptor, known, func(*args))
             return func(*args, **kwargs)
         if expansion := EXPANSIONS.get(func) or EXPANSIONS.get(name):
             steps = expansion(*args, **torch_names(kwargs))
