@@ -64,7 +64,7 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."
     ("variables", "kind", "message"),
     [
         ({"RANK": "0"}, ConvoyError, r"^RANK set but not WORLD_SIZE and MASTER_ADDR and MASTER_PORT: start the ranks"),
-        ({"RANK": "x", **HERE}, ConvoyError, "RANK='x' must be a whole"),
+        ({"RANK": "x", **HERE}, ConvoyError, "RANK is 'x', but must be a whole number"),
         pytest.param({"RANK": "1", **HERE}, MeetingError, r"Rank 1 cannot join .*:9 ", marks=pytest.mark.slow),
         ({"RANK": "0", **HERE}, MeetingError, "set MASTER_PORT to a free port"),
         ({"RANK": "0", **HERE, "FULL": "1"}, MachineError, "^rank 0 ran out of memory when it joined .* MiB: see"),
