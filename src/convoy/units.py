@@ -66,7 +66,7 @@ _UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mi
 def bytes_of(text: str, option: str) -> float:
     """A size such as `8GB` or `512MiB` in bytes; a number alone, of a megabyte at least, is bytes."""
     match = _SIZE.fullmatch(text.strip())
-    if match is None or float(match[1]) < (1e-9 if match[2] else 1e6):
+    if match is None or float(match[1]) == 0 or (not match[2] and float(match[1]) < 1e6):
         raise ConvoyError(f"{option} {text} is no size: write e.g. 8GB or 512MiB")
     return float(match[1]) * _UNITS[(match[2] or "b").lower()]
 
