@@ -31,7 +31,8 @@ class MetricOfAll(Metric):
 
 
 LOSS = Metric("loss", "lower")
-_AS_NUMBERS = {"loss", "mse", "mae", "r2"}  # others are shares, 0 to 1
+_SHARES = {"top1", "top5", "map", "ap", "f1", "macro_f1", "iou", "dice", "precision", "recall", "pixels"}
+_SHARES |= {"exact_match", "pixel_accuracy"}  # 0 to 1, of tasks; what others are, nobody knows
 _NAMES = {"top1": "top-1", "top5": "top-5", "map": "mAP", "ap": "AP", "f1": "F1", "macro_f1": "macro F1", "iou": "IoU"}
 _NAMES |= {"dice": "Dice", "mse": "MSE", "mae": "MAE", "r2": "R²"}
 
@@ -48,7 +49,7 @@ def metric_in_words(name: str, value: float, places: int = 2) -> str:
 
 def metric_figure(name: str, value: float, places: int = 2) -> str:
     """The value alone: a share in percent."""
-    return f"{value:.4g}" if name in _AS_NUMBERS or not 0 <= value <= 1 else f"{value:.{places}%}"
+    return f"{value:.{places}%}" if name in _SHARES and 0 <= value <= 1 else f"{value:.4g}"
 
 
 def palette() -> list[list[int]]:

@@ -61,7 +61,7 @@ class RegressionEvaluation(Evaluation):
     def _metrics(self) -> dict[str, float]:
         rows = self.per_class(())
         means = {name: [row[name] for row in rows if row[name] is not None] for name in ("mae", "mse", "r2")}
-        return {"loss": self.loss} | {name: float(np.mean(values)) for name, values in means.items() if values}
+        return {"loss": self.loss} | {name: float(np.mean(values or np.nan)) for name, values in means.items()}
 
     def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
         """Mean absolute and squared error of each output, and the share of its variance that is explained (R²)."""
