@@ -210,14 +210,14 @@ def linear_axis(
 
 
 def wide_axis(axes: Axes, values: np.ndarray) -> None:
-    """A y axis for values ≥ 0 that lets a curve use its height.
+    """A y axis that lets a curve use its height.
 
-    Logarithmic where they span more than a factor of 20; values of exactly 0 stay visible on it: below the smallest
-    positive value it is linear down to 0. Else linear: from 0, or, where that would leave a third of the panel empty
-    below the curves, from a little below the smallest value.
+    Logarithmic where values ≥ 0 span more than a factor of 20; values of exactly 0 stay visible on it: below the
+    smallest positive value it is linear down to 0. Else linear: from 0, or, where that would leave a third of the panel
+    empty below the curves, from a little below the smallest value.
     """
     positive = values[np.isfinite(values) & (values > 0)]
-    if len(positive) == 0 or positive.max() / positive.min() <= 20:
+    if len(positive) == 0 or (values < 0).any() or positive.max() / positive.min() <= 20:
         linear_axis(axes, values)
         low, high = min(positive, default=0.0), max(positive, default=0.0)
         if high > low > high / 3 and not (values <= 0).any():

@@ -119,12 +119,9 @@ def data_wait_shares(run: Run) -> np.ndarray:
     The training time of a line is its images divided by its images per second, which leaves evaluation out.
     """
     train, batch = run.metrics.train, run.setting("batch")
-    with np.errstate(divide="ignore", invalid="ignore"):
-        images = np.diff(column(train, "step"), prepend=0) * (batch if isinstance(batch, int) else np.nan)
-        seconds = images / column(train, "images_per_s")
-        shares = column(train, "data_wait_s") / seconds
-    shares[~np.isfinite(shares)] = np.nan
-    return np.asarray(np.clip(shares, 0, 1))
+    images = np.diff(column(train, "step"), prepend=0) * (batch if isinstance(batch, int) else np.nan)
+    images[images <= 0] = np.nan
+    return np.asarray(np.clip(column(train, "data_wait_s") * column(train, "images_per_s") / images, 0, 1))
 
 
 class _Scale:

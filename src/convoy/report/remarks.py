@@ -26,7 +26,6 @@ def remarks(run: Run) -> list[str]:
         *_not_finite("training", run.metrics.train),
         *_not_finite(run.metrics.split, run.metrics.test),
         *_gaps(run),
-        _data_wait(run),
         _soft_targets(run),
     ]
     if run.metrics.cut:
@@ -183,23 +182,18 @@ def _gaps(run: Run) -> Iterator[str]:
         yield f"{units.plural(number, 'image')} could not be read and {'was' if number == 1 else 'were'} skipped."
 
 
-def _data_wait(run: Run) -> str:
-    if run.diagnosis is not None:  # which says it better
-        return ""
-    share = run.summary.data_wait_share or 0.0
-    if share < 0.1:
-        return ""
-    return (
-        f"Training waited for data in {units.percent(share, 0)} of its time: "
-        "more loader processes (data.workers), smaller pictures on disk or less augmentation would make it faster."
-    )
+_LOSSES = {"bce": "binary cross-entropy", "mse": "mean squared error", "mae": "mean absolute error"}
 
 
 def _soft_targets(run: Run) -> str:
-    if run.setting("loss.name") == "bce":
+    usual, name = {"multi-label": "bce", "regression": "mse"}.get(run.task, "cross-entropy"), run.setting("loss.name")
+    other = run.setting("loss.function") or (name if name not in (None, "cross-entropy", usual) else "")
+    if not other and run.setting("loss.class_weights"):
+        other = f"{_LOSSES.get(usual, usual)} with class weights"
+    if other:
         return (
-            "The training loss is the binary cross-entropy of every class, that of evaluations the cross-entropy: they "
-            "cannot be compared."
+            f"The training loss is {_LOSSES.get(other, other)}, that of evaluations plain {_LOSSES.get(usual, usual)}: "
+            "they cannot be compared."
         )
     mixing = [name for name in ("mixup", "cutmix") if _positive(run.setting(f"data.mix.{name}"))]
     if mixing:

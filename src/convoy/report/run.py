@@ -60,9 +60,8 @@ def read_metrics(path: Path) -> Metrics:
     for line in lines:
         (train if line.split == "train" else test).append(line)
     split = "validation" if any(line.split == "validation" for line in test) else "test"
-    if split == "validation" and test[-1].split == "test":  # the last look, with the weights that are delivered
-        test.pop()
-    return Metrics(train, test, raw, cut, split)
+    # without the last look at the test split, with the weights that are delivered, here or in a run that this extends
+    return Metrics(train, [line for line in test if line.split == split], raw, cut, split)
 
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
