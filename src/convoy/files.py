@@ -53,9 +53,9 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     """Write a JSON file atomically; what is not a finite number becomes null."""
-    write_text(path, to_json(value, indent=2) + "\n")
+    write_text(path, to_json(value, indent) + "\n")
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

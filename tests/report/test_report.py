@@ -5,12 +5,16 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from convoy.planner.comparison import GRADIENTS
+from convoy.report.plots import draw_panels
+from convoy.report.remarks import remarks
 from convoy.report.report import render, write_report
 from convoy.report.run import read_run
 from convoy.run.directory import RunDirectory
+from convoy.tasks.classification import Classification
 from report.made_runs import CONFIG, ENVIRONMENT, comparison, complete_run, evaluation, metrics, summary, write_run
 from report.pages import HOSTILE, Page, harmless
 
@@ -43,14 +47,40 @@ def test_a_complete_run_has_every_part_and_the_same_bytes_again(tmp_path: Path) 
 
 
 def test_the_metric_that_decides_comes_first_and_ones_own_are_everywhere(tmp_path: Path) -> None:
-    lines = [line | {"err": 0.2, "kappa": 0.7} if line["split"] == "test" else line for line in metrics()]
+    kappas, lines = [0.7, 0.02, -3.1], metrics()
+    for line in [line for line in lines if line["split"] == "test"][1:]:  # the first line has none of them
+        line |= {"err": 0.2, "kappa": kappas.pop()}
     results = summary(best_metric="err", best_step=62, metrics={"err": 0.1875, "kappa": 0.72})
     text = CONFIG + "metrics: ['mine.py:kappa', 'mine.py:err']\n"
-    shown = page(complete_run(tmp_path, lines=lines, config=text, results=results))
-    assert re.search(r"Test err18.75%.*Test accuracy93.4.*Test kappa72.00%", shown.words)
-    assert "lenet has err 18.75% on 1,000 test images" in shown.words and "Bold: the best err." in shown.words
+    final = evaluation("ab") | {"confusion": [[9, 0], [0, 9]]}
+    shown = page(run := complete_run(tmp_path, lines=lines, config=text, results=results, final=final))
+    assert "Every test image was classified correctly." in shown.words
+    assert re.search(r"Test err0.1875.*Test accuracy.*Test kappa0.72", shown.words)
+    assert "lenet has err 0.1875 on 200 test images" in shown.words and "Bold: the best err." in shown.words
     plots = [figure["id"] for figure in shown.all("figure")]
-    assert plots[:2] == ["plot-metric-err-updates", "plot-metric-err-time"] and "plot-metric-kappa-time" in plots
+    assert plots[:2] == ["plot-metric-err-updates", "plot-metric-err-time"]
+    (figure,) = (panel.figure for panel in draw_panels(read_run(run)) if panel.name == "metric-kappa-time")
+    assert figure is not None and figure.axes[0].get_ylim()[0] < -3.1
+
+
+def test_training_losses_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
+    for task, loss, words in (
+        ("classification", "class_weights: balanced", "is cross-entropy with class weights, that of evaluations plain"),
+        ("regression", "function: mine.py:huber", "is mine.py:huber, that of evaluations plain mean squared error: "),
+        ("multi-label", "name: bce", ""),
+    ):
+        run = complete_run(tmp_path / task, config=f"{CONFIG}  {loss}\n", environment={"input": {"task": task}})
+        text = " ".join(remarks(read_run(run)))
+        assert words in text and ("cannot be compared" in text) == bool(words)
+
+
+def test_of_many_classes_counts_that_are_not_0_are_kept(tmp_path: Path) -> None:
+    done = Classification(names := [f"c{number}" for number in range(1001)]).evaluation()
+    done.confusion[3, 5], done.confusion[4, 4] = 2, 1
+    final = done.save(tmp_path, SimpleNamespace(task="classification", classes=names))  # type: ignore[arg-type]
+    assert final["confusion"] == [[3, 5, 2], [4, 4, 1]]
+    for content in (final, final | {"confusion": done.confusion.tolist()}):  # as it was written before
+        assert "Of the class c3c52100.0 %" in page(complete_run(tmp_path, final=content)).words
 
 
 def test_names_of_strangers_are_text_and_nothing_else(tmp_path: Path) -> None:

@@ -105,11 +105,18 @@ class ClassificationEvaluation(Evaluation):
             for images, hits, total in bins
         ]
 
+    def _table(self) -> list[list[int]]:
+        """The counts; of many classes [true, predicted, count] of those that are not 0, as most are."""
+        if len(self.confusion) <= records.LARGEST_TABLE:
+            return self.confusion.tolist()
+        places = self.confusion.nonzero()
+        return torch.cat([places, self.confusion[tuple(places.T)][:, None]], 1).tolist()
+
     def _to_show(self, drawn: Drawn) -> dict[str, Any]:
         metrics = self._metrics()
         return {
             "per_class": [],  # they follow from the table
-            "confusion": self.confusion.tolist(),
+            "confusion": self._table(),
             "top1": metrics["top1"],
             "top5": metrics.get("top5"),
             "mistakes": [

@@ -265,7 +265,7 @@ class Trainer:
             return
         assert loop.evaluation is not None
         folder, data = self._folder, loop.session.data.at_end()
-        write_json(folder.evaluation, loop.evaluation.save(folder.path, data))
+        write_json(folder.evaluation, loop.evaluation.save(folder.path, data), indent=None)
         write_atomically(folder.weights, lambda temporary: write_tensors(temporary, kinds, wholes))
 
     def _ending(self, loop: Loop, watchdog: Watchdog) -> Callable[[NotFiniteError], NoReturn]:
