@@ -22,7 +22,7 @@ from convoy.plans.plan import Plan
 from convoy.training.environment import join_ranks
 from convoy.training.evaluation import mean_over_views
 from convoy.training.restore import evaluate_run, evaluation_data, load_run
-from convoy.training.use import Classifier, FileClasses, classify
+from convoy.training.use import Classifier, FileClasses, classify, export
 from ranks import run_ranks
 from tiny import train_on_pictures, write_pictures
 from training.scenarios import lines, summary
@@ -79,9 +79,7 @@ def test_network_and_transform_give_the_evaluations_logits_without_the_data(run:
     assert right.float().mean().item() == pytest.approx(summary(run)["top1"])
 
 
-def test_a_checkpoint_gives_the_network_that_was_evaluated_then(
-    checkpointed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_gives_its_network(checkpointed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     final, summed = load_run(checkpointed).network.state_dict(), summary(checkpointed)
     measured = {step: (top1, loss) for step, top1, loss in lines(checkpointed, "step", "top1", "loss", split="test")}
     stopped = shutil.copytree(checkpointed, tmp_path / "stopped")  # as one is whose end has not come
@@ -125,6 +123,12 @@ def answers(run: Path, names: list[str], ranks: Ranks | None = None) -> list[Fil
         return [answer for some in classify(classifier, read, 4, ranks) for answer in some]
 
 
+def test_a_network_of_several_outputs_is_exported_with_the_first(run: Path, tmp_path: Path) -> None:
+    network, plain = (loaded := load_run(run)).network, loaded.network.forward
+    network.forward = lambda x: {"logits": (logits := plain(x)), "twice": 2 * logits}
+    assert export(loaded, "torch-export", tmp_path / "a.pt2") < 1e-5
+
+
 def on_ranks(run: Path, names: list[str]) -> tuple[list[FileClasses], list[list[int]], float]:
     """Answers; the evaluation's matrix and loss."""
     ranks, _ = join_ranks()
@@ -135,9 +139,7 @@ def on_ranks(run: Path, names: list[str]) -> tuple[list[FileClasses], list[list[
     return answers(run, names, ranks), result.confusion.tolist(), result.loss
 
 
-def test_any_number_of_ranks_and_threads_gives_the_classes_that_the_evaluation_counts(
-    run: Path, tmp_path: Path
-) -> None:
+def test_any_number_of_ranks_and_threads_gives_the_classes_of_the_evaluation(run: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.png").write_text("x")
     names = pictures(run.parent / "data")
     names = [*names[:7], str(tmp_path / "bad.png"), *names[7:], str(tmp_path / "none.png")]

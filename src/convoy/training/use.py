@@ -207,9 +207,11 @@ def export(run: TrainedRun, form: ExportFormat, path: Path) -> float:
     shape = (2, network_input.channels, run.transform.image_size, run.transform.image_size)
     images = torch.rand(shape, generator=torch.Generator().manual_seed(0))
     notes: Notes = {"classes": network_input.classes, "mean": list(network_input.mean), "std": list(network_input.std)}
-    content, outputs_of = (_onnx if form == "onnx" else _torch_export)(run, images, notes)
     with torch.no_grad():
-        wanted = run.network(images)
+        outputs = run.network(images)
+    wanted = run.task.heads(outputs)[0]
+    network = run.network if isinstance(outputs, Tensor) else _MainHead(run).eval()
+    content, outputs_of = (_onnx if form == "onnx" else _torch_export)(network, images, notes)
     difference = float((outputs_of(images) - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12))
     if not difference <= TOLERANCE:
         raise ConvoyError(f"the exported network's outputs are off by {difference:.1e}: nothing was written")
@@ -217,7 +219,18 @@ def export(run: TrainedRun, form: ExportFormat, path: Path) -> float:
     return difference
 
 
-def _onnx(run: TrainedRun, images: Tensor, notes: Notes) -> Exported:
+class _MainHead(nn.Module):
+    """A network that gives several outputs, with the one that counts."""
+
+    def __init__(self, run: TrainedRun) -> None:
+        super().__init__()
+        self.network, self._heads = run.network, run.task.heads
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self._heads(self.network(images))[0]
+
+
+def _onnx(network: nn.Module, images: Tensor, notes: Notes) -> Exported:
     try:
         import onnx
         import onnxruntime
@@ -232,7 +245,7 @@ def _onnx(run: TrainedRun, images: Tensor, notes: Notes) -> Exported:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
-                run.network,
+                network,
                 (images,),
                 dynamo=True,
                 verbose=False,
@@ -250,14 +263,13 @@ def _onnx(run: TrainedRun, images: Tensor, notes: Notes) -> Exported:
     return content, lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
-def _torch_export(run: TrainedRun, images: Tensor, notes: Notes) -> Exported:
+def _torch_export(network: nn.Module, images: Tensor, notes: Notes) -> Exported:
     file = io.BytesIO()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            program = torch.export.export(
-                run.network, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=False
-            )
+            dims = ({0: torch.export.Dim("batch")},)
+            program = torch.export.export(network, (images,), dynamic_shapes=dims, strict=False)
             torch.export.save(program, file, extra_files={NOTES: json.dumps(notes)})
     except Exception as error:  # torch.export has no class for what it cannot export
         raise ConvoyError(f"the network cannot be exported by torch.export: {reason(error)}") from error
