@@ -8,9 +8,10 @@ from typing import Any
 
 from convoy.bench.batches import agreement
 from convoy.bench.jobs import Job, Jobs
+from convoy.checkpoint.files import RECORD, sha256
 from convoy.checkpoint.store import CheckpointStore
 from convoy.errors import ConvoyError
-from convoy.files import write_json
+from convoy.files import write_json, write_text, writing
 from convoy.recipe.optim import ConstantConfig, rate_factor
 from convoy.recipe.recipe import load_recipe
 from convoy.recipe.schema import Duration
@@ -19,7 +20,7 @@ from convoy.run.directory import RunDirectory
 from convoy.run.records import MetricsLine
 from convoy.training.derived import resolve
 from convoy.training.finite import ADVICE
-from convoy.training.resume import check_extension
+from convoy.training.resume import check_extension, check_same
 
 _LINES, _TOLERANCE = 20, 0.05  # losses of a stretch; and the share of the lowest that a useful batch may be above it
 
@@ -57,16 +58,43 @@ def branches_of(run: Path, batches: list[int], epochs: float, at: int | None, fo
             "parallel": begun.parallel.model_copy(update={"devices": 1, "plan": None, "shares": None}),
         }
         recipe = begun.model_copy(update=changes)
-        resolve(recipe, num_train)
+        now = resolve(recipe, num_train)
+        if now.total_updates - round(step * now.updates_per_epoch / was.updates_per_epoch) < 2:
+            raise ConvoyError(f"--epochs {epochs:g} is less than two updates of a batch of {batch}: give more epochs")
         check_extension(recipe)
         jobs.append(Job(folder / f"batch-{batch}-at-{step}-{epochs:g}ep", recipe))
     return step, jobs
+
+
+def check_kept(run: Path, step: int, jobs: list[Job]) -> None:
+    """Refuse a folder with branches of another recipe, or of the run as it was before somebody trained it anew; note of
+    which checkpoint those are that come."""
+    checksum = sha256(CheckpointStore(RunDirectory(run).checkpoints).place(step) / RECORD)
+    folder, note = jobs[0].out.parent, jobs[0].out.with_name(f"at-{step}.sha256")
+    if note.exists() and note.read_text(encoding="utf-8") != checksum:
+        raise ConvoyError(
+            f"{folder} has branches of another checkpoint after update {step}, as {run} was trained anew: give another "
+            "--out, or remove that folder"
+        )
+    for begun, recipe in ((RunDirectory(job.out), job.recipe) for job in jobs):
+        if begun.is_run():
+            check_same(recipe, load_recipe(str(begun.config)), begun)
+    with writing(note, "choose another --out"):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(note, checksum)
 
 
 def mean_loss(lines: Sequence[MetricsLine], after: float) -> float:
     """That of the updates in lines after some epochs: each is the mean of those since the line before it."""
     late = [pair for pair in pairwise(lines) if pair[1].loss is not None and (pair[1].epoch or 0) > after]
     return statistics.fmean((line.loss or 0.0 for _, line in late), (line.step - before.step for before, line in late))
+
+
+def over_the_lowest(losses: Sequence[float | None]) -> list[float | None]:
+    """By which part of the lowest each loss is above it, also where one's own is below 0 or 0."""
+    there = [loss for loss in losses if loss is not None]
+    lowest, scale = min(there), abs(min(there)) or max(there) or 1.0
+    return [None if loss is None else (loss - lowest) / scale for loss in losses]
 
 
 def train_branches(run: Path, jobs: list[Job], epochs: float, runner: Jobs) -> dict[str, Any]:
@@ -81,10 +109,10 @@ def train_branches(run: Path, jobs: list[Job], epochs: float, runner: Jobs) -> d
             raise ConvoyError(f"{job.out.name} was not trained: {failure}")
         row = {"batch": job.recipe.batch, "rate": job.recipe.optimizer.lr, "loss": loss}
         rows.append(row | {f"test_{key}": outcomes[job.out].summary.get(key) for key in ("loss", "top1")})
-    losses = [row["loss"] for row in rows if row["loss"] is not None]
-    if not losses:
+    if all(row["loss"] is None for row in rows):
         raise ConvoyError("the loss of every branch stopped being finite: name smaller batches")
-    rows = [row | {"over_the_lowest": row["loss"] and row["loss"] / min(losses) - 1} for row in rows]
+    for row, over in zip(rows, over_the_lowest([row["loss"] for row in rows]), strict=True):
+        row["over_the_lowest"] = over
     useful = max(row["batch"] for row in rows if row["loss"] is not None and row["over_the_lowest"] <= _TOLERANCE)
     noise = RunDirectory(run).summary().get("noise_scale")
     document = {"run": str(run), "rows": rows, "useful": useful, "noise_scale": noise}

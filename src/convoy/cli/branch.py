@@ -48,13 +48,14 @@ def command(arguments: Sequence[str], /, run: Path, batches: str, epochs: float,
     if not values["trust_code"]:
         keys.check_own(load_recipe(config), config, ())
     with waiting_for("loading PyTorch"):
-        from convoy.bench.branch import branches_of, train_branches
+        from convoy.bench.branch import branches_of, check_kept, train_branches
         from convoy.bench.jobs import Jobs
         from convoy.progress import ConsoleReporter
         from convoy.training import choose_device
 
     folder = values["out"] or run.with_name(f"{run.resolve().name}-branches")
     step, jobs = branches_of(run, numbers, epochs, values["at"], folder)
+    check_kept(run, step, jobs)
     runner = Jobs.here(choose_device(values["device"]).type, command=command_of(arguments))
     with options.sigterm_as_interrupt(), ConsoleReporter(Console(stderr=True, highlight=False)) as reporter:
         runner.say = lambda job, text, done, total: reporter.prepare(f"{job.out.name}: {text}", done, total)
