@@ -20,7 +20,7 @@ from convoy.bench.batches import (
     next_rates,
     regimes,
 )
-from convoy.bench.branch import mean_loss
+from convoy.bench.branch import mean_loss, over_the_lowest
 from convoy.bench.jobs import Job, Outcome
 from convoy.errors import ConvoyError
 from convoy.recipe.recipe import load_recipe
@@ -91,6 +91,7 @@ def test_the_best_rate_of_every_batch_is_found_and_the_study_goes_on(tmp_path: P
         names = [row.regime for row in rows]
         assert names[:2] == [PERFECT, PERFECT] and names[4:6] == [DIMINISHING] * 2 and names[-1] == NONE
         assert NOISE / 1.2 < (new.critical() or 0) < 1.2 * NOISE
+    assert Search(new, {"lamb": RECIPES["lamb"]}, outcomes).rows == new.rows  # also without the other optimizer
     new.speedups = {batch: {4: 3.0} for batch in BATCHES}
     new.save()
     (tmp_path / "a-branches").mkdir()
@@ -122,6 +123,7 @@ def test_a_failure_that_says_nothing_of_the_rate_is_no_score(tmp_path: Path) -> 
 def test_a_loss_over_lines_weighs_updates() -> None:
     lines = [MetricsLine(split="train", step=n, epoch=n / 10, loss=loss) for n, loss in ((5, 9), (8, 1), (9, 3))]
     assert mean_loss(lines, 0.5) == 1.5
+    assert over_the_lowest([-2.0, -1.0, None]) == [0, 0.5, None] and over_the_lowest([0.0, 2.0]) == [0, 1]
 
 
 def test_a_batch_that_misses_the_target_is_said_to(tmp_path: Path) -> None:

@@ -4,10 +4,13 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from bench.made_study import document, write_study, write_trainings
 from convoy.bench.page import write_files
+from convoy.cli.bench import study
+from convoy.errors import ConvoyError
 from report.pages import HOSTILE, harmless
 
 TABLES = {"table.csv", "table.tex", "convergence.csv", "convergence.tex", "curves.csv"}
@@ -15,7 +18,13 @@ PICTURES = ("speed-up", "parts", "predictions", "error-time", "error-updates")
 
 
 def test_a_study_has_a_page_tables_and_pictures_and_the_same_page_again(tmp_path: Path) -> None:
-    report = write_files(write_trainings(write_study(tmp_path))).report
+    def work(*_: object) -> None:
+        write_trainings(write_study(tmp_path))
+        raise ConvoyError("one training broke")
+
+    with pytest.raises(ConvoyError, match="broke"):  # what was done has its page
+        study(work, write_files, tmp_path, False)
+    report = tmp_path / "report.html"
     files = {"bench.json", *TABLES, *(f"{name}.{kind}" for name in PICTURES for kind in ("svg", "png"))}
     assert {path.name for path in tmp_path.iterdir()} == files | {"report.html"}
     with Image.open(tmp_path / "speed-up.png") as picture:

@@ -63,9 +63,7 @@ WRONG = {"sample=2": ConvoyError("too few microbatches: give more"), "serial": R
 TIMES = RankTimes(seconds=[0.1], communication=[0.0], input=[0.0], optimizer=[0.0], memory=1, overhead=0.0, loss=1.0)
 
 
-def test_rows_that_do_not_run_are_named_and_others_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_do_not_run_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run_ranks(function: Any, slots: Any, task: Any, *_: Any, **__: Any) -> Any:
         plan = str(task.recipe.parallel.plan or f"sample={len(slots)}")
         if plan in WRONG:

@@ -62,13 +62,16 @@ def test_a_search_goes_on_as_if_it_had_run_through_and_says_what_is_best(tmp_pat
     assert written.tables["trials"].rows[0]["trained"] == best.name
     values = " ".join(f"--set {key}={value}" for key, value in best.values.items())
     assert written.remarks[-1].endswith(f": convoy train lenet {values}")
-    assert str(rates[-1]) in written.report.read_text()
+    assert str(rates[-1]) in (text := written.report.read_text())
+    written.report.unlink()
+    assert main(["report", str(tmp_path / "whole")]) == 0 and written.report.read_text() == text
 
 
 def test_what_a_range_is_of(tmp_path: Path) -> None:
-    overs = ["batch=8..64", "optimizer.lr=1..2", "model.options.width=2..4:log", "data.mean=[0.1],[0.2]"]
+    overs = ["batch=8.0..64", "optimizer.lr=.1..2E0", "model.options.width=2..4:log", "data.mean=[0.1],[0.2]"]
     kinds = {key: type(values).__name__ for key, values in space_of(overs).items()}
     assert [*kinds.values()] == [f"{kind}Distribution" for kind in ("Int", "Float", "Int", "Categorical")]
+    assert space_of(overs)["optimizer.lr"].low == 0.1
     assert space_of(overs)["data.mean"].choices == ("[0.1]", "[0.2]")
 
 
@@ -88,9 +91,7 @@ def study_of(data: Path, folder: Path, number: int, stops: str = "none") -> list
 
 
 @pytest.mark.slow
-def test_a_study_that_is_stopped_and_has_more_trials_later_is_that_which_ran_through(
-    data: Path, tmp_path: Path
-) -> None:
+def test_a_study_that_goes_on_is_that_which_ran_through(data: Path, tmp_path: Path) -> None:
     whole = study_of(data, tmp_path / "whole", 4)
     with pytest.raises(KeyboardInterrupt):
         study_of(data, tmp_path / "part", 3, stops="trial-002: training")

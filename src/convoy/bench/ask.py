@@ -5,8 +5,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from convoy.bench.emulated import Cluster
 from convoy.bench.records import AUTO, CONVOY, PEERS, TORCH, Configuration
@@ -17,50 +17,15 @@ from convoy.recipe.recipe import Recipe, check_names, load_recipe
 from convoy.terminal import pip_install
 
 DEFAULT_BATCH = 256
-# The least that options may be which are whole numbers; others are any number above 0.
-_LEAST = dict.fromkeys(("batch", "batch_per_device", "image_size", "classes", "rounds", "updates"), 1)
-_LEAST |= {"warm_up": 0, "dataset_size": 1, "cores_per_device": 1, "seeds": 1}
 # Optimizers of a study of the batch, and the rate for a batch of 256 from which one that is not the recipe's begins.
 GUESSES = {"sgd": 0.1, "lars": 0.4, "lamb": 0.01, "adamw": 0.002}
 _OF_BATCHES = ("target", "tune", "optimizers", "seeds")
 _NOT_WITH_BATCHES = ("batch", "batch_per_device", "peers", "shares", "train_epochs", "epochs", "emulate")
-_AMOUNTS = ("epochs", "timeout", "train_epochs")
+_NOT_WITH_BATCHES += ("plans", "rounds", "updates", "warm_up")
 
 
-@dataclass(frozen=True)
-class Ask:
-    """The options of the command line; None where one is not given."""
-
-    command: str
-    model: str
-    devices: str | None
-    plans: str
-    batch: int | None
-    batch_per_device: int | None
-    peers: str
-    shares: str
-    data: str | None
-    image_size: int | None
-    classes: int | None
-    recipe: str | None
-    settings: tuple[str, ...]
-    train_epochs: float | None
-    rounds: int
-    updates: int | None
-    warm_up: int
-    epochs: float | None
-    dataset_size: int | None
-    cores_per_device: int | None
-    emulate: str | None
-    predict: bool
-    timeout: float
-    out: Path | None
-    device: str | None
-    batches: str | None = None  # those of a study of the batch; None for one of devices
-    target: float | None = None
-    tune: bool = False
-    optimizers: str | None = None
-    seeds: int | None = None
+class Ask(SimpleNamespace):
+    """A command line of `convoy bench`: its options under their names, of which some were `given`."""
 
     @property
     def folder(self) -> Path:
@@ -99,7 +64,7 @@ class Ask:
     def _mistakes_of_batches(self) -> Iterator[str]:
         """What is wrong with the options of a study of the batch, or with those without one."""
         names = _NOT_WITH_BATCHES if self.batches is not None else _OF_BATCHES
-        named = (f"--{name.replace('_', '-')}" for name in names if getattr(self, name) not in (None, "", False))
+        named = (f"--{name.replace('_', '-')}" for name in names if name in self.given)
         if self.batches is None:
             yield from (f"{name} is for a study of the batch: name batches with --batches 64,128,256" for name in named)
             return
@@ -134,13 +99,11 @@ class Ask:
             yield "--dataset-size is for the days that --epochs would take: give --epochs, too"
         if self.cores_per_device is not None and self.emulate is not None:
             yield "--cores-per-device contradicts --emulate, whose devices have a share of a core: drop one"
-        for name in (*_LEAST, *_AMOUNTS):
-            option, number = f"--{name.replace('_', '-')}", getattr(self, name)
-            least = 0 if name == "rounds" and self.train_epochs is not None else _LEAST.get(name)
-            if number is not None and least is not None and number < least:
-                yield f"{option} is {number}: give a whole number of at least {least}"
-            if number is not None and least is None and not 0 < number < math.inf:
-                yield f"{option} is {number:g}: give a number above 0"
+        if self.rounds == 0 and self.train_epochs is None:
+            yield "--rounds is 0: give a whole number of at least 1, or train with --train-epochs"
+        for name in ("epochs", "timeout", "train_epochs"):
+            if (number := getattr(self, name)) is not None and not 0 < number < math.inf:
+                yield f"--{name.replace('_', '-')} is {number:g}: give a number above 0"
 
     def _check_rows(self, emulated: int | None) -> None:
         """Refuse plans, shares and numbers of devices that are none, or that do not go together."""

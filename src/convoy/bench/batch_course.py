@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from convoy.bench.jobs import Job, Jobs, Outcome
 from convoy.bench.measure import MeasurementTask, network_of
 from convoy.bench.processes import RankFailed, Say, reason_of, run_ranks
 from convoy.bench.records import CONVOY
-from convoy.bench.study import machine_facts, plain_recipe
+from convoy.bench.study import machine_facts, opened, plain_recipe
 from convoy.comm.ranks import Ranks
-from convoy.data.dataset import open_data
 from convoy.errors import ConvoyError
 from convoy.planner.planner import Question, make_plan
 from convoy.plans.plan import Plan
@@ -34,7 +32,8 @@ def recipes_of(ask: Ask) -> dict[str, Recipe]:
     for name in ask.optimizers.split(",") if ask.optimizers else [first.optimizer.name]:
         other = name != first.optimizer.name and not ask.says("optimizer.lr") and not ask.says("optimizer.base_lr")
         rate = [f"optimizer.base_lr={GUESSES[name]}"] if other else []
-        recipe = replace(ask, settings=(*ask.settings, f"optimizer.name={name}", *rate)).recipe_of()
+        settings = (*ask.settings, f"optimizer.name={name}", *rate)
+        recipe = Ask(**{**vars(ask), "settings": settings}).recipe_of()
         warmup = recipe.schedule.warmup
         if warmup.unit == "%":  # of a length that a search changes
             warmup = Duration(round(warmup.value / 100 * recipe.epochs.value, 6), recipe.epochs.unit)
@@ -49,10 +48,11 @@ def study_batches(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
     device, batches = choose_device(ask.device), ask.batch_numbers()
     recipes = {name: settle(recipe, device).recipe for name, recipe in recipes_of(ask).items()}
     recipe = next(iter(recipes.values()))
-    num_train = len(open_data(recipe.data, progress).train)
+    num_train = len(opened(recipe, progress).train)
     if batches[-1] > num_train:
         raise ConvoyError(f"--batches {batches[-1]} is more than the {num_train:,} training images: leave it out")
     jobs, machine = Jobs.here(device.type, ask.cores_per_device or 1, ask.command), machine_facts(device)
+    jobs.timeout_s = ask.timeout
     facts: dict[str, Any] = {"model": recipe.model.name, "target": ask.target, "tune": ask.tune, "num_train": num_train}
     facts |= {"recipes": {name: plain_recipe(recipe, None) | {"batch": None} for name, recipe in recipes.items()}}
     facts |= {"device": device.type, "cores_per_device": jobs.places.cores_per_device, "machine": machine["machine"]}
@@ -86,11 +86,15 @@ def study_batches(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
             why = f"the best was {best.top1:.2%} ({best.run})" if best.top1 else str(best.failure)
             more = "lower it, or train longer (--set epochs=…)"
             raise ConvoyError(f"no training reached --target {ask.target:g}: {why}; {more}")
+        if not ask.predict:
+            return
         progress("what devices would gain", len(done), len(done))
         numbers = ask.numbers(0) if ask.devices else [1, 2, 4, 8]
         asked = {row.batch: [n for n in numbers if 1 < n <= row.batch] for row in study.reached()}
         try:
-            (study.speedups,) = run_ranks(predict_speedups, jobs.places.of(1), recipe, device.type, asked)
+            (study.speedups,) = run_ranks(
+                predict_speedups, jobs.places.of(1), recipe, device.type, asked, seconds=ask.timeout
+            )
         except (RankFailed, ConvoyError) as error:
             tell(f"nothing is predicted for several devices: {reason_of(error)}")
         study.save()
@@ -102,7 +106,7 @@ Speedups = dict[int, dict[int, float]]
 def predict_speedups(recipe: Recipe, device_type: str, asked: dict[int, list[int]], say: Say) -> Speedups:
     """By batch and number of devices like this one, with assumed links, under data parallelism; nothing where the
     batch cannot be divided so."""
-    data, (_, device) = open_data(recipe.data), MeasurementTask(CONVOY, recipe, None, device_type).join()
+    data, (_, device) = opened(recipe), MeasurementTask(CONVOY, recipe, None, device_type).join()
     set_numerics(recipe)
     model, _ = network_of(recipe, data, device)
     shape, speedups = (data.channels, data.image_size, data.image_size), Speedups()

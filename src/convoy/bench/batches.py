@@ -146,7 +146,8 @@ class Search:
                 if number == middle or (name, before) in rows:
                     row = self._row(name, batch, rows.get((name, before)))
                     rows |= {(name, batch): row} if row is not None else {}
-        self.rows = [rows[name, batch] for name in self.recipes for batch in batches if (name, batch) in rows]
+        self.rows = [row for row in self.study.rows if row.optimizer not in self.recipes]  # of earlier calls
+        self.rows += [rows[name, batch] for name in self.recipes for batch in batches if (name, batch) in rows]
         for name in self.recipes:
             reached = [row for row in self.rows if row.optimizer == name and row.updates < math.inf]
             of_rows = regimes([row.batch for row in reached], [row.updates for row in reached])

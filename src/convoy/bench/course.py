@@ -32,8 +32,7 @@ from convoy.bench.records import (
     TableOptions,
     Training,
 )
-from convoy.bench.study import assumed, coarse, prepare, recipe_for
-from convoy.data.dataset import open_data
+from convoy.bench.study import assumed, coarse, opened, prepare, recipe_for
 from convoy.errors import ConvoyError
 from convoy.recipe.recipe import Recipe
 from convoy.recipe.schema import Duration
@@ -168,7 +167,7 @@ class Course:
         """Train what is not finished yet, stopped and gone on with as any run; a ConvoyError where no configuration at
         all can be trained. `command` repeats the study."""
         rows = [row for row in self.rows if row.kind == CONVOY and not row.place]
-        updates = resolve(self.recipe, len(open_data(self.recipe.data).train)).total_updates
+        updates = resolve(self.recipe, len(opened(self.recipe).train)).total_updates
         self.done, self.total = 0, len(rows) * updates
         for row in rows:  # one that has failed is tried again
             row.training = row.training or Training()
@@ -258,7 +257,11 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
     Store.open(ask.folder, **facts)
     if study.images is not None and (sentence := assumed(recipe, study.images, ask.image_size)):
         tell(sentence)
-    size = ask.dataset_size or (IMAGENET if study.images is not None else len(open_data(recipe.data, progress).train))
+    data = opened(recipe, progress) if study.images is None else None
+    if data is not None and ask.train_epochs is not None and data.task != "classification":
+        raise ConvoyError(f"--train-epochs compares test errors, and {data.name} is for {data.task}: leave it out")
+    size = ask.dataset_size or (IMAGENET if data is None else len(data.train))
+    del data
     with _emulated(prepared.cluster) as emulated, Store.alone(ask.folder, tell, **facts) as store:
         store.study.updates = store.study.updates or study.updates
         store.table = TableOptions(epochs=ask.epochs, dataset_size=size, rounds=ask.rounds)

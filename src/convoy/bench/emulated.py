@@ -29,9 +29,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from convoy import resources, units
 from convoy.bench import namespaces
@@ -69,16 +69,6 @@ class _Listed(_Section):
     speed: Speed = 1.0
     host: str | None = None  # one of its own where none is named
     count: Number = 1
-
-
-class _AlikeDevices(_Section):
-    devices: _Alike
-    links: _Links = _Links()
-
-
-class _ListedDevices(_Section):
-    devices: list[_Listed]
-    links: _Links = _Links()
 
 
 @dataclass(frozen=True)
@@ -142,11 +132,12 @@ class Cluster:
         if devices is None or (isinstance(devices, dict) and "count" not in devices):
             form = "write e.g. `devices: {count: 4, speed: 0.5}` and below it `links: {rate: 3gbit}`"
             raise ConvoyError(f"{path}: a cluster needs devices and their count: {form}")
-        kind = _ListedDevices if isinstance(devices, list) else _AlikeDevices
+        form: Any = list[_Listed] if isinstance(devices, list) else _Alike
+        kind = create_model("Cluster", __base__=_Section, devices=(form, ...), links=(_Links, _Links()))
         try:
-            content = kind.model_validate(document)
+            content: Any = kind.model_validate(document)
             links = content.links
-            if isinstance(content, _AlikeDevices):
+            if form is _Alike:
                 return Cluster.alike(**dict(content.devices), rate=links.rate, rates=links.hosts)
             listed = [entry for entry in content.devices for _ in range(entry.count)]
             hosts = (f"host{number}" if entry.host is None else entry.host for number, entry in enumerate(listed))

@@ -31,13 +31,13 @@ from convoy.bench.records import (
     PlanPrediction,
     RankTimes,
 )
-from convoy.bench.study import data_of, in_recipe
+from convoy.bench.study import data_of, in_recipe, opened
 from convoy.comm.collectives import watching
 from convoy.comm.joining import join as join_group
 from convoy.comm.ranks import Ranks
 from convoy.compiler import compile_function
 from convoy.data.batch import Batch
-from convoy.data.dataset import DataSet, open_data
+from convoy.data.dataset import DataSet
 from convoy.data.loader import training_batches
 from convoy.data.order import Order
 from convoy.data.transforms import mix
@@ -293,7 +293,7 @@ def _of_peer(task: MeasurementTask) -> tuple[Row, Callable[[], int]]:
         device = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
     set_numerics(recipe)
     threads = torch.get_num_threads()
-    data = data_of(task.made, recipe) or open_data(recipe.data, task=recipe.task)
+    data = data_of(task.made, recipe) or opened(recipe)
     memory = memory_peak(device)
     model, memory_format = network_of(recipe, data, device)
     quantities = resolve(recipe, len(data.train))
@@ -345,7 +345,7 @@ def forecast(
     """
     ranks, device = task.join()
     recipe, result = task.recipe, Forecast()
-    data = data_of(task.made, recipe) or open_data(recipe.data, task=recipe.task)
+    data = data_of(task.made, recipe) or opened(recipe)
     texts = [text for text in plans if text != AUTO]
     rivals = [plan for plan in map(Plan.parse, texts) if plan.mesh.num_devices == ranks.num]
 

@@ -14,8 +14,9 @@ from convoy import models, units
 from convoy.bench.ask import Ask, configurations, parts_of
 from convoy.bench.emulated import Cluster
 from convoy.bench.records import Configuration, Made, StudyFacts
-from convoy.data.dataset import DataSet
+from convoy.data.dataset import DataSet, open_data
 from convoy.data.pixels import PixelSource
+from convoy.data.sources import Progress
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
 from convoy.recipe.recipe import Recipe
@@ -79,6 +80,11 @@ def data_of(made: Made | None, recipe: Recipe) -> DataSet | None:
         std=(0.25,) * channels,
         resize=size,
     )
+
+
+def opened(recipe: Recipe, progress: Progress | None = None) -> DataSet:
+    """The data of a recipe, as a training opens them."""
+    return open_data(recipe.data, progress, selects=recipe.selects, task=recipe.task)
 
 
 GOAL = 0.98  # parts that let the devices reach so much of the sum of their speeds are fine enough

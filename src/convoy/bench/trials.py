@@ -31,7 +31,7 @@ from convoy.training import choose_device
 
 Load = Callable[[Mapping[str, Any]], Recipe]  # the recipe with such values
 Tell = Callable[[str], None]
-_NUMBER = r"(-?\d+(?:\.\d*)?(?:e-?\d+)?)"
+_NUMBER = r"(-?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?)"
 _RANGE, _COMMA = re.compile(rf"{_NUMBER}\.\.{_NUMBER}(:log)?"), re.compile(r",(?![^\[{]*[\]}])")
 
 
@@ -45,7 +45,7 @@ def space_of(overs: list[str]) -> dict[str, Any]:
         if key in space:
             raise ConvoyError(f"--over {key} is said twice: give it one range, or all choices at once")
         form, choices = _RANGE.fullmatch(values), _COMMA.split(values)
-        low, high = map(float, form.groups()[:2]) if form is not None else (0, len({*choices} - {""}) - 1)
+        low, high = map(float, form.groups()[:2] if form is not None else (0, len({*choices} - {""}) - 1))
         log = form is not None and form[3] is not None
         if low >= high or (log and low <= 0):
             ways = "write optimizer.lr=0.01..1:log (from the smaller number, above 0 for log) or data.mix.mixup=0,0.2"
@@ -55,6 +55,7 @@ def space_of(overs: list[str]) -> dict[str, Any]:
             continue
         of_key = [number_type(field.annotation) for name, _, field in fields_of(Recipe) if name == key]
         whole = float not in of_key and all(end.lstrip("-").isdecimal() for end in form.groups()[:2])
+        whole |= int in of_key and low.is_integer() and high.is_integer()  # as 8.0 is
         space[key] = IntDistribution(int(low), int(high), log) if whole else FloatDistribution(low, high, log)
     return space
 
