@@ -49,9 +49,7 @@ def test_machines_that_are_not_at_hand_have_a_price(tmp_path: Path, call: Call) 
     assert document["speedup"] <= 4.05 and document["faster_than_data_parallel"] >= 1
 
 
-def test_profile_lists_what_was_measured_or_came_from_runs_and_forgets_it(
-    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profile_lists_what_is_kept_and_forgets_it(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONVOY_CACHE", str(tmp_path))
     call("plan lenet --batch 8 --no-store")
     assert not any(tmp_path.iterdir())

@@ -35,7 +35,7 @@ def hit(run: Started, rank: int, number: signal.Signals, out: Path, after: int) 
 
 
 @pytest.mark.timeout(600)
-def test_ranks_that_stand_still_are_replaced_and_a_run_goes_on_on_other_devices_as_on_one(
+def test_ranks_that_stand_still_are_replaced_and_the_run_goes_on(
     serial: Path, data: Path, tmp_path: Path, start: Start
 ) -> None:
     out = tmp_path / "run"
@@ -84,9 +84,7 @@ def test_under_torchrun_a_run_is_known_again(serial: Path, data: Path, tmp_path:
     assert digest(out) == digest(serial)
 
 
-def test_nobody_finds_a_store_and_a_run_by_nohup_outlives_its_terminal_and_the_folder_of_its_launcher(
-    data: Path, tmp_path: Path, start: Start
-) -> None:
+def test_nobody_finds_a_store_and_a_run_outlives_its_terminal(data: Path, tmp_path: Path, start: Start) -> None:
     out = tmp_path / "run"
     run = start(["nohup", *command(data, out, "--devices", "2", epochs="4000ba")])
     wait_for(lambda: steps(out) >= 2, 120)
@@ -120,7 +118,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_what_ends_without_saving_says_by_what_and_nothing_outlives_it(
+def test_what_ends_without_saving_says_so_and_nothing_is_left(
     data: Path, tmp_path: Path, start: Start, end: str
 ) -> None:
     rank, number, after, sentence = ENDS[end]

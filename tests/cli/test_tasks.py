@@ -13,21 +13,23 @@ from tasks.test_tasks import write_task
 PAGE = (Path(__file__).parents[2] / "docs/tasks.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^convoy (train .*--epochs 30.*)$", PAGE, re.MULTILINE)
 FOLDERS = {"species": "classification", "tags": "multi-label", "ages": "regression", "scans": "segmentation"}
-BEST = {"classification": "top1", "multi-label": "map", "regression": "mae", "segmentation": "iou"}
+BEST = {"classification": "top1", "multi-label": "map", "regression": "r2", "segmentation": "iou"}
 
 
 @pytest.mark.parametrize(
     "line", [pytest.param(line, marks=[pytest.mark.slow] if "resnet18" in line else []) for line in COMMANDS]
 )
-def test_every_command_trains_and_its_run_is_of_use(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
-) -> None:
+def test_every_command_trains(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     monkeypatch.chdir(tmp_path)
     folder = re.findall(r"--data (\w+)/", line)[0]
     task = FOLDERS[folder]
     write_task(Path(folder), task)
-    quick = ["--batch", "12", "--image-size", "16", "--device", "cpu", "--out", "run", "--set", "data.workers=0"]
+    quick = ["--best", "r2"] if task == "regression" else []
+    quick += ["--batch", "12", "--image-size", "16", "--device", "cpu", "--out", "run", "--set", "data.workers=0"]
     quick += ["--set", "model.options={width: 4, depth: 2}"] if "unet" in line and "width" not in line else []
+    if task == "regression":
+        refused = call("bench lenet --devices 1 --batch 8 --data ages --train-epochs 1 --out study", status=2)
+        assert "--train-epochs compares test errors" in refused.err and not Path("study").exists()
     arguments = shlex.split(line.replace("--epochs 30", "--epochs 1").replace("resnet18", "resnet18-cifar"))
     call([*arguments, *quick])
     (row,) = call(["eval", "run", "--per-class", "--json"]).document
@@ -58,9 +60,7 @@ def test_every_command_trains_and_its_run_is_of_use(
         "data.augment.rand_augment=n2-m9",
     ],
 )
-def test_what_a_task_cannot_have_is_refused(
-    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
-) -> None:
+def test_what_is_not_for_a_task(setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     monkeypatch.chdir(tmp_path)
     write_task(Path("scans"), "segmentation")
     Path("mine.py").write_text("def same(picture, rng): return picture\n")

@@ -18,9 +18,7 @@ from convoy.training.restore import evaluate_run, evaluation_data, load_run
 from tiny import TinyNet, write_pictures
 
 
-def test_the_default_folder_is_never_one_that_exists(
-    run: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_folder_is_new(run: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "tiny-TinyNet-data").mkdir(parents=True)
     text = call(f"train --recipe {run / 'config.yaml'} --epochs 1ba --trust-code -v").out

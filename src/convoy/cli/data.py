@@ -148,16 +148,7 @@ same command goes on where it stopped.
 @click.option("--processes", metavar="N", type=click.IntRange(1, 1024), help="[default: the cores that there are]")
 @options.settings
 @options.as_json
-def pack(
-    source: str,
-    dest: Path,
-    short_side: int | None,
-    raw: bool,
-    quality: int,
-    processes: int | None,
-    settings: tuple[str, ...],
-    as_json: bool,
-) -> int:
+def pack(source: str, dest: Path, short_side: int | None, raw: bool, quality: int, as_json: bool, **values: Any) -> int:
     """Write the data set SOURCE as a pack to the folder DEST: shards that are read sequentially, with an index.
 
     Without options the files of the pictures stay as they are, and so does every pixel. A picture that cannot be read
@@ -180,13 +171,13 @@ def pack(
     from convoy.resources import own_share
 
     with _reporter(as_json) as reporter, _named("SOURCE"):
-        recipe = load_recipe("default", ["model.name=lenet", f"data.path={source}", *settings])
+        recipe = load_recipe("default", ["model.name=lenet", f"data.path={source}", *values["settings"]])
         kind, contents = open_files(recipe.data, reporter.prepare, task=recipe.task)
         form = PackOptions(short_side, raw, quality)
         if kind == "pack":
             packed = Pack.open(path)
             kind, form = packed.format, packed.options if form == PackOptions() else form
-        cores = processes or max(int(own_share()), 1)
+        cores = values["processes"] or max(int(own_share()), 1)
         tell = partial(click.echo, err=True)
         for note in contents.notes if kind != "pack" else ():
             tell(note)

@@ -70,13 +70,7 @@ Examples:
 @click.argument("what", nargs=-1, type=click.UNPROCESSED, metavar="RUN|train [OPTIONS OF convoy train]", required=True)
 @click.pass_obj
 def command(
-    arguments: Sequence[str],
-    /,
-    verify: bool,
-    seconds: float,
-    no_trials: bool,
-    as_json: bool,
-    what: tuple[str, ...],
+    arguments: Sequence[str], /, verify: bool, seconds: float, no_trials: bool, as_json: bool, what: tuple[str, ...]
 ) -> int:
     """Say what holds a training back, and which changes would help most.
 
@@ -135,7 +129,7 @@ def _examine(
     """Examine within some seconds of when it `began` (by `time.perf_counter`), with or without trials of changes, and
     show what follows; the exit status."""
     with waiting_for("loading PyTorch"):
-        from convoy.cli.on_devices import run_alone, run_as_rank  # with torch, for which no mistake is to wait
+        from convoy.cli.on_devices import on_devices  # with torch, for which no mistake is to wait
         from convoy.comm.ranks import Ranks
         from convoy.doctor.examination import examine
         from convoy.doctor.trials import Budget
@@ -157,20 +151,19 @@ def _examine(
 
     if request.interface is not None:
         interfaces.use(request.interface)
-    place = launch.find_place()
-    if place is not None:
-        per_device = request.recipe_of().parallel.cores_per_device
-        return run_as_rank(place, request.devices, request.device, work, per_device)
-    recipe, _ = request.resolve(Ranks())
-    number, per_device = num_devices(recipe.parallel), recipe.parallel.cores_per_device
-    if number > 1:
-        resources.share(resources.own_cores(), number, 0, per_device)
-        turns = resources.in_turns(number, len(resources.own_cores()))
-        if turns is not None and choose_device(request.device).type == "cpu":
-            click.echo(turns, err=True)
-        check_devices(recipe, number)
-        return launch.start(request.arguments, number, options.is_verbose(request.arguments))
-    return run_alone(request.device, work, per_device)
+    per_device = request.recipe_of().parallel.cores_per_device
+
+    def to_start() -> int:
+        recipe, _ = request.resolve(Ranks())
+        if (number := num_devices(recipe.parallel)) > 1:
+            resources.share(resources.own_cores(), number, 0, per_device)
+            turns = resources.in_turns(number, len(resources.own_cores()))
+            if turns is not None and choose_device(request.device).type == "cpu":
+                click.echo(turns, err=True)
+            check_devices(recipe, number)
+        return number
+
+    return on_devices(request.arguments, request.devices, request.device, work, to_start, per_device)
 
 
 def with_command(what: Sequence[str], diagnosis: Diagnosis) -> Diagnosis:

@@ -21,10 +21,14 @@ class KeyOption(click.Option):
     """An option that adds `key=value` to the `overrides` of the command's values; `as_yaml` writes the value."""
 
     def __init__(self, *arguments: Any, key: str, as_yaml: Callable[[str], str] = str, **settings: Any) -> None:
-        super().__init__(*arguments, callback=self._note, **settings)
+        super().__init__(*arguments, callback=self._note, multiple=True, **settings)  # twice is a mistake
         self.key, self._as_yaml = key, as_yaml
 
-    def _note(self, context: click.Context, option: click.Parameter, value: Any) -> Any:
+    def _note(self, context: click.Context, option: click.Parameter, values: Sequence[Any]) -> Any:
+        if len(values) > 1:
+            several = ", several separated by commas" if self._as_yaml is patterns_as_yaml else ""
+            raise ConvoyError(f"{self.opts[0]} is given {len(values)} times: give it once{several}")
+        value = next(iter(values), None)
         if value is not None:
             context.params.setdefault("overrides", []).append(f"{self.key}={self._as_yaml(value)}")
         return value

@@ -98,13 +98,7 @@ def command() -> None:
 )
 @options.as_json
 def on_hosts(
-    hosts: str,
-    arguments: tuple[str, ...],
-    devices_per_host: int | None,
-    secret: Path | None,
-    interface: str | None,
-    as_json: bool,
-    **values: Any,
+    hosts: str, arguments: tuple[str, ...], secret: Path | None, interface: str | None, as_json: bool, **values: Any
 ) -> int:
     """Print the command that each of HOSTS is to start to train together.
 
@@ -114,7 +108,7 @@ def on_hosts(
     variables = (
         {interfaces.SECRET: token_hex(16)} if secret is None else {interfaces.SECRET_FILE: str(secret.absolute())}
     )
-    group = Host.parse(hosts, devices_per_host)
+    group = Host.parse(hosts, values.pop("devices_per_host"))
     environment = dict.fromkeys(interfaces.VARIABLES, interface) if interface is not None else {}
     environment |= variables if len(group) > 1 else {}
     lines = commands(group, arguments, f"convoy-{token_hex(4)}", environment=environment, **values)
@@ -169,20 +163,14 @@ def on_hosts(
 @click.option("--submit", "to_submit", is_flag=True, help="Submit it, too.")
 @options.as_json
 def on_slurm(
-    arguments: tuple[str, ...],
-    name: str | None,
-    interface: str | None,
-    others: tuple[str, ...],
-    script: Path | None,
-    to_submit: bool,
-    as_json: bool,
-    **values: Any,
+    arguments: tuple[str, ...], name: str | None, interface: str | None, script: Path | None, **values: Any
 ) -> int:
     """Write a job for Slurm that trains on its nodes, and submit it.
 
     What comes after -- is what convoy train would be given. Before the time of the job is over the run is saved and
     the job queued again, until the run is done.
     """
+    others, to_submit, as_json = (values.pop(name) for name in ("others", "to_submit", "as_json"))
     request = requested(arguments, values["nodes"] * values["devices_per_node"])
     check_recipe(request)
     name = name or word(request.model or Path(request.recipe or request.out or "").stem)
@@ -255,14 +243,7 @@ AMOUNTS = (
 @restarts_option(default=3, help="Restarts of a pod's ranks, and of each pod.")
 @click.option("--user", metavar="UID", type=_SOME, default=1000, show_default=True, help="User and group of the pods.")
 @click.option("--out", type=options.OutputPath(), help="The file. [default: print it]")
-def on_kubernetes(
-    arguments: tuple[str, ...],
-    name: str | None,
-    environment: tuple[str, ...],
-    secrets: tuple[str, ...],
-    out: Path | None,
-    **values: Any,
-) -> int:
+def on_kubernetes(arguments: tuple[str, ...], name: str | None, out: Path | None, **values: Any) -> int:
     """Write a manifest that runs convoy train on the pods of a Kubernetes cluster.
 
     What comes after -- is what convoy train would be given; --out and --resume are added, so that a pod that is
@@ -275,10 +256,10 @@ def on_kubernetes(
     completed = complete(arguments, vars(request), name, values["data_claim"] is not None)
     for option, (amount, unit) in AMOUNTS[on_cpus].items():
         values[option] = values[option] or f"{amount * devices}{unit}"
-    variables = _pairs("--env", "NAME=VALUE", environment)
+    variables = _pairs("--env", "NAME=VALUE", values.pop("environment"))
     references = {
         variable: (secret, key)
-        for variable, place in _pairs("--env-from-secret", "NAME=SECRET/KEY", secrets).items()
+        for variable, place in _pairs("--env-from-secret", "NAME=SECRET/KEY", values.pop("secrets")).items()
         for secret, _, key in [place.partition("/")]
     }
     for variable in variables.keys() & references.keys():

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from convoy.errors import ConvoyError
-from convoy.files import expanded, unwritable, write_text, writing
+from convoy.files import expanded, finite, unwritable, write_text, writing
 from convoy.terminal import Console
 
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}  # click keeps those of a command's first context
@@ -83,7 +83,7 @@ def show(
     """Print rows with equal keys as JSON, or as a table with the keys as headings: columns in `right` are flush right,
     those in `formats` have their values in words, and None is `-`."""
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        click.echo(json.dumps(finite(rows), indent=2, allow_nan=False))
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in rows[0] if rows else ():

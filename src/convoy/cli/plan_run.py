@@ -10,9 +10,9 @@ import click
 import torch
 from torch import nn
 
-from convoy import launch, models, resources
-from convoy.cli.on_devices import run_alone, run_as_rank
-from convoy.cli.options import command_of, is_verbose, written
+from convoy import models, resources
+from convoy.cli.on_devices import on_devices
+from convoy.cli.options import command_of, written
 from convoy.cli.requests import PlanRequest
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import keep_freed_memory
@@ -49,19 +49,18 @@ ASSUMED_SIZE = 224  # pixels of an image's sides where neither the request nor t
 
 def run(request: PlanRequest, recipe: Recipe) -> int:
     """Plan, print and write the result; the exit status."""
-    number, per_device, place = request.num_devices, recipe.parallel.cores_per_device, launch.find_place()
-    if place is not None:
-        devices = number if request.devices is not None or request.score else None
-        work = partial(_answer, request, recipe, place.num_ranks)
-        return run_as_rank(place, devices, request.device, work, per_device)
-    device = choose_device(request.device)
-    if device.type == "cuda":
-        fits = torch.cuda.device_count() >= number
-    else:
-        fits = len(resources.own_cores()) >= number * (per_device or 1)
-    if number > 1 and request.link is None and fits:
-        return launch.start(request.arguments, number, verbose=is_verbose(request.arguments))
-    return run_alone(request.device, partial(_answer, request, recipe, number), per_device)
+    number, per_device = request.num_devices, recipe.parallel.cores_per_device
+
+    def work(ranks: Ranks, device: torch.device) -> int:
+        return _answer(request, recipe, max(number, ranks.num), ranks, device)
+
+    def to_start() -> int:
+        on_gpu, per_core = choose_device(request.device).type == "cuda", per_device or 1
+        there = torch.cuda.device_count() if on_gpu else len(resources.own_cores()) // per_core
+        return number if request.link is None and number <= there else 1
+
+    asked = number if request.devices is not None or request.score else None
+    return on_devices(request.arguments, asked, request.device, work, to_start, per_device)
 
 
 def _network(

@@ -1,5 +1,6 @@
 """What a finished run is used for: `convoy predict`, `convoy eval`, `convoy export` and `convoy report`."""
 
+import importlib
 import json
 import os
 import sys
@@ -14,7 +15,7 @@ import click
 
 from convoy.cli import options
 from convoy.errors import ConvoyError
-from convoy.files import csv_line, csv_of, existing, expanded, write_json
+from convoy.files import csv_line, csv_of, existing, expanded, finite, write_json
 from convoy.late import waiting_for
 from convoy.run.directory import RunDirectory
 from convoy.tasks.metric import metric_figure
@@ -51,24 +52,11 @@ STANDARD_INPUT = "-"
     "--batch", metavar="N", type=click.IntRange(min=1), default=32, help="Pictures computed at once. [default: 32]"
 )
 @click.option("--skip-bad", is_flag=True, help="Exit with status 0 although pictures cannot be read.")
-@click.option("--devices", metavar="N", type=int, help="Classify on so many devices. [default: 1]")
+@click.option("--devices", metavar="N", type=click.IntRange(min=1), help="Classify on so many devices. [default: 1]")
 @options.device
 @options.trust_code
 @click.pass_obj
-def predict(
-    arguments: Sequence[str],
-    /,
-    run: Path,
-    pictures: tuple[str, ...],
-    top: int,
-    checkpoint: str | None,
-    as_json: bool,
-    batch: int,
-    skip_bad: bool,
-    devices: int | None,
-    device: str | None,
-    trust_code: bool,
-) -> int:
+def predict(arguments: Sequence[str], /, run: Path, pictures: tuple[str, ...], **values: Any) -> int:
     """Classify pictures by the network that the run RUN has trained.
 
     A FOLDER is searched for picture files, those in its folders too, in the order of their names; - reads names of
@@ -85,26 +73,26 @@ def predict(
     for text in pictures:
         if text != STANDARD_INPUT and not Path(text).exists():
             raise ConvoyError(f"there is no picture or folder {printable(text)}: check the path")
-    RunDirectory(run).check_trained(checkpoint)
+    RunDirectory(run).check_trained(values["checkpoint"])
     with waiting_for("loading PyTorch"):
-        from convoy.cli.on_devices import load_chosen, on_devices  # with torch, for which no mistake is to wait
+        from convoy.cli.on_devices import by_samples, load_chosen  # with torch, for which no mistake is to wait
         from convoy.training.use import Classifier, classify
 
     def work(ranks: "Ranks", local_device: "torch.device") -> int:
         first = ranks.rank == 0
-        trained = load_chosen(run, checkpoint, ranks, trust_code)
-        classifier = Classifier(trained, local_device, top)
+        trained = load_chosen(run, values["checkpoint"], ranks, values["trust_code"])
+        classifier = Classifier(trained, local_device, values["top"])
         console = Console(stderr=True, highlight=False)
         shown = first and console.is_terminal and not sys.stdout.isatty()
         with console.status("reading") if shown else nullcontext() as status:
-            writer = _Writer(trained.classes, trained.task.answer_name, as_json, not first, status)
+            writer = _Writer(trained.classes, trained.task.answer_name, values["as_json"], not first, status)
             names = _picture_files(pictures) if first else None
-            for answers in classify(classifier, names, batch, ranks, lambda: writer.closed):
+            for answers in classify(classifier, names, values["batch"], ranks, lambda: writer.closed):
                 writer.write(answers)
         writer.finish()
-        return 1 if writer.closed else 2 if writer.num_bad and not skip_bad else 0
+        return 1 if writer.closed else 2 if writer.num_bad and not values["skip_bad"] else 0
 
-    return on_devices(arguments, devices, device, work)
+    return by_samples(arguments, values["devices"], values["device"], work)
 
 
 def _picture_files(texts: Sequence[str]) -> Iterator[str]:
@@ -149,7 +137,8 @@ class _Writer:
                     click.echo(f"{printable(answer.name)} {answer.bad}", err=True)
             elif self._as_json:
                 predictions = [{"class": name, self._number: round(number, 6)} for name, number in best]
-                lines.append(json.dumps({"file": answer.name, "predictions": predictions}) + "\n")
+                answered = finite({"file": answer.name, "predictions": predictions})
+                lines.append(json.dumps(answered, allow_nan=False) + "\n")
             else:
                 rows = [(answer.name, place, name, f"{number:.6f}") for place, (name, number) in enumerate(best, 1)]
                 lines += map(csv_line, rows)
@@ -193,25 +182,13 @@ class _Writer:
 )
 @options.checkpoint
 @click.option("--per-class", is_flag=True, help="Show samples, precision and recall of every class.")
-@click.option("--devices", metavar="N", type=int, help="Evaluate on so many devices. [default: 1]")
+@click.option("--devices", metavar="N", type=click.IntRange(min=1), help="Evaluate on so many devices. [default: 1]")
 @options.device
 @options.as_json
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV instead of a table.")
 @options.trust_code
 @click.pass_obj
-def evaluate(
-    arguments: Sequence[str],
-    /,
-    run: Path,
-    data: str | None,
-    checkpoint: str | None,
-    per_class: bool,
-    devices: int | None,
-    device: str | None,
-    as_json: bool,
-    as_csv: bool,
-    trust_code: bool,
-) -> int:
+def evaluate(arguments: Sequence[str], /, run: Path, data: str | None, checkpoint: str | None, **values: Any) -> int:
     """Evaluate the run RUN: every test image counts exactly once.
 
     Without --data and --checkpoint the confusion matrix and worst mistakes in RUN are written anew. Of other data the
@@ -220,18 +197,18 @@ def evaluate(
     A class's precision is the share of the images taken for it that are of it, its recall the share of its images that
     are taken for it.
     """
-    if as_json and as_csv:
+    if values["as_json"] and values["as_csv"]:
         raise ConvoyError("--json and --csv are two forms of the same table: give one of them")
     RunDirectory(run).check_trained(checkpoint)
     if data is not None:
         existing(data)
     with waiting_for("loading PyTorch"):
-        from convoy.cli.on_devices import load_chosen, on_devices  # with torch, for which no mistake is to wait
+        from convoy.cli.on_devices import by_samples, load_chosen  # with torch, for which no mistake is to wait
         from convoy.training.restore import evaluate_run, evaluation_data
         from convoy.training.resume import check_ranks
 
     def work(ranks: "Ranks", local_device: "torch.device") -> int:
-        trained = load_chosen(run, checkpoint, ranks, trust_code)
+        trained = load_chosen(run, checkpoint, ranks, values["trust_code"])
         opened, notes = evaluation_data(trained, data)
         check_ranks(opened, ranks)
         result = evaluate_run(trained, opened, local_device, ranks)
@@ -241,12 +218,12 @@ def evaluate(
             click.echo(note, err=True)
         if data is None and checkpoint is None and not trained.changed:
             _keep(run, opened, result)
-        form = "json" if as_json else "csv" if as_csv else ""
+        form = "json" if values["as_json"] else "csv" if values["as_csv"] else ""
         names = [*(metric.name for metric in trained.task.metrics), *result.own]
-        _show_evaluation(opened.name, result, names, trained.classes if per_class else [], form)
+        _show_evaluation(opened.name, result, names, trained.classes if values["per_class"] else [], form)
         return 0
 
-    return on_devices(arguments, devices, device, work)
+    return by_samples(arguments, values["devices"], values["device"], work)
 
 
 def _show_evaluation(name: str, result: "Evaluation", names: Sequence[str], classes: list[str], form: str) -> None:
@@ -265,7 +242,7 @@ def _show_evaluation(name: str, result: "Evaluation", names: Sequence[str], clas
         click.echo(csv_of(rows or [row]), nl=False)
     else:
         floats = {name for line in (row, *rows) for name, value in line.items() if isinstance(value, float)}
-        formats = {name: partial(metric_figure, name) for name in floats} | dict.fromkeys(result.own, "{:.4g}".format)
+        formats = {name: partial(metric_figure, name) for name in floats}
         options.show([row], right=list(row)[1:], formats=formats)
         if rows:
             click.echo()
@@ -275,7 +252,7 @@ def _show_evaluation(name: str, result: "Evaluation", names: Sequence[str], clas
 def _keep(run: Path, data: "DataSet", result: "Evaluation") -> None:
     """Write the evaluation into the run; where that is closed to this user, it is still printed."""
     try:
-        write_json(run / "evaluation.json", result.save(run, data))
+        write_json(run / "evaluation.json", result.save(run, data), indent=None)
     except OSError as error:
         click.echo(f"{run} cannot be written to ({error.strerror}): its confusion matrix stays as it was", err=True)
 
@@ -326,6 +303,14 @@ def export(
     click.echo(f"wrote {path}; {reader} outputs differ from PyTorch's by {difference:.1e} at most")
 
 
+# By the file of a study, what writes its page.
+STUDIES = {
+    "bench.json": ("convoy.bench.page", "write_files"),
+    "batches.json": ("convoy.bench.batch_page", "write_batches"),
+    "trials.json": ("convoy.bench.trials_page", "write_trials"),
+}
+
+
 @options.verb(
     "report",
     """
@@ -335,11 +320,10 @@ def export(
 )
 @options.run_argument
 def report(run: Path) -> None:
-    """Write report.html for the run directory RUN, or the folder of a scaling study, as far as it has come."""
-    if (run / "bench.json").exists() and not RunDirectory(run).is_run():
-        from convoy.bench.page import write_files
-
-        click.echo(f"report: {write_files(run).report}")
+    """Write report.html for the run directory RUN, or the folder of a study, as far as it has come."""
+    module, function = next((at for name, at in STUDIES.items() if (run / name).is_file()), ("", ""))
+    if module and not RunDirectory(run).is_run():
+        click.echo(f"report: {getattr(importlib.import_module(module), function)(run).report}")
         return
     RunDirectory(run).check_run()
     from convoy.report.report import write_report  # with matplotlib, for which no mistake is to wait
