@@ -132,12 +132,12 @@ class Cluster:
         if devices is None or (isinstance(devices, dict) and "count" not in devices):
             form = "write e.g. `devices: {count: 4, speed: 0.5}` and below it `links: {rate: 3gbit}`"
             raise ConvoyError(f"{path}: a cluster needs devices and their count: {form}")
-        form: Any = list[_Listed] if isinstance(devices, list) else _Alike
-        kind = create_model("Cluster", __base__=_Section, devices=(form, ...), links=(_Links, _Links()))
+        described: Any = list[_Listed] if isinstance(devices, list) else _Alike
+        kind = create_model("Cluster", __base__=_Section, devices=(described, ...), links=(_Links, _Links()))
         try:
             content: Any = kind.model_validate(document)
             links = content.links
-            if form is _Alike:
+            if described is _Alike:
                 return Cluster.alike(**dict(content.devices), rate=links.rate, rates=links.hosts)
             listed = [entry for entry in content.devices for _ in range(entry.count)]
             hosts = (f"host{number}" if entry.host is None else entry.host for number, entry in enumerate(listed))

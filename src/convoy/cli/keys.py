@@ -21,7 +21,7 @@ class KeyOption(click.Option):
     """An option that adds `key=value` to the `overrides` of the command's values; `as_yaml` writes the value."""
 
     def __init__(self, *arguments: Any, key: str, as_yaml: Callable[[str], str] = str, **settings: Any) -> None:
-        super().__init__(*arguments, callback=self._note, multiple=True, **settings)  # twice is a mistake
+        super().__init__(*arguments, callback=self._note, **settings | {"multiple": True})  # which is refused
         self.key, self._as_yaml = key, as_yaml
 
     def _note(self, context: click.Context, option: click.Parameter, values: Sequence[Any]) -> Any:

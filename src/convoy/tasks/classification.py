@@ -107,10 +107,11 @@ class ClassificationEvaluation(Evaluation):
 
     def _table(self) -> list[list[int]]:
         """The counts; of many classes [true, predicted, count] of those that are not 0, as most are."""
-        if len(self.confusion) <= records.LARGEST_TABLE:
-            return self.confusion.tolist()
-        places = self.confusion.nonzero()
-        return torch.cat([places, self.confusion[tuple(places.T)][:, None]], 1).tolist()
+        places, table = self.confusion.nonzero(), self.confusion
+        if len(table) > records.LARGEST_TABLE:
+            table = torch.cat([places, table[tuple(places.T)][:, None]], 1)
+        rows: list[list[int]] = table.tolist()
+        return rows
 
     def _to_show(self, drawn: Drawn) -> dict[str, Any]:
         metrics = self._metrics()
