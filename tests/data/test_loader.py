@@ -64,6 +64,8 @@ if __name__ == "__main__":
     order = Order(len(data.train), 5, seed=7)
     with closing(training_batches(data, section, order, first_update=0, num_updates=400, seed=7)) as made:
         next(made)
+        while len(multiprocessing.active_children()) < 2:
+            time.sleep(0.05)  # until then this process makes the batches
         try:
             print(*(process.pid for process in multiprocessing.active_children()), flush=True)
             time.sleep(60)

@@ -264,26 +264,35 @@ class Workers:
         self._pending: deque[_Pending] = deque()
         self._unsent: deque[Task] = deque()
         self._first = self._last = 0  # numbers of the first batch that is pending, and of the one after the last
+        self._fill, self._begun = partial(_fill, maker, self._buffers), False
 
     def batches(self) -> Generator[Batch, None, None]:
         """All batches. Closing the generator ends the processes."""
-        try:
-            with current.waiting_for_samples(self._late):
-                self._pool.start(self._num)
-            while self._send():
+        with closing(self._pool), ThreadPoolExecutor(1, "convoy-pictures") as thread:
+            start = thread.submit(self._pool.start, self._num)
+            while self._send(start):
                 with current.waiting_for_samples(self._late):
                     while not self._pending[0].is_done:
-                        for (batch, _, start, *_), answer in self._pool.receive():
-                            self._pending[batch - self._first].pieces[start] = answer
+                        for (batch, _, begin, *_), answer in self._made():
+                            self._pending[batch - self._first].pieces[begin] = answer
                         current.moved = time.monotonic()
-                        self._send()
+                        self._send(start)
                 self._first += 1
                 yield self._finished(self._pending.popleft())
-        finally:
-            self._pool.close()
 
-    def _send(self) -> bool:
-        """Hand out work for the batches to come; returns whether any batch is left."""
+    def _made(self) -> Iterator[tuple[Task, Any]]:
+        """Pieces that are done. This process makes them while the others begin: the first import what they need."""
+        if self._begun:
+            yield from self._pool.receive()
+            return
+        task = self._unsent.popleft()
+        try:
+            yield task, self._fill(*task)
+        except Exception as error:
+            yield task, error
+
+    def _send(self, start: Future[None]) -> bool:
+        """Hand out work for the batches to come, once the processes have begun; returns whether any batch is left."""
         low = len(self._pending) <= self._ahead // 2  # several at once, so that workers are woken up seldom
         while low and len(self._pending) < self._ahead and self._buffers.free:
             request = next(self._requests, None)
@@ -296,12 +305,17 @@ class Workers:
             self._pending.append(_Pending(request, slot, dict.fromkeys(starts)))
             self._unsent.extend((self._last, slot, start, min(start + self._piece, num), epoch) for start in starts)
             self._last += 1
-        room = min(len(self._unsent), Pool.MOST_SENT - self._pool.num_sent)
+        if not self._begun and start.done():
+            start.result()
+            self._begun = True
+        room = min(len(self._unsent), Pool.MOST_SENT - self._pool.num_sent) if self._begun else 0
         self._pool.send([self._unsent.popleft() for _ in range(room)])
         return bool(self._pending)
 
     def _late(self) -> str:
         """A sentence on who holds the batch up, and with which samples."""
+        if not self._begun:
+            return _reads(self._maker.source, self._pending[0].request)
         sentences = []
         for process, task in self._pool.held() if self._pending else ():
             number, _, start, end, _ = task or (self._first, 0, 0, None, 0)
@@ -333,7 +347,7 @@ class Workers:
 
 
 def _filler(maker: BatchMaker, buffers: Buffers) -> Callable[..., tuple[int, list[tuple[int, str]]]]:
-    """In a worker: the function that writes the pictures of a piece to their buffer."""
+    """In a worker: the function that makes a piece."""
     torch.set_num_threads(1)
     with suppress(AttributeError, OSError):  # a worker that wakes up does not take the core from a thread that computes
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -341,13 +355,16 @@ def _filler(maker: BatchMaker, buffers: Buffers) -> Callable[..., tuple[int, lis
         import cv2
 
         cv2.setNumThreads(1)
+    return partial(_fill, maker, buffers)
 
-    def fill(batch: int, slot: int, start: int, end: int, epoch: int) -> tuple[int, list[tuple[int, str]]]:
-        samples, epoch_or_none = buffers.samples[slot, start:end], None if epoch == _NO_EPOCH else epoch
-        maker_of_size = maker.at(epoch_or_none)
-        rows = rows_of(buffers[slot], maker_of_size.shape)
-        used, bad = maker_of_size.fill(rows[start:end], samples.copy(), epoch_or_none)
-        samples[: len(used)] = used
-        return len(used), bad
 
-    return fill
+def _fill(
+    maker: BatchMaker, buffers: Buffers, batch: int, slot: int, start: int, end: int, epoch: int
+) -> tuple[int, list[tuple[int, str]]]:
+    """Write the pictures of a piece to their buffer."""
+    samples, epoch_or_none = buffers.samples[slot, start:end], None if epoch == _NO_EPOCH else epoch
+    maker_of_size = maker.at(epoch_or_none)
+    rows = rows_of(buffers[slot], maker_of_size.shape)
+    used, bad = maker_of_size.fill(rows[start:end], samples.copy(), epoch_or_none)
+    samples[: len(used)] = used
+    return len(used), bad

@@ -14,7 +14,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from multiprocessing import connection, reduction, util
+from multiprocessing import connection, forkserver, reduction, util
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -167,7 +167,8 @@ def _portable(error: Exception, work: str, mend: str) -> Exception:
 
 def _forkserver(module: str) -> ForkServerContext:
     """A server process without threads that forks workers: forking this one, which has some, could deadlock. The server
-    imports `module`, so that workers begin in milliseconds and share its memory."""
+    imports `module`, so that workers begin in milliseconds and share its memory. It begins here, without being waited
+    for, and ends with this thread."""
     # A socket's path has 107 characters at most, its 32 below the temporary directory. Python asks for that once, and
     # makes a folder there for this user alone.
     if len(os.fsencode(directory := tempfile.gettempdir())) > 107 - 32:
@@ -176,6 +177,7 @@ def _forkserver(module: str) -> ForkServerContext:
         tempfile.tempdir = directory
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["convoy.data.worker_server", module])
+    forkserver.ensure_running()
     return context
 
 
