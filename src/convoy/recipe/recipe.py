@@ -283,7 +283,7 @@ class Recipe(Section):
                 "precision=fp16 scales gradients now more and now less, which what gradient_compression keeps for "
                 "later cannot follow: set precision=bf16"
             )
-        for key, value in (("on_nan", "skip"), ("batch_norm", "sync")):
+        for key, value in (("on_nan", "skip"), ("batch_norm", "sync"), ("precision", "fp16")):
             if parallel.averaging.staleness and getattr(self, key) == value:
                 yield (
                     f"{key}={value} asks all devices in every update, and parallel.averaging.staleness lets them go on "

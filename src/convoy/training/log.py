@@ -322,8 +322,11 @@ def write_summary(
     """Write `summary.json` after `steps` updates; `evaluation` is the latest one, if any, `error` why it failed."""
     run.check_there(steps)
     recipe, data, counts, quantities = session.recipe, session.data, session.counts, session.quantities
-    metrics: dict[str, float | None] = {} if evaluation is None else {**evaluation.metrics()}
-    best, is_at_end = session.metric.name, status == "finished"
+    best, split = session.metric.name, data.at_end().split if status == "finished" else data.split
+    before = run.summary()  # from which a run that goes on has its metrics until it is evaluated
+    is_known = before.get("split") == split and before.get("steps", math.inf) <= steps
+    metrics = before.get("metrics", {}) if is_known else {}
+    metrics = metrics if evaluation is None else evaluation.metrics()
     of_evaluation: dict[str, Any] = {name: metrics.get(name) for name in ("top1", "top5", "loss")}
     of_progress = ("best", "best_step", "time_s", "train_s", "checkpoints", "left_out")
     waiting_s = progress.train_s - progress.start_s  # in which batches may have been waited for
@@ -347,7 +350,7 @@ def write_summary(
         epochs=steps / quantities.updates_per_epoch,
         **of_evaluation,
         metrics=metrics,
-        split=data.at_end().split if is_at_end else data.split,
+        split=split,
         best_metric=best,
         best_top1=progress.best if best == "top1" else None,
         **{name: getattr(progress, name) for name in of_progress},

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import NoReturn
 
 import torch
@@ -127,10 +127,12 @@ class Loop:
         checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.ranks)
         with values_explained(f"the last checkpoint of {self.session.recipe.extends}"):
             self._take(checkpoint)
-        self.progress.checkpoints, self.progress.to_evaluate = {}, False
-        self.progress.is_over = self.progress.reached = False
         if self.session.recipe.extends_at is not None:
             self.progress, self._sums = RunProgress(), Sums()
+        else:  # the old run's best weights are not in this one's folder, but its last stand for election
+            began = RunProgress(to_evaluate=self.session.recipe.selects)
+            anew = ("best", "best_step", "reached", "to_evaluate", "is_over", "checkpoints")
+            self.progress = replace(self.progress, **{name: getattr(began, name) for name in anew})
         self._extends = True
         for sentence in sentences:
             self.tell(sentence)
@@ -159,7 +161,7 @@ class Loop:
         before = extended(self.session.recipe).metrics
         if self.session.ranks.rank == 0 and before.exists():
             write_text(self.run.metrics, before.read_text(encoding="utf-8", errors="replace"))
-            self.run.forget_metrics_after(self.done)
+            self.run.forget_metrics_after(self.done, and_evaluation=self.progress.to_evaluate)
 
     def _is_finished(self) -> bool:
         """Whether nothing is left to do, and all that the run was for is there."""
@@ -186,10 +188,10 @@ class Loop:
             self._interrupt, self._asking = interrupt, Asking(ranks, interrupt)
             self._line_at = self._next_line()
             try:
-                if self._extends:  # from now on the other run is not needed
-                    self._save()
                 if self.progress.to_evaluate and not self.is_over:
                     self._evaluate()
+                if self._extends:  # from now on the other run is not needed
+                    self._save()
                 if not self.is_over and interrupt.agreed is None:
                     self._do_updates()
             finally:
@@ -315,7 +317,7 @@ class Loop:
             self.progress.to_evaluate = True
             return
         recipe, progress, metric = self.session.recipe, self.progress, self.session.metric
-        progress.to_evaluate, self._evaluated = False, self.done
+        repeated, progress.to_evaluate, self._evaluated = progress.to_evaluate, False, self.done
         metrics = result.metrics()  # the same on all ranks
         value = metrics.get(metric.name, math.nan)
         improves = metric.improves(value, progress.best)
@@ -328,10 +330,11 @@ class Loop:
         self._log.evaluation(self.done, result, self.session.data)
         if improves:
             progress.best, progress.best_step = value, self.done
-            self._save()
         elif gives_up:
             than = f"{self._best_in_words()} of update {progress.best_step}"
             self.tell(f"ends after {self.done:,} updates: nothing better than {than} in {recipe.stop_after}")
+        if improves or repeated:
+            self._save(again=repeated)
 
     def _best_in_words(self) -> str:
         value = math.nan if self.progress.best is None else self.progress.best
@@ -381,10 +384,10 @@ class Loop:
             how = f"not reached{best if progress.best_step is not None else ''}"
         self.tell(f"target of {target:.2%} {how}")
 
-    def _save(self) -> None:
-        """Save the state, if it is not saved yet, and if no checkpoint would hold what the next loss shows to be lost.
-        All ranks call it."""
-        if self.saver.has(self.done):
+    def _save(self, again: bool = False) -> None:
+        """Save the state, if it is not saved yet, or `again`, and if no checkpoint would hold what the next loss shows
+        to be lost. All ranks call it."""
+        if self.saver.has(self.done) and not again:
             return
         current.to("checkpoint")
         self._log.time()
