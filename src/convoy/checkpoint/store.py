@@ -98,6 +98,17 @@ def exchange(first: Path, second: Path) -> None:
     aside.rename(first)
 
 
+def sweep(folder: Path, name: str) -> None:
+    """Remove the drafts that killed processes left of checkpoints whose names a pattern fits; one that was changing its
+    name gets it back."""
+    for aside in folder.glob(f".{name}.*.tmp.old"):
+        place = folder / aside.name[1:].rsplit(".", 3)[0]
+        if not place.exists():
+            aside.rename(place)
+    for unfinished in folder.glob(f".{name}.*.tmp*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
 def read_checkpoint(place: Path, step: int | None = None) -> Checkpoint:
     """The checkpoint in a folder, by however many ranks it was written; with `step`, it must be of that step."""
     record = checked_record(place, step)
@@ -153,8 +164,7 @@ class CheckpointStore:
 
     def sweep(self) -> None:
         """Remove what killed processes left half-written; nobody may be writing."""
-        for unfinished in self.folder.glob(".step-*.tmp"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+        sweep(self.folder, "step-*")
 
     def prune(self, newest: int, best_step: int | None) -> None:
         """Keep the last ones up to `newest`; later ones are damaged leftovers of before a resumption."""

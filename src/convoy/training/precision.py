@@ -183,7 +183,9 @@ class Scaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, *args: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
         """Torch's own name: gives for every device a number that is not 0 if gradients on it overflowed."""
-        overflows = super()._unscale_grads_(*args, **options)
+        assert self._scale is not None
+        nothing = {self._scale.device: torch.zeros_like(self._scale)}  # of a stage that is frozen
+        overflows = super()._unscale_grads_(*args, **options) or nothing
         if self._anywhere is None:
             return overflows
         overflowed_on_rank = any(bool(number) for number in overflows.values())

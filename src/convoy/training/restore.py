@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from convoy import own
-from convoy.checkpoint.files import checked_record, values_explained
+from convoy.checkpoint.files import DamagedCheckpointError, checked_record, values_explained
 from convoy.checkpoint.store import CheckpointStore, read_checkpoint
 from convoy.comm.ranks import Ranks
 from convoy.data.batch import evaluation_pixels
@@ -179,8 +179,13 @@ def checkpoint_step(run: RunDirectory, which: str | int) -> int:
     steps, step = store.steps(), which
     if steps and which == "last":
         step = steps[-1]
-    elif steps and which == "best":
-        step = _of_loop(store.place(steps[-1]), lambda loop: loop["progress"]["best_step"])
+    for newest in reversed(steps) if which == "best" else ():
+        try:
+            step = _of_loop(store.place(newest), lambda loop: loop["progress"]["best_step"])
+            break
+        except DamagedCheckpointError:  # the one before knows, too
+            if newest == steps[0]:
+                raise
     if str(step) in map(str, steps):
         return int(step)
     there = ", ".join(map(str, steps)) or "none"

@@ -182,6 +182,7 @@ class Trainer:
             again = bool(set(self.jobs) & set(folder.begun_by().get("jobs") or ()))
             self._stack.enter_context(folder.lock(LEASE_S if again else LOCK_PATIENCE_S, self.reporter.say))
             folder.sweep()
+            CheckpointStore(folder.checkpoints).sweep()  # a checkpoint may lie aside
         elif recipe.extends is not None:
             check_extension(recipe)
             recipe = as_begun(recipe, load_recipe(str(extended(recipe).config)))
