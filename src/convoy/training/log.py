@@ -266,8 +266,7 @@ class Log:
         speed = result.num_images / max(result.seconds, 1e-9)
         metrics, best = result.metrics(), self._session.metric.name
         self._write(data.split, done, **metrics, images=result.num_images, images_per_s=speed)
-        total = self._session.quantities.total_updates
-        end = f"{total:,}" if self._counts_updates else _number(self._epoch(total))
+        end = self._place(self._session.quantities.total_updates).partition(" ")[2]
         self._reporter.say(
             f"{self._place(done)} of {end}: {data.split} {metric_in_words(best, metrics.get(best, math.nan))}, "
             f"loss {result.loss:.4f} over {result.num_images:,} images"
@@ -278,16 +277,12 @@ class Log:
         if self._metrics is not None:
             self._metrics.write(split, done, self._epoch(done), time_s, **values)
 
-    @property
-    def _counts_updates(self) -> bool:
-        return self._session.recipe.epochs.unit == "ba"
-
     def _place(self, done: int, form: str = "") -> str:
         """Where the run is, in the unit of its length; epochs with three digits, or in another form."""
-        if self._counts_updates:
+        if self._session.recipe.epochs.unit == "ba":
             return f"update {done:,}"
         epoch = self._epoch(done)
-        return f"epoch {format(epoch, form) if form else _number(epoch)}"
+        return f"epoch {format(epoch, form or ('.3g' if epoch < 100 else ',.0f'))}"
 
     def _epoch(self, done: int) -> float:
         return done / self._session.quantities.updates_per_epoch
@@ -304,10 +299,6 @@ def _in_order(parts: list[list[list[float]]]) -> Iterator[float]:
     """What each part of the batch has of each update: update for update."""
     for of_update in zip(*parts, strict=True):
         yield from itertools.chain.from_iterable(of_update)
-
-
-def _number(epochs: float) -> str:
-    return f"{epochs:.3g}" if epochs < 100 else f"{epochs:,.0f}"
 
 
 def write_summary(

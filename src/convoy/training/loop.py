@@ -14,7 +14,6 @@ from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.position import current
 from convoy.errors import ConvoyError
 from convoy.files import write_json, write_text
-from convoy.launch.rank import HANDED_ON
 from convoy.planner.comparison import Comparison
 from convoy.progress import Reporter
 from convoy.run.directory import RunDirectory
@@ -37,7 +36,7 @@ from convoy.training.resume import (
     state_at_end,
 )
 from convoy.training.session import Session
-from convoy.training.stop import SIGNALS, Asking, Interrupt
+from convoy.training.stop import Asking, Interrupt
 
 GIVE_UP = 20  # updates left out in a row after which the run ends
 TOLD = 5  # updates left out of which something is said
@@ -175,9 +174,8 @@ class Loop:
         saved; None at its end.
         """
         run, ranks = self.run, self.session.ranks
-        names = HANDED_ON if self.handed_on else SIGNALS
         with (
-            Interrupt(names, self._stopping) as interrupt,
+            Interrupt(self.handed_on, self._stopping) as interrupt,
             MetricsWriter(run.metrics, run.tensorboard, self.done, self.tell, run.check_there)
             if ranks.rank == 0
             else nullcontext() as metrics,
@@ -258,7 +256,7 @@ class Loop:
         if self.comparison is not None:
             return
         session = self.session
-        scored = None if session.thaws else session.scored  # which is of an update that trains all layers
+        scored = None if session.thaws else session.chosen.scored  # which is of an update that trains all layers
         self.comparison = compare(self.recorder, scored, session.profiles, self.run.trace)
         if session.ranks.rank == 0 and (self.comparison.timed or not self.run.prediction.exists()):
             try:

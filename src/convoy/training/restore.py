@@ -132,7 +132,7 @@ class TrainedRun:
     transform: Transform = field(repr=False)  # prepares a picture for the network
     classes: list[str] = field(repr=False)  # names, by the network's outputs
     network_input: NetworkInput = field(repr=False)
-    changed: str = ""  # the first layer that the code makes otherwise than when the weights were written
+    changed: str = ""  # a sentence where the code makes a layer otherwise than when the weights were written
     trust_code: bool = False  # metrics that the recipe names may be from anywhere
 
     @property
@@ -223,13 +223,8 @@ def load_run(
     """
     run = restored(path, checkpoint, trust_code)
     if run.changed:
-        warnings.warn(other_code(run), stacklevel=2)
+        warnings.warn(run.changed, stacklevel=2)
     return run
-
-
-def other_code(run: TrainedRun) -> str:
-    """A sentence for a run whose code has changed."""
-    return f"the network's code is another than that which trained {run.path} ({run.changed}): its results are others"
 
 
 def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None, trust_code: bool = False) -> TrainedRun:
@@ -273,7 +268,10 @@ def _changed_code(
     # a run looked at two microbatches of two samples, or of one, where they have no more
     graphs = (graph_of(network, shape, samples, training=True) for samples in (4, 2))
     changes = [code_difference(was, code_of(network, graph)) for graph in graphs]
-    return changes[0] if all(changes) else ""
+    sentence = (
+        f"the network's code is another than that which trained {run.path} ({changes[0]}): its results are others"
+    )
+    return sentence if all(changes) else ""
 
 
 def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, list[str]]:

@@ -124,11 +124,6 @@ class Session(Prepared):
         return self.chosen.plan
 
     @property
-    def scored(self) -> Scored | None:
-        """What was predicted of the plan; None where nothing was."""
-        return self.chosen.scored
-
-    @property
     def plan_with_cuts(self) -> Plan:
         """The plan that runs, with the layers at which stages begin, whether somebody has said these or not: as on
         other devices the cuts are others, they are kept here, and the recipe asks for none."""

@@ -130,7 +130,7 @@ class TrainingStep:
         self.exchange.merge(update)
         set_rates(
             self.optimizer, self.schedule.lr(update), update
-        )  # what is sent late may be of a group that has ended
+        )  # again: what is sent late may be of one that has ended
         self.mark("rest")
         if self.recipe.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
