@@ -15,6 +15,7 @@ from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
 from convoy.doctor.updates import RunDoctor
 from convoy.errors import ConvoyError
+from convoy.files import stamp
 from convoy.planner.comparison import comparison_text, headline
 from convoy.plans.plan import Plan
 from convoy.progress import ConsoleReporter
@@ -77,7 +78,7 @@ def _start_ranks(request: TrainRequest, recipe: Recipe, folder: RunDirectory, nu
     plan, _ = plan_of(recipe.parallel, number)
     if plan is not None and plan != Plan.by_samples(number):
         check_layers(recipe, plan)
-    before = folder.stamp()
+    before = stamp(folder.summary_file)
     return launch.start(
         request.arguments,
         number,

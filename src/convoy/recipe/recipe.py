@@ -223,8 +223,7 @@ class Recipe(Section):
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log_every: PositiveDuration | Literal["auto"] = Field(
-        "auto",
-        description="a line of metrics; auto: every 20 updates, or more often, so that short runs have 50",
+        "auto", description="a line of metrics; auto: every 20 updates, or more often, so that short runs have 50"
     )
     log: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
         ("tensorboard",), description="trackers that are told of the metrics, beside TensorBoard's files in the run"

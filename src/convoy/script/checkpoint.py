@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from convoy.checkpoint.files import RECORD, STATE, TYPES, Checkpoint, values_explained
-from convoy.checkpoint.store import Draft, read_checkpoint, snapshot, stamp, sweep
+from convoy.checkpoint.store import Draft, read_checkpoint, snapshot, sweep
 from convoy.comm.ranks import broadcast_object, broadcast_tensors, gather_objects, received
 from convoy.engine.agreement import agree
 from convoy.engine.allocation import without_holes
 from convoy.engine.network import Network, network_of
 from convoy.errors import ConvoyError
-from convoy.files import writing
+from convoy.files import stamp, writing
 from convoy.graph.tree import replace
 from convoy.script.ranks import check_same_on_all_ranks, fail_on_all_ranks
 from convoy.script.state import NamedOptimizer, Parts, Whole

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from convoy.checkpoint.store import CheckpointStore, Writing, snapshot, stamp
+from convoy.checkpoint.store import CheckpointStore, Writing, snapshot, sweep
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError, MachineError
-from convoy.files import to_json
+from convoy.files import stamp, to_json
 from convoy.recipe.schema import in_words
 
 # The first checkpoint of a process comes after this many updates at most: those by which predictions are checked are
@@ -172,7 +172,7 @@ class Saver:
         has just written.
         """
         if self.ranks.rank == 0:
-            self.store.sweep()
+            sweep(self.store.folder, "step-*")
         stamps = self.ranks.gather((stamp(seen), uuid.uuid4().hex))
         self._token = stamps[0][1]
         self._writers = [rank for rank, (of_rank, _) in enumerate(stamps) if rank == 0 or of_rank == stamps[0][0]]

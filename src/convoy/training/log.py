@@ -316,8 +316,8 @@ def write_summary(
     best, split = session.metric.name, data.at_end().split if status == "finished" else data.split
     before = run.summary()  # from which a run that goes on has its metrics until it is evaluated
     is_known = before.get("split") == split and before.get("steps", math.inf) <= steps
-    metrics = before.get("metrics", {}) if is_known else {}
-    metrics = metrics if evaluation is None else evaluation.metrics()
+    metrics: dict[str, float | None] = before.get("metrics") or {} if is_known else {}
+    metrics = metrics if evaluation is None else {**evaluation.metrics()}
     of_evaluation: dict[str, Any] = {name: metrics.get(name) for name in ("top1", "top5", "loss")}
     of_progress = ("best", "best_step", "time_s", "train_s", "checkpoints", "left_out")
     waiting_s = progress.train_s - progress.start_s  # in which batches may have been waited for

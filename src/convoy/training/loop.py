@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import NoReturn
 
 import torch
@@ -126,12 +126,12 @@ class Loop:
         checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.ranks)
         with values_explained(f"the last checkpoint of {self.session.recipe.extends}"):
             self._take(checkpoint)
+        # The old run's best weights are not in this one's folder, but its last stand for election.
+        self.progress.best = self.progress.best_step = None
+        self.progress.checkpoints, self.progress.to_evaluate = {}, self.session.recipe.selects
+        self.progress.is_over = self.progress.reached = False
         if self.session.recipe.extends_at is not None:
             self.progress, self._sums = RunProgress(), Sums()
-        else:  # the old run's best weights are not in this one's folder, but its last stand for election
-            began = RunProgress(to_evaluate=self.session.recipe.selects)
-            anew = ("best", "best_step", "reached", "to_evaluate", "is_over", "checkpoints")
-            self.progress = replace(self.progress, **{name: getattr(began, name) for name in anew})
         self._extends = True
         for sentence in sentences:
             self.tell(sentence)

@@ -184,24 +184,21 @@ def freeze_always(model: nn.Module, freeze: Sequence[str]) -> list[str]:
 def thaws(model: nn.Module, config: OptimizerConfig, quantities: Quantities) -> dict[str, int]:
     """The tensors that are frozen for a while, each with the weight update from which on it is trained; a ConvoyError
     where some update would train none."""
-    begins: dict[str, int] = {}
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    never = {name for name, _ in model.named_parameters()} - trained.keys()
+    named, total = dict(model.named_parameters()), quantities.total_updates
+    begins = {name: sys.maxsize for name, parameter in named.items() if not parameter.requires_grad}
     for _, end, names in _parts(model, config.freeze):
-        if not end:
-            never |= names
-        for name in names if end else ():
-            begins[name] = max(quantities.updates(Duration.parse(end)), begins.get(name, 0))
-    groups = zip(_members(dict(trained), config), quantities.group_ends, strict=True)
-    ends, total = {name: end for (_, members), end in groups for name in members}, quantities.total_updates
-    for update in sorted({0, *begins.values(), *ends.values()} - {total}) if trained else ():
-        if update < total and not any(begins.get(name, 0) <= update < ends.get(name, total) for name in trained):
+        update = quantities.updates(Duration.parse(end)) if end else sys.maxsize
+        begins |= {name: max(update, begins.get(name, 0)) for name in names}
+    groups = zip(_members(dict(named), config), quantities.group_ends, strict=True)
+    ends = {name: end for (_, members), end in groups for name in members}
+    for update in sorted({0, *begins.values(), *ends.values()}) if begins or ends else ():
+        if update < total and not any(begins.get(name, 0) <= update < ends.get(name, total) for name in named):
             raise ConvoyError(
                 f"optimizer.groups leaves no layer to train from update {update + 1:,} on: give one a later until"
                 if update
                 else "optimizer.freeze leaves no layer to train at first: leave one out of it, or freeze trunk"
             )
-    return {name: begin for name, begin in begins.items() if name not in never}
+    return {name: begin for name, begin in begins.items() if begin < sys.maxsize}
 
 
 def set_frozen(model: nn.Module, names: Collection[str], frozen: bool) -> None:

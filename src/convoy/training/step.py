@@ -128,9 +128,7 @@ class TrainingStep:
             noise.add(small, self._squared_norm())
         self.mark("gradient")
         self.exchange.merge(update)
-        set_rates(
-            self.optimizer, self.schedule.lr(update), update
-        )  # again: what is sent late may be of one that has ended
+        set_rates(self.optimizer, self.schedule.lr(update), update)  # what comes late may be of a group that ended
         self.mark("rest")
         if self.recipe.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)

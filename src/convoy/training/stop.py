@@ -19,8 +19,8 @@ _SIGNALS = ("", *HANDED_ON.values())
 
 
 class Interrupt:
-    """While entered, the first of the signals is noted; a second one acts as it would without this. `handed_on` says that
-    another process, which started this one, hands them on.
+    """While entered, the first of the signals is noted; a second one acts as it would without this. `handed_on`: they
+    come from the process that started this one.
 
     `tell` takes the name of the first one at once, in another thread: the main thread may be in a long computation.
     """
