@@ -28,7 +28,7 @@ LINES = {
     "src/convoy/run": 690,
     "src/convoy/script": 1477,
     "src/convoy/tasks": 1023,
-    "src/convoy/training": 6715,
+    "src/convoy/training": 6714,
     "tests": 20725,
     "benchmarks": 5991,
     "docs": 3351,

@@ -177,14 +177,13 @@ class Scaler(torch.amp.GradScaler):
         self, device: torch.device, precision: str | None, anywhere: Callable[[bool], bool] | None = None
     ) -> None:
         super().__init__(device.type, enabled=precision == "fp16")
-        self._anywhere, self._device = anywhere, device
+        self._anywhere = anywhere
         if self.is_enabled():
             self.scale(torch.zeros((), device=device))  # a stage without the loss never does, and torch asks for it
 
     def _unscale_grads_(self, *args: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
         """Torch's own name: gives for every device a number that is not 0 if gradients on it overflowed."""
         overflows = super()._unscale_grads_(*args, **options)
-        overflows = overflows or {self._device: torch.zeros((), device=self._device)}  # of a stage that is frozen
         if self._anywhere is None:
             return overflows
         overflowed_on_rank = any(bool(number) for number in overflows.values())
