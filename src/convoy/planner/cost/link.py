@@ -141,12 +141,16 @@ class Links:
         return max(self.measured.values(), key=lambda link: link.all_reduce(1 << 22))
 
     def to_list(self) -> list[dict[str, Any]]:
-        return [{"ranks": ranks, **asdict(link)} for ranks, link in self.measured.items()]
+        return [
+            {"ranks": ranks, **asdict(link), **{kind: getattr(link, kind).points for kind in KINDS}}
+            for ranks, link in self.measured.items()
+        ]
 
     @staticmethod
     def from_list(rows: Sequence[Mapping[str, Any]]) -> "Links":
         """The links that `to_list` wrote; a KeyError, TypeError or ValueError where it is none."""
-        return Links({tuple(map(int, row["ranks"])): _LINK.validate_python(row) for row in rows})
+        of_rows = [{**row, **{kind: {"points": row[kind]} for kind in KINDS}} for row in rows]
+        return Links({tuple(map(int, row["ranks"])): _LINK.validate_python(row) for row in of_rows})
 
 
 def first_group(mesh: Mesh, axes: Axes) -> Ranks:
