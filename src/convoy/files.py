@@ -48,6 +48,15 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     sync(path.parent)
 
 
+def stamp(path: Path) -> tuple[int, int, int] | None:
+    """What tells a file or folder from one of the same name elsewhere or before; None where it is not seen here."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically, in UTF-8."""
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import rich.console
@@ -36,6 +36,11 @@ def brief(text: str, length: int = 80) -> str:
         return text
     end = length // 3
     return f"{text[: length - end - 1]}…{text[-end:]}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first names in a sentence, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def did_you_mean(name: str, names: Iterable[str], *, otherwise: str = "check its spelling") -> str:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from convoy.checkpoint import files
 from convoy.checkpoint.files import RECORD, Checkpoint, DamagedCheckpointError, read_shard, write_record, write_shard
-from convoy.checkpoint.store import CheckpointStore
+from convoy.checkpoint.store import CheckpointStore, sweep
 from training.scenarios import put
 
 
@@ -69,6 +69,15 @@ def test_the_last_ones_and_the_best_are_kept(store: CheckpointStore) -> None:
         store.prune(step, best_step=2)
     newest, refused = store.load_latest("run")
     assert store.steps() == [2, 4, 5] and newest is not None and (newest.step, refused) == (5, [])
+
+
+def test_one_that_was_changing_its_name_gets_it_back(store: CheckpointStore) -> None:
+    for step, its_place_is_free in ((1, True), (2, False)):
+        draft = store.draft(step, 1, "killed-1").folder
+        put(store, checkpoint(step)).rename(draft.with_name(f"{draft.name}.old"))
+        put(store, checkpoint(step)).rename(draft if its_place_is_free else store.place(step))
+    sweep(store.folder, "step-*")
+    assert sorted(path.name for path in store.folder.iterdir()) == ["step-00000001", "step-00000002"]
 
 
 SHARD = "state/shard-00002-of-00003.safetensors"

@@ -47,6 +47,8 @@ def trained(data: Path, methods: dict[str, tuple[str, ...]], *more: str) -> dict
         step = run.step()
         for update, batch in enumerate(run.batches(0, UPDATES)):
             step(batch, update)
+            if "optimizer.groups" in "".join(more):
+                assert [p.grad is None for p in run.model.parameters()] == [update > 2] * 2 + [False] * 2
         with run.state.exchange.agreed():
             tensors = run.network.model.named_parameters()
             result[name] = [run.network.whole(name, tensor.detach()).clone() for name, tensor in tensors]
@@ -196,6 +198,10 @@ EQUAL = {
 }
 
 
+def test_what_is_left_to_send_of_a_group_that_has_ended_counts_nowhere(data: Path) -> None:
+    run_ranks(trained, 2, data, {"top-k": METHODS["top-k"]}, "optimizer.groups=[{parameters: '0.*', until: 3ba}]")
+
+
 def test_methods_that_leave_nothing_out_are_exact(data: Path) -> None:
     methods = EQUAL | {"half": (*STEADY, "parallel.gradient_compression=topk:0.5")}
     found, _ = run_ranks(trained, 2, data, methods, SHARED)
@@ -294,6 +300,7 @@ REFUSED = {
     (f"{LOCAL}2", f"{OUTER}outer_nesterov=true"): "nesterov needs outer_momentum",
     (f"{LOCAL}2", f"{OUTER}staleness=1", "parallel.gradient_compression=powersgd:2"): "PowerSGD sends twice",
     (f"{LOCAL}2", f"{OUTER}staleness=1", "on_nan=skip"): "on_nan=skip asks all devices in every update",
+    (f"{LOCAL}2", f"{OUTER}staleness=1", "precision=fp16"): "precision=fp16 asks all devices in every update",
     (f"{LOCAL}2", "lookahead.every=2"): "lookahead needs the weights of all updates",
     (f"{LOCAL}2", "reproducible=true"): "but local SGD averages the weights every 2 updates: leave one of them out",
     ("parallel.gradient_compression=bf16", "precision=fp16"): "set precision=bf16",

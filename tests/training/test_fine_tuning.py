@@ -99,14 +99,19 @@ def test_rates_fall_with_the_depth_by_blocks(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("freeze", "words"),
+    ("key", "value", "words"),
     [
-        ("[conv, laier]", "optimizer.freeze: 'laier' fits no layer of the network with parameters: there are conv, "),
-        ("['*']", "optimizer.freeze leaves no layer to train: "),
-        ("[conv, 'block:1ep', 'head:2ba']", "optimizer.freeze leaves no layer to train at first: "),
+        (
+            "freeze",
+            "[conv, laier]",
+            "optimizer.freeze: 'laier' fits no layer of the network with parameters: there are conv, ",
+        ),
+        ("freeze", "['*']", "optimizer.freeze leaves no layer to train: "),
+        ("groups", "[{parameters: '*', until: 3ba}]", "optimizer.groups leaves no layer to train from update 4 on: "),
+        ("freeze", "[conv, 'block:1ep', 'head:2ba']", "optimizer.freeze leaves no layer to train at first: "),
     ],
 )
-def test_what_cannot_be_frozen_is_one_sentence(data: Path, tmp_path: Path, freeze: str, words: str) -> None:
-    (said,) = refusals(data, tmp_path / "run", [TUNED | {"optimizer.freeze": freeze}])
+def test_what_cannot_be_frozen_is_one_sentence(data: Path, tmp_path: Path, key: str, value: str, words: str) -> None:
+    (said,) = refusals(data, tmp_path / "run", [TUNED | {f"optimizer.{key}": value}])
     assert said.startswith(words)
     assert not (tmp_path / "run").exists()

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from convoy.run.directory import RunDirectory
+from convoy.training.restore import checkpoint_step
 from convoy.training.state import delivered_weights
 from ranks import run_ranks
 from tiny import write_pictures
@@ -34,6 +35,17 @@ def test_the_best_weights_are_delivered_and_the_test_split_is_looked_at_once(dat
     once = f"the test split was looked at once, at the end, with the weights of update {best[0]}, the best (macro F1"
     assert any(once in note for note in state["notes"])
     assert any(note.startswith(f"ends after {state['steps']} updates: nothing better") for note in state["notes"])
+    # In a longer run its last weights stand for election, and no better ones of before.
+    longer, end = tmp_path / "longer", state["steps"]
+    train_here(data, longer, CHOSEN | {"epochs": "12ep", "optimizer.lr": "3", "extends": str(out)})
+    rows, newest = lines(longer, "step", "macro_f1", split="validation"), summary(longer)["steps"]
+    assert rows[: len(scores)] == scores and [row[0] for row in rows].count(end) == 1
+    best = max((row for row in rows if row[0] >= end), key=lambda row: row[1])
+    assert (summary(longer)["best_step"], summary(longer)["best"]) == tuple(best) and newest > best[0]
+    checkpoint = delivered_weights(store_of(longer).load(best[0]))
+    assert all(torch.equal(tensor, checkpoint[name]) for name, tensor in weights(longer).items())
+    (store_of(longer).place(newest) / "checkpoint.json").write_text("")  # the one before knows the best, too
+    assert checkpoint_step(RunDirectory(longer), "best") == best[0]
 
 
 def test_a_choice_goes_on_over_stops_on_other_devices(data: Path, tmp_path: Path) -> None:
@@ -41,9 +53,12 @@ def test_a_choice_goes_on_over_stops_on_other_devices(data: Path, tmp_path: Path
     want = train_here(data, whole, CHOSEN)
     best, end = summary(whole)["best_step"], summary(whole)["steps"]
     run_ranks(train_here, 2, data, parts, CHOSEN, False, best + 1)
-    assert summary(parts)["status"] == "stopped" and not RunDirectory(parts).weights.exists()
-    train_here(data, parts, CHOSEN, True, end - 1)
+    state = summary(parts)
+    assert state["status"] == "stopped" and not RunDirectory(parts).weights.exists()
+    train_here(data, parts, CHOSEN, True, end)  # in the last evaluation, which is done again
+    assert summary(parts)["metrics"] == state["metrics"] and state["metrics"]["loss"] > 0
     have = run_ranks(train_here, 2, data, parts, CHOSEN, True)[0]
+    assert store_of(parts).load(end).values["loop"]["progress"]["is_over"]
     assert have.digest == want.digest and lines(parts) == lines(whole)
     assert train_here(data, parts, CHOSEN, True).digest == want.digest  # it is finished
 

@@ -98,6 +98,17 @@ def exchange(first: Path, second: Path) -> None:
     aside.rename(first)
 
 
+def sweep(folder: Path, name: str) -> None:
+    """Remove the drafts that killed processes left of checkpoints with names like a pattern; nobody may be writing. One
+    that was changing its name gets it back."""
+    for aside in folder.glob(f".{name}.*.tmp.old"):
+        place = folder / aside.name[1:].rsplit(".", 3)[0]
+        if not place.exists():
+            aside.rename(place)
+    for unfinished in folder.glob(f".{name}.*.tmp*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
 def read_checkpoint(place: Path, step: int | None = None) -> Checkpoint:
     """The checkpoint in a folder, by however many ranks it was written; with `step`, it must be of that step."""
     record = checked_record(place, step)
@@ -151,11 +162,6 @@ class CheckpointStore:
             )
         return None, []
 
-    def sweep(self) -> None:
-        """Remove what killed processes left half-written; nobody may be writing."""
-        for unfinished in self.folder.glob(".step-*.tmp"):
-            shutil.rmtree(unfinished, ignore_errors=True)
-
     def prune(self, newest: int, best_step: int | None) -> None:
         """Keep the last ones up to `newest`; later ones are damaged leftovers of before a resumption."""
         steps = [step for step in self.steps() if step <= newest]
@@ -188,15 +194,6 @@ def snapshot(tensors: Iterable[tuple[str, Tensor]], number: int | None, num_shar
     for device in devices:
         torch.cuda.synchronize(device)
     return mine
-
-
-def stamp(path: Path) -> tuple[int, int, int] | None:
-    """What tells a file or folder from one of the same name on another machine; None where it is not seen here."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 @dataclass

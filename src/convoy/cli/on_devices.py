@@ -16,7 +16,7 @@ from convoy.plans.plan import Plan
 from convoy.run.directory import RunDirectory
 from convoy.training import choose_device
 from convoy.training.environment import join_ranks
-from convoy.training.restore import TrainedRun, checkpoint_step, other_code, restored
+from convoy.training.restore import TrainedRun, checkpoint_step, restored
 
 # Ranks wait as long as somebody may take to type the name of a file; a rank that dies ends the others.
 _PATIENCE_S = 7 * 24 * 3600.0
@@ -76,7 +76,7 @@ def load_chosen(run: Path, checkpoint: str | None, ranks: Ranks, trust_code: boo
             click.echo(f"the network is that of the checkpoint after {step:,} updates", err=True)
     trained = restored(run, step, trust_code)
     if trained.changed and ranks.rank == 0:
-        click.echo(other_code(trained), err=True)
+        click.echo(trained.changed, err=True)
     return trained
 
 

@@ -15,7 +15,7 @@ from convoy.comm.position import current
 from convoy.comm.ranks import Ranks
 from convoy.doctor.updates import RunDoctor
 from convoy.errors import ConvoyError
-from convoy.launch.rank import HANDED_ON
+from convoy.files import stamp
 from convoy.planner.comparison import comparison_text, headline
 from convoy.plans.plan import Plan
 from convoy.progress import ConsoleReporter
@@ -30,7 +30,7 @@ from convoy.training.build import check_layers
 from convoy.training.environment import join_ranks
 from convoy.training.resume import check_run
 from convoy.training.set_up import check_devices
-from convoy.training.stop import SIGNALS, Interrupt
+from convoy.training.stop import Interrupt
 from convoy.training.watchdog import TIMEOUT_S, Watchdog, collective_limit_s
 from convoy.units import plural, shorten
 
@@ -78,7 +78,7 @@ def _start_ranks(request: TrainRequest, recipe: Recipe, folder: RunDirectory, nu
     plan, _ = plan_of(recipe.parallel, number)
     if plan is not None and plan != Plan.by_samples(number):
         check_layers(recipe, plan)
-    before = folder.stamp()
+    before = stamp(folder.summary_file)
     return launch.start(
         request.arguments,
         number,
@@ -109,7 +109,7 @@ def _run_as_rank(request: TrainRequest, place: launch.RankPlace, timeout_s: floa
             handed_on = place.folder is not None
             of_rank: dict[str, Any] = {"device": device, "handed_on": handed_on, "jobs": jobs}
             outcome = _train(request, recipe, out, ranks, watchdog=watchdog, **of_rank)
-            with Interrupt(HANDED_ON if handed_on else SIGNALS):  # the training is reported in any case
+            with Interrupt(handed_on):  # the training is reported in any case
                 status = _answer(outcome, ranks, is_verbose(request.arguments))
                 ranks.barrier()  # before any rank's status has a launcher end the others
         ranks.barrier()  # nobody asks any more where the others are

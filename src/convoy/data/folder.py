@@ -15,10 +15,9 @@ from convoy.data.decode import BadImage, left_out, needs_package, suffixes
 from convoy.data.processes import SharedBytes
 from convoy.data.sources import NUM_SIZES, EncodedSource, Opened, Source, reading, relabel, shown, split_of, spread
 from convoy.errors import ConvoyError
-from convoy.terminal import printable
+from convoy.terminal import listed, printable
 
 MAX_PICTURE_BYTES = 2**30  # more than any picture that is small enough to be decoded
-_MOST_NAMES = 5
 
 
 class FolderSource(EncodedSource):
@@ -171,8 +170,7 @@ def _unclear(path: Path, folders: list[Path]) -> ConvoyError:
 
 
 def _listed(names: list[str]) -> str:
-    more = [f"{len(names) - _MOST_NAMES:,} more"] if len(names) > _MOST_NAMES else []
-    return ", ".join([f"{printable(name)}/" for name in names[:_MOST_NAMES]] + more)
+    return listed([f"{printable(name)}/" for name in names], 5)
 
 
 def _unwrapped(folder: Path) -> Path:

@@ -202,7 +202,7 @@ def _measure_updates(session: Session, budget: Budget) -> Facts:
             number = ranks.broadcast(max(1, min(fitting, 4 * number)))
         watch.look()
     counted = sum(window.updates for window in _counted(windows)) or 1
-    facts = watch.facts(compare(recorder, session.scored, None), counted)
+    facts = watch.facts(compare(recorder, session.chosen.scored, None), counted)
     unread = len(set().union(*ranks.gather(bad)))
     sentence = (
         f"{plural(unread, 'picture')} cannot be read: convoy data {recipe.data.path} --check names them, and others."

@@ -115,7 +115,7 @@ def changes(session: Session, taken: float = 0.0) -> Iterator[Change]:
             settings = {"batch": batch, "microbatches": number}
             arguments = ("--batch", str(batch), *(() if number is None else ("--microbatches", str(number))))
             yield Change("batch", arguments, settings, times, another_training=True)
-    if ranks.num > 1 and bits_may_change and recipe.parallel.plan != "auto" and session.scored is None:
+    if ranks.num > 1 and bits_may_change and recipe.parallel.plan != "auto" and session.chosen.scored is None:
         auto = {"plan": "auto", "shares": None, "schedule": None}
         yield Change("plan", ("--plan", "auto"), {"parallel": auto})
 

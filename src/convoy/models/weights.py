@@ -7,7 +7,7 @@ Nothing in a file is executed: safetensors hold numbers only, and `.pth` files a
 
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from convoy.errors import ConvoyError, reason
 from convoy.files import expanded
+from convoy.terminal import listed
 
 # Put before every name by DistributedDataParallel, torch.compile, and trainers that hold the network in `model`.
 PREFIXES = ("module.", "_orig_mod.", "model.")
@@ -68,11 +69,11 @@ def load_weights(model: nn.Module, path: str | Path, published: Mapping[str, Ten
         if key in tensors and key not in fresh
         if (tensors[key].shape, tensors[key].is_floating_point()) != (x.shape, x.is_floating_point())
     ]
-    faults = [f"it lacks {_some(key for key in state if key in missing)}"] if missing else []
+    faults = [f"it lacks {listed([key for key in state if key in missing], 3)}"] if missing else []
     if unexpected:
-        faults.append(f"it has {_some(key for key in tensors if key in unexpected)}, which the net has not")
+        faults.append(f"it has {listed([key for key in tensors if key in unexpected], 3)}, which the net has not")
     if misfits:
-        faults.append(_some(misfits))
+        faults.append(listed(misfits, 3))
     if faults:
         raise ConvoyError(
             f"{path} does not fit {type(model).__name__}: {'; '.join(faults)}; give the weights of this net, or train "
@@ -153,11 +154,6 @@ def _other_classes(model: nn.Module, state: Mapping[str, Tensor], tensors: Mappi
 def _kind(tensor: Tensor) -> str:
     shape = "x".join(str(size) for size in tensor.shape) or "one number"
     return shape if tensor.is_floating_point() else f"{shape} of {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _some(items: Iterable[str]) -> str:
-    names = list(items)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _list(items: list[str]) -> str:

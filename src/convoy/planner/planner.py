@@ -143,10 +143,7 @@ def score(
 
 
 def make_plan(
-    question: Question,
-    ranks: Ranks,
-    progress: Progress = lambda what, done, total: None,
-    race: Race | None = None,
+    question: Question, ranks: Ranks, progress: Progress = lambda what, done, total: None, race: Race | None = None
 ) -> Planned:
     """Find the fastest plan; all ranks call it, and get the same answer.
 
@@ -395,11 +392,7 @@ def _fitting(scores: Sequence[Scored], costs: Costs, limit: float | None) -> tup
 
 
 def propose(
-    workload: Workload,
-    devices: int,
-    costs: Costs,
-    constraints: Constraints,
-    results: list[SearchResult],
+    workload: Workload, devices: int, costs: Costs, constraints: Constraints, results: list[SearchResult]
 ) -> list[Proposal]:
     """The plans that the searches find, and in `results` all that is said of those without stages; a ConvoyError where
     there is none, or none fits into memory."""

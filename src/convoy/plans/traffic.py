@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from convoy import terminal
 from convoy.graph.graph import Call, Graph
 from convoy.plans.fit import axis_names
 from convoy.plans.layout import WHOLE, Layout
@@ -316,9 +317,7 @@ def _held(placement: Placement, memory: Sequence[Memory], staged: StagedGraph | 
 
 def listed(layers: Sequence[str]) -> str:
     """Names of layers in a sentence, the first eight of them."""
-    names = [layer or "the network itself" for layer in dict.fromkeys(layers)]
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
+    return terminal.listed([layer or "the network itself" for layer in dict.fromkeys(layers)], 8)
 
 
 def some_ranks(ranks: Sequence[int]) -> str:

@@ -223,8 +223,7 @@ class Recipe(Section):
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log_every: PositiveDuration | Literal["auto"] = Field(
-        "auto",
-        description="a line of metrics; auto: every 20 updates, or more often, so that short runs have 50",
+        "auto", description="a line of metrics; auto: every 20 updates, or more often, so that short runs have 50"
     )
     log: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = Field(
         ("tensorboard",), description="trackers that are told of the metrics, beside TensorBoard's files in the run"
@@ -283,7 +282,7 @@ class Recipe(Section):
                 "precision=fp16 scales gradients now more and now less, which what gradient_compression keeps for "
                 "later cannot follow: set precision=bf16"
             )
-        for key, value in (("on_nan", "skip"), ("batch_norm", "sync")):
+        for key, value in (("on_nan", "skip"), ("batch_norm", "sync"), ("precision", "fp16")):
             if parallel.averaging.staleness and getattr(self, key) == value:
                 yield (
                     f"{key}={value} asks all devices in every update, and parallel.averaging.staleness lets them go on "

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from convoy.errors import ConvoyError, GoneError
-from convoy.files import unwritable, write_json, write_text, writing
+from convoy.files import stamp, unwritable, write_json, write_text, writing
 
 LOCK = ".lock"
 WRITE_S = 5.0  # seconds that a file system is given to answer when the run has failed
@@ -197,21 +197,13 @@ class RunDirectory:
             f"{_fate(self._locked, self.path)}"
         )
 
-    def stamp(self) -> tuple[int, int] | None:
-        """What changes with every writing of the summary; None where there is none."""
-        try:
-            status = self.summary_file.stat()
-        except OSError:
-            return None
-        return status.st_ino, status.st_mtime_ns
-
-    def note_end(self, sentence: str, before: tuple[int, int] | None) -> None:
+    def note_end(self, sentence: str, before: tuple[int, int, int] | None) -> None:
         """Put into the summary why the processes that trained here failed, where they could not do so themselves: if it
-        was they who wrote it, after the stamp of `before`, and nobody goes on with the run already. A run that was
+        was they who wrote it, after the `stamp` of `before`, and nobody goes on with the run already. A run that was
         stopped stays so: all that it had done was saved.
         """
         with suppress(OSError, ConvoyError):
-            if self.stamp() not in (None, before):  # None: the run directory has gone, and stays so
+            if stamp(self.summary_file) not in (None, before):  # None: the run directory has gone, and stays so
                 with self.lock():
                     self.note_failure(sentence, unless="stopped")
 

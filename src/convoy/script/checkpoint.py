@@ -7,7 +7,6 @@ import glob
 import hashlib
 import json
 import math
-import shutil
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping
@@ -22,13 +21,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from convoy.checkpoint.files import RECORD, STATE, TYPES, Checkpoint, values_explained
-from convoy.checkpoint.store import Draft, read_checkpoint, snapshot, stamp
+from convoy.checkpoint.store import Draft, read_checkpoint, snapshot, sweep
 from convoy.comm.ranks import broadcast_object, broadcast_tensors, gather_objects, received
 from convoy.engine.agreement import agree
 from convoy.engine.allocation import without_holes
 from convoy.engine.network import Network, network_of
 from convoy.errors import ConvoyError
-from convoy.files import writing
+from convoy.files import stamp, writing
 from convoy.graph.tree import replace
 from convoy.script.ranks import check_same_on_all_ranks, fail_on_all_ranks
 from convoy.script.state import NamedOptimizer, Parts, Whole
@@ -384,8 +383,7 @@ def _write(path: Path, network: Network, packed: Packed, values: Mapping[str, An
     with fail_on_all_ranks(network), writing(place, _AS_BEFORE):
         if rank == 0:
             _check_place(place)
-            for unfinished in place.parent.glob(f".{glob.escape(place.name)}.*.tmp"):
-                shutil.rmtree(unfinished, ignore_errors=True)
+            sweep(place.parent, glob.escape(place.name))
             folder.mkdir(parents=True)
     stamps = gather_objects(stamp(folder), group)
     writers = [other for other, other_stamp in enumerate(stamps) if other_stamp == stamps[0]]

@@ -10,11 +10,4 @@ if TYPE_CHECKING:
     from convoy.training.trainer import Outcome as Outcome
     from convoy.training.trainer import Trainer as Trainer
 
-__getattr__ = lazily(
-    __name__,
-    {
-        "environment": "choose_device",
-        "session": "Session",
-        "trainer": "Outcome Trainer",
-    },
-)
+__getattr__ = lazily(__name__, {"environment": "choose_device", "session": "Session", "trainer": "Outcome Trainer"})

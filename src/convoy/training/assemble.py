@@ -28,7 +28,7 @@ from convoy.training.build import has_batch_norm
 from convoy.training.derived import derive
 from convoy.training.division import Division, divide, text
 from convoy.training.gradients import Exchange, divided_network
-from convoy.training.optimizer import create_optimizer, optimizer_for, thaws
+from convoy.training.optimizer import create_optimizer, optimizer_for
 from convoy.training.precision import Scaler
 from convoy.training.session import ChosenPlan, Prepared, Session
 from convoy.training.state import AveragedWeights, MovingAverage, RunState, SlowWeights
@@ -84,7 +84,6 @@ def assemble(ready: Prepared, chosen: ChosenPlan) -> Session:
         merge=merge,
         stages=[],
         workers=workers,
-        thaws=thaws(model, recipe.optimizer.freeze, ready.quantities.updates),
     )
     session.notes = [*recipe.notes(), *data.notes, *ready.notes, *chosen.notes, *_notes(session)]
     session.derived += _rows(session)

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from convoy.checkpoint.store import CheckpointStore, Writing, snapshot, stamp
+from convoy.checkpoint.store import CheckpointStore, Writing, snapshot, sweep
 from convoy.comm.ranks import Ranks
 from convoy.errors import ConvoyError, MachineError
-from convoy.files import to_json
+from convoy.files import stamp, to_json
 from convoy.recipe.schema import in_words
 
 # The first checkpoint of a process comes after this many updates at most: those by which predictions are checked are
@@ -159,7 +159,7 @@ class Saver:
     def __post_init__(self) -> None:
         self.newest: int | None = None  # step of the newest checkpoint on disk
         self.tally = CheckpointTally()
-        self._wait_s = 0.0
+        self._wait_s = self._waited_before_s = 0.0
         self._writing: Writing | None = None
         self._writers: list[int] = [0]
         self._token = ""
@@ -172,7 +172,7 @@ class Saver:
         has just written.
         """
         if self.ranks.rank == 0:
-            self.store.sweep()
+            sweep(self.store.folder, "step-*")
         stamps = self.ranks.gather((stamp(seen), uuid.uuid4().hex))
         self._token = stamps[0][1]
         self._writers = [rank for rank, (of_rank, _) in enumerate(stamps) if rank == 0 or of_rank == stamps[0][0]]
@@ -206,7 +206,6 @@ class Saver:
         """Begin a checkpoint of the state after `step` updates, when the one before is written; that of `best_step`
         stays. All ranks call it. The tensors are whole and by serial names, and each is asked for once.
         """
-        before_s = self.tally.waited_s
         self.finish()
         self.ranks.first(lambda: self.check(step))
         began = time.perf_counter()
@@ -225,13 +224,12 @@ class Saver:
         self._look_at = step + 1
         self.when.saved(step)
         self._waited(began)
-        self.tally.longest_wait_s = max(self.tally.longest_wait_s, self.tally.waited_s - before_s)
 
     def finish(self, or_raise: bool = False) -> None:
         """Wait until the checkpoint on its way is written; with `or_raise`, a failure ends the run in any case. All
         ranks call it.
         """
-        came, before_s = time.perf_counter(), self.tally.waited_s
+        came, self._waited_before_s = time.perf_counter(), self.tally.waited_s
         while self._writing is not None:
             began = time.perf_counter()
             self._writing.wait(PATIENCE_S)
@@ -239,12 +237,12 @@ class Saver:
             reports = self._ask(or_raise, time.perf_counter() - came)
             if self._writing is not None and reports[0].kept_s > self.timeout_s:  # one clock for all
                 self._too_late(self._writing, reports)
-        self.tally.longest_wait_s = max(self.tally.longest_wait_s, self.tally.waited_s - before_s)
 
     def _waited(self, since: float) -> None:
         seconds = time.perf_counter() - since
         self._wait_s += seconds
         self.tally.waited_s += seconds
+        self.tally.longest_wait_s = max(self.tally.longest_wait_s, self.tally.waited_s - self._waited_before_s)
         self.when.waited(seconds)
 
     def _ask(self, or_raise: bool = False, kept_s: float = 0.0) -> list[Report]:

@@ -266,8 +266,7 @@ class Log:
         speed = result.num_images / max(result.seconds, 1e-9)
         metrics, best = result.metrics(), self._session.metric.name
         self._write(data.split, done, **metrics, images=result.num_images, images_per_s=speed)
-        total = self._session.quantities.total_updates
-        end = f"{total:,}" if self._counts_updates else _number(self._epoch(total))
+        end = self._place(self._session.quantities.total_updates).partition(" ")[2]
         self._reporter.say(
             f"{self._place(done)} of {end}: {data.split} {metric_in_words(best, metrics.get(best, math.nan))}, "
             f"loss {result.loss:.4f} over {result.num_images:,} images"
@@ -278,16 +277,12 @@ class Log:
         if self._metrics is not None:
             self._metrics.write(split, done, self._epoch(done), time_s, **values)
 
-    @property
-    def _counts_updates(self) -> bool:
-        return self._session.recipe.epochs.unit == "ba"
-
     def _place(self, done: int, form: str = "") -> str:
         """Where the run is, in the unit of its length; epochs with three digits, or in another form."""
-        if self._counts_updates:
+        if self._session.recipe.epochs.unit == "ba":
             return f"update {done:,}"
         epoch = self._epoch(done)
-        return f"epoch {format(epoch, form) if form else _number(epoch)}"
+        return f"epoch {format(epoch, form or ('.3g' if epoch < 100 else ',.0f'))}"
 
     def _epoch(self, done: int) -> float:
         return done / self._session.quantities.updates_per_epoch
@@ -306,10 +301,6 @@ def _in_order(parts: list[list[list[float]]]) -> Iterator[float]:
         yield from itertools.chain.from_iterable(of_update)
 
 
-def _number(epochs: float) -> str:
-    return f"{epochs:.3g}" if epochs < 100 else f"{epochs:,.0f}"
-
-
 def write_summary(
     run: RunDirectory,
     session: Session,
@@ -322,8 +313,11 @@ def write_summary(
     """Write `summary.json` after `steps` updates; `evaluation` is the latest one, if any, `error` why it failed."""
     run.check_there(steps)
     recipe, data, counts, quantities = session.recipe, session.data, session.counts, session.quantities
-    metrics: dict[str, float | None] = {} if evaluation is None else {**evaluation.metrics()}
-    best, is_at_end = session.metric.name, status == "finished"
+    best, split = session.metric.name, data.at_end().split if status == "finished" else data.split
+    before = run.summary()  # from which a run that goes on has its metrics until it is evaluated
+    is_known = before.get("split") == split and before.get("steps", math.inf) <= steps
+    metrics: dict[str, float | None] = before.get("metrics") or {} if is_known else {}
+    metrics = metrics if evaluation is None else {**evaluation.metrics()}
     of_evaluation: dict[str, Any] = {name: metrics.get(name) for name in ("top1", "top5", "loss")}
     of_progress = ("best", "best_step", "time_s", "train_s", "checkpoints", "left_out")
     waiting_s = progress.train_s - progress.start_s  # in which batches may have been waited for
@@ -347,7 +341,7 @@ def write_summary(
         epochs=steps / quantities.updates_per_epoch,
         **of_evaluation,
         metrics=metrics,
-        split=data.at_end().split if is_at_end else data.split,
+        split=split,
         best_metric=best,
         best_top1=progress.best if best == "top1" else None,
         **{name: getattr(progress, name) for name in of_progress},

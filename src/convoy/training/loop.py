@@ -14,7 +14,6 @@ from convoy.checkpoint.store import CheckpointStore
 from convoy.comm.position import current
 from convoy.errors import ConvoyError
 from convoy.files import write_json, write_text
-from convoy.launch.rank import HANDED_ON
 from convoy.planner.comparison import Comparison
 from convoy.progress import Reporter
 from convoy.run.directory import RunDirectory
@@ -37,7 +36,7 @@ from convoy.training.resume import (
     state_at_end,
 )
 from convoy.training.session import Session
-from convoy.training.stop import SIGNALS, Asking, Interrupt
+from convoy.training.stop import Asking, Interrupt
 
 GIVE_UP = 20  # updates left out in a row after which the run ends
 TOLD = 5  # updates left out of which something is said
@@ -127,7 +126,9 @@ class Loop:
         checkpoint, sentences = state_at_end(self.session.recipe, self.session.data, self.session.ranks)
         with values_explained(f"the last checkpoint of {self.session.recipe.extends}"):
             self._take(checkpoint)
-        self.progress.checkpoints, self.progress.to_evaluate = {}, False
+        # The old run's best weights are not in this one's folder, but its last stand for election.
+        self.progress.best = self.progress.best_step = None
+        self.progress.checkpoints, self.progress.to_evaluate = {}, self.session.recipe.selects
         self.progress.is_over = self.progress.reached = False
         if self.session.recipe.extends_at is not None:
             self.progress, self._sums = RunProgress(), Sums()
@@ -159,7 +160,7 @@ class Loop:
         before = extended(self.session.recipe).metrics
         if self.session.ranks.rank == 0 and before.exists():
             write_text(self.run.metrics, before.read_text(encoding="utf-8", errors="replace"))
-            self.run.forget_metrics_after(self.done)
+            self.run.forget_metrics_after(self.done, and_evaluation=self.progress.to_evaluate)
 
     def _is_finished(self) -> bool:
         """Whether nothing is left to do, and all that the run was for is there."""
@@ -173,9 +174,8 @@ class Loop:
         saved; None at its end.
         """
         run, ranks = self.run, self.session.ranks
-        names = HANDED_ON if self.handed_on else SIGNALS
         with (
-            Interrupt(names, self._stopping) as interrupt,
+            Interrupt(self.handed_on, self._stopping) as interrupt,
             MetricsWriter(run.metrics, run.tensorboard, self.done, self.tell, run.check_there)
             if ranks.rank == 0
             else nullcontext() as metrics,
@@ -186,10 +186,10 @@ class Loop:
             self._interrupt, self._asking = interrupt, Asking(ranks, interrupt)
             self._line_at = self._next_line()
             try:
-                if self._extends:  # from now on the other run is not needed
-                    self._save()
                 if self.progress.to_evaluate and not self.is_over:
                     self._evaluate()
+                if self._extends:  # from now on the other run is not needed
+                    self._save()
                 if not self.is_over and interrupt.agreed is None:
                     self._do_updates()
             finally:
@@ -256,7 +256,7 @@ class Loop:
         if self.comparison is not None:
             return
         session = self.session
-        scored = None if session.thaws else session.scored  # which is of an update that trains all layers
+        scored = None if session.thaws else session.chosen.scored  # which is of an update that trains all layers
         self.comparison = compare(self.recorder, scored, session.profiles, self.run.trace)
         if session.ranks.rank == 0 and (self.comparison.timed or not self.run.prediction.exists()):
             try:
@@ -315,7 +315,7 @@ class Loop:
             self.progress.to_evaluate = True
             return
         recipe, progress, metric = self.session.recipe, self.progress, self.session.metric
-        progress.to_evaluate, self._evaluated = False, self.done
+        repeated, progress.to_evaluate, self._evaluated = progress.to_evaluate, False, self.done
         metrics = result.metrics()  # the same on all ranks
         value = metrics.get(metric.name, math.nan)
         improves = metric.improves(value, progress.best)
@@ -328,10 +328,11 @@ class Loop:
         self._log.evaluation(self.done, result, self.session.data)
         if improves:
             progress.best, progress.best_step = value, self.done
-            self._save()
         elif gives_up:
             than = f"{self._best_in_words()} of update {progress.best_step}"
             self.tell(f"ends after {self.done:,} updates: nothing better than {than} in {recipe.stop_after}")
+        if improves or repeated:
+            self._save(again=repeated)
 
     def _best_in_words(self) -> str:
         value = math.nan if self.progress.best is None else self.progress.best
@@ -381,10 +382,10 @@ class Loop:
             how = f"not reached{best if progress.best_step is not None else ''}"
         self.tell(f"target of {target:.2%} {how}")
 
-    def _save(self) -> None:
-        """Save the state, if it is not saved yet, and if no checkpoint would hold what the next loss shows to be lost.
-        All ranks call it."""
-        if self.saver.has(self.done):
+    def _save(self, again: bool = False) -> None:
+        """Save the state, if it is not saved yet, or `again`, and if no checkpoint would hold what the next loss shows
+        to be lost. All ranks call it."""
+        if self.saver.has(self.done) and not again:
             return
         current.to("checkpoint")
         self._log.time()

@@ -8,7 +8,7 @@ run that resumes goes on with the same layers.
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
@@ -33,6 +33,7 @@ from convoy.recipe.optim import (
 from convoy.recipe.recipe import Recipe
 from convoy.recipe.schema import Duration
 from convoy.terminal import did_you_mean
+from convoy.training.derived import Quantities
 
 # Keys of torch's groups: what the schedule's rate is multiplied by, and the update from which on it is 0.
 LR_FACTOR, END = "lr_factor", "end"
@@ -180,18 +181,24 @@ def freeze_always(model: nn.Module, freeze: Sequence[str]) -> list[str]:
     return [f"{count[False]:,} of {sum(count.values()):,} parameters are frozen ({', '.join(p for p, _ in always)})"]
 
 
-def thaws(model: nn.Module, freeze: Sequence[str], updates: Callable[[Duration], int]) -> dict[str, int]:
-    """The tensors that are frozen for a while, each with the weight update from which on it is trained."""
-    ends: dict[str, int] = {}
-    never = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    for _, end, names in _parts(model, freeze):
-        if not end:
-            never |= names
-        for name in names if end else ():
-            ends[name] = max(updates(Duration.parse(end)), ends.get(name, 0))
-    if ends and all(name in ends or name in never for name, _ in model.named_parameters()):
-        raise ConvoyError("optimizer.freeze leaves no layer to train at first: leave one out of it, or freeze trunk")
-    return {name: end for name, end in ends.items() if name not in never}
+def thaws(model: nn.Module, config: OptimizerConfig, quantities: Quantities) -> dict[str, int]:
+    """The tensors that are frozen for a while, each with the weight update from which on it is trained; a ConvoyError
+    where some update would train none."""
+    named, total = dict(model.named_parameters()), quantities.total_updates
+    begins = {name: sys.maxsize for name, parameter in named.items() if not parameter.requires_grad}
+    for _, end, names in _parts(model, config.freeze):
+        update = quantities.updates(Duration.parse(end)) if end else sys.maxsize
+        begins |= {name: max(update, begins.get(name, 0)) for name in names}
+    groups = zip(_members(dict(named), config), quantities.group_ends, strict=True)
+    ends = {name: end for (_, members), end in groups for name in members}
+    for update in sorted({0, *begins.values(), *ends.values()}) if begins or ends else ():
+        if update < total and not any(begins.get(name, 0) <= update < ends.get(name, total) for name in named):
+            raise ConvoyError(
+                f"optimizer.groups leaves no layer to train from update {update + 1:,} on: give one a later until"
+                if update
+                else "optimizer.freeze leaves no layer to train at first: leave one out of it, or freeze trunk"
+            )
+    return {name: begin for name, begin in begins.items() if begin < sys.maxsize}
 
 
 def set_frozen(model: nn.Module, names: Collection[str], frozen: bool) -> None:

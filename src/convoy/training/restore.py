@@ -4,7 +4,7 @@ import html
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from convoy import own
-from convoy.checkpoint.files import checked_record, values_explained
+from convoy.checkpoint.files import DamagedCheckpointError, checked_record, values_explained
 from convoy.checkpoint.store import CheckpointStore, read_checkpoint
 from convoy.comm.ranks import Ranks
 from convoy.data.batch import evaluation_pixels
@@ -35,7 +35,7 @@ from convoy.run.directory import RunDirectory
 from convoy.tasks.own import add_own_metrics
 from convoy.tasks.registry import create_task
 from convoy.tasks.task import Evaluation, Task
-from convoy.terminal import printable
+from convoy.terminal import listed, printable
 from convoy.training.build import NetworkInput, build_model
 from convoy.training.evaluation import InputPipeline, evaluate
 from convoy.training.precision import set_numerics, settle
@@ -132,7 +132,7 @@ class TrainedRun:
     transform: Transform = field(repr=False)  # prepares a picture for the network
     classes: list[str] = field(repr=False)  # names, by the network's outputs
     network_input: NetworkInput = field(repr=False)
-    changed: str = ""  # the first layer that the code makes otherwise than when the weights were written
+    changed: str = ""  # a sentence where the code makes a layer otherwise than when the weights were written
     trust_code: bool = False  # metrics that the recipe names may be from anywhere
 
     @property
@@ -179,8 +179,13 @@ def checkpoint_step(run: RunDirectory, which: str | int) -> int:
     steps, step = store.steps(), which
     if steps and which == "last":
         step = steps[-1]
-    elif steps and which == "best":
-        step = _of_loop(store.place(steps[-1]), lambda loop: loop["progress"]["best_step"])
+    for newest in reversed(steps) if which == "best" else ():
+        try:
+            step = _of_loop(store.place(newest), lambda loop: loop["progress"]["best_step"])
+            break
+        except DamagedCheckpointError:  # the one before knows, too
+            if newest == steps[0]:
+                raise
     if str(step) in map(str, steps):
         return int(step)
     there = ", ".join(map(str, steps)) or "none"
@@ -218,13 +223,8 @@ def load_run(
     """
     run = restored(path, checkpoint, trust_code)
     if run.changed:
-        warnings.warn(other_code(run), stacklevel=2)
+        warnings.warn(run.changed, stacklevel=2)
     return run
-
-
-def other_code(run: TrainedRun) -> str:
-    """A sentence for a run whose code has changed."""
-    return f"the network's code is another than that which trained {run.path} ({run.changed}): its results are others"
 
 
 def restored(path: str | os.PathLike[str], checkpoint: str | int | None = None, trust_code: bool = False) -> TrainedRun:
@@ -268,7 +268,8 @@ def _changed_code(
     # a run looked at two microbatches of two samples, or of one, where they have no more
     graphs = (graph_of(network, shape, samples, training=True) for samples in (4, 2))
     changes = [code_difference(was, code_of(network, graph)) for graph in graphs]
-    return changes[0] if all(changes) else ""
+    sentence = f"the network's code is another than that which trained {run.path} ({changes[0]})"
+    return f"{sentence}: its results are others" if all(changes) else ""
 
 
 def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, list[str]]:
@@ -293,12 +294,12 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
         raise ConvoyError(f"{printable(path)} is one picture, without a class to compare with: {advice}")
     task = "auto" if run.task.name == "classification" else run.task.name
     data = open_data(_settings(run, path, {}), to_evaluate=True, task=task)
-    unknown = [name for name in data.classes if name not in run.classes]
+    unknown = [repr(printable(name)) for name in data.classes if name not in run.classes]
     if unknown:
-        classes = f"the class{'es' if len(unknown) > 1 else ''} {_listed([repr(printable(name)) for name in unknown])}"
+        classes = f"the class{'es' if len(unknown) > 1 else ''} {listed(unknown, 5)}"
         raise ConvoyError(
             f"{printable(path)} has {classes}, which {run.path} was not trained on (it knows "
-            f"{_listed([printable(name) for name in run.classes])}): give its classes the same names; {advice}"
+            f"{listed([printable(name) for name in run.classes], 5)}): give its classes the same names; {advice}"
         )
     notes = list(data.notes)
     if data.test is data.train:
@@ -315,11 +316,6 @@ def evaluation_data(run: TrainedRun, path: str | None = None) -> tuple[DataSet, 
     if data.task == "classification":
         relabel((data.train, data.test), data.classes, run.classes)
     return data, notes
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _settings(run: TrainedRun, path: str, split: Mapping[str, Any]) -> DataConfig:

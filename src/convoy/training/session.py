@@ -70,6 +70,7 @@ class Prepared(TriedNetwork):
     derived: list[Derived]  # what follows from the recipe, for the log and the report
     notes: list[str]  # sentences about what was decided, likewise
     code: Code  # what the plain network computes
+    thaws: dict[str, int]  # tensors that are frozen at first, each with the update from which on it is trained
 
     @property
     def profiles(self) -> ProfileStore | None:
@@ -116,17 +117,11 @@ class Session(Prepared):
     merge: int  # microbatches that run in one pass; 1 where the network needs them one by one
     stages: list[StageRecord]  # of the network; none where it is in one piece
     workers: int  # processes of this rank that make pictures ready, by now
-    thaws: dict[str, int]  # tensors that are frozen at first, each with the update from which on it is trained
     frozen: set[str] | None = None  # those that are frozen by now; None before the first update
 
     @property
     def plan(self) -> Plan:
         return self.chosen.plan
-
-    @property
-    def scored(self) -> Scored | None:
-        """What was predicted of the plan; None where nothing was."""
-        return self.chosen.scored
 
     @property
     def plan_with_cuts(self) -> Plan:

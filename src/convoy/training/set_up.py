@@ -26,6 +26,7 @@ from convoy.training.assemble import assemble
 from convoy.training.build import TriedNetwork, build_for, divisible_sizes, has_batch_norm, on_meta
 from convoy.training.derived import check_batch, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import divide
+from convoy.training.optimizer import thaws
 from convoy.training.precision import check_precision, set_numerics, settle
 from convoy.training.resume import check_ranks, code_of
 from convoy.training.session import ChosenPlan, Prepared, Session
@@ -110,6 +111,7 @@ def set_up(
         derived=settled.derived,
         notes=notes,
         code=ranks.first(lambda: code_of(model, tried.probe.graph)),
+        thaws=thaws(model, recipe.optimizer, quantities),
     )
     ready.order()  # refuses classes that are not there before long work
     session = assemble(ready, choose_plan(ready, rivals, say) if plan is None else ChosenPlan(plan))

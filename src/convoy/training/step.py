@@ -117,6 +117,7 @@ class TrainingStep:
         noise = self.noise if self.noise is not None and self.noise.due(update) else None
         small = self._microbatch_norm(noise, batch, update) if noise is not None else 0.0
         result = self._whole_gradient(batch, update)
+        set_rates(self.optimizer, self.schedule.lr(update), update)
         if self.guard is not None and undo is not None and not self.guard.passes(result.losses):
             undo()
             bad = self.guard.explain(update, result.losses, lambda: self._whole_gradient(batch, update, replays=False))
@@ -125,9 +126,9 @@ class TrainingStep:
             return Update(self.num_samples, bad=bad)
         if noise is not None:
             noise.add(small, self._squared_norm())
-        set_rates(self.optimizer, self.schedule.lr(update), update)
         self.mark("gradient")
         self.exchange.merge(update)
+        set_rates(self.optimizer, self.schedule.lr(update), update)  # what comes late may be of a group that ended
         self.mark("rest")
         if self.recipe.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
@@ -148,6 +149,7 @@ class TrainingStep:
         self.passes = noise.one.passes(1)
         self.exchange.divide(noise.one, 1)
         self._whole_gradient(batch, update, replays=False)
+        set_rates(self.optimizer, self.schedule.lr(update), update)
         norm = self._squared_norm() * (self.num_samples / noise.one.sizes[0]) ** 2
         undo()
         self.passes = passes

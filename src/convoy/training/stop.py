@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import FrameType
 from typing import Self
@@ -13,20 +13,20 @@ import torch
 
 from convoy.comm.collectives import start_gather_ints
 from convoy.comm.ranks import Ranks
-from convoy.launch.rank import outlives
+from convoy.launch.rank import HANDED_ON, outlives
 
-_SIGNALS = ("", "SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
-SIGNALS: Mapping[int, str] = {signal.Signals[name]: name for name in _SIGNALS if name}
+_SIGNALS = ("", *HANDED_ON.values())
 
 
 class Interrupt:
-    """While entered, the first of the signals is noted; a second one acts as it would without this. A rank that was
-    started by another process takes `HANDED_ON` as the names of its signals.
+    """While entered, the first of the signals is noted; a second one acts as it would without this. `handed_on`: they
+    come from the process that started this one.
 
     `tell` takes the name of the first one at once, in another thread: the main thread may be in a long computation.
     """
 
-    def __init__(self, names: Mapping[int, str] = SIGNALS, tell: Callable[[str], None] = lambda name: None) -> None:
+    def __init__(self, handed_on: bool = False, tell: Callable[[str], None] = lambda name: None) -> None:
+        names = {number if handed_on else signal.Signals[name]: name for number, name in HANDED_ON.items()}
         self.names = {number: name for number, name in names.items() if not outlives(number)}
         self.signal: str | None = None  # name of the signal that came
         # By which all ranks stop; where this one's is still on its way, it is noted, once, also after the end of this.

@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 
 from convoy.checkpoint.files import write_tensors
-from convoy.checkpoint.store import CheckpointStore
+from convoy.checkpoint.store import CheckpointStore, sweep
 from convoy.comm.joining import meeting_store
 from convoy.comm.position import current, memory_explained
 from convoy.comm.ranks import Ranks
@@ -110,6 +110,7 @@ class Trainer:
                 watchdog = Watchdog(self.ranks, meeting_store(), say_and_end, patient=True)
                 self._stack.enter_context(watchdog)
             loop = self._begin(watchdog)
+            best, split, total = loop.session.metric.name, loop.session.data.at_end().split, loop.total
             if self.ranks.rank == 0 and self.recipe.trackers:
                 told = Trackers(self._folder, self.recipe.trackers, dict(leaves(self.recipe)), loop.tell)
                 self._stack.enter_context(told)
@@ -117,7 +118,6 @@ class Trainer:
                 self.ranks.barrier()
                 summary = self._folder.summary()
                 metrics = summary.get("metrics") or {"top1": summary.get("top1")}  # of runs of before
-                best, split = loop.session.metric.name, loop.session.data.at_end().split
                 return Outcome(self.out, loop.done, loop.done, metrics, best, split, None)
             # Cuts into stages are the devices', so they stand there and not in the recipe.
             self.ranks.first(lambda: write_text(self._folder.plan, loop.session.plan_with_cuts.to_yaml()))
@@ -132,7 +132,6 @@ class Trainer:
             self._summarize(loop, "stopped" if signal else "finished")
             self.ranks.barrier()  # nobody goes on, or away, before all is written
         metrics = loop.evaluation.metrics() if loop.evaluation else {}
-        best, split, total = loop.session.metric.name, loop.session.data.at_end().split, loop.total
         return Outcome(self.out, loop.done, total, metrics, best, split, signal, loop.comparison)
 
     def _begin(self, watchdog: Watchdog) -> Loop:
@@ -150,13 +149,7 @@ class Trainer:
         if ranks.rank == 0:
             self.on_start(session)
         loop = Loop(
-            session,
-            self._folder,
-            reporter,
-            self.handed_on,
-            watchdog.timeout_s,
-            self.accept_code_change,
-            self.subscribe,
+            session, self._folder, reporter, self.handed_on, watchdog.timeout_s, self.accept_code_change, self.subscribe
         )
         self._stack.enter_context(disk_explained(self.out))
         extends = self.recipe.extends is not None and not self._resuming
@@ -182,6 +175,7 @@ class Trainer:
             again = bool(set(self.jobs) & set(folder.begun_by().get("jobs") or ()))
             self._stack.enter_context(folder.lock(LEASE_S if again else LOCK_PATIENCE_S, self.reporter.say))
             folder.sweep()
+            sweep(folder.checkpoints, "step-*")  # a checkpoint may lie aside
         elif recipe.extends is not None:
             check_extension(recipe)
             recipe = as_begun(recipe, load_recipe(str(extended(recipe).config)))

@@ -7,11 +7,12 @@ be measured, `ring` gives the α-β cost of the usual algorithms (Thakur, Rabens
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, Literal, get_args
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from convoy.errors import ConvoyError
 from convoy.hardware.catalog import Hop, link_named, links
@@ -91,10 +92,8 @@ class Link:
     def seconds(self, kind: Collective, num_bytes: float) -> float:
         return (self.all_reduce if kind == "all_reduce" else self.exchange)(num_bytes)
 
-    def to_dict(self) -> dict[str, Any]:
-        points = {kind: [list(point) for point in getattr(self, kind).points] for kind in KINDS}
-        host = {"host": self.host} if self.host else {}
-        return {**points, "overlap": self.overlap, "cpu_share": self.cpu_share, **host}
+
+_LINK = TypeAdapter(Link)
 
 
 @dataclass(frozen=True)
@@ -142,19 +141,16 @@ class Links:
         return max(self.measured.values(), key=lambda link: link.all_reduce(1 << 22))
 
     def to_list(self) -> list[dict[str, Any]]:
-        return [{"ranks": list(ranks), **link.to_dict()} for ranks, link in self.measured.items()]
+        return [
+            {"ranks": ranks, **asdict(link), **{kind: getattr(link, kind).points for kind in KINDS}}
+            for ranks, link in self.measured.items()
+        ]
 
     @staticmethod
     def from_list(rows: Sequence[Mapping[str, Any]]) -> "Links":
         """The links that `to_list` wrote; a KeyError, TypeError or ValueError where it is none."""
-        measured = {}
-        for row in rows:
-            all_reduce, exchange = (
-                Curve(tuple((int(size), float(seconds)) for size, seconds in row[kind])) for kind in KINDS
-            )
-            numbers = float(row["cpu_share"]), float(row.get("host", 0.0))
-            measured[tuple(map(int, row["ranks"]))] = Link(all_reduce, exchange, bool(row["overlap"]), *numbers)
-        return Links(measured)
+        of_rows = [{**row, **{kind: {"points": row[kind]} for kind in KINDS}} for row in rows]
+        return Links({tuple(map(int, row["ranks"])): _LINK.validate_python(row) for row in of_rows})
 
 
 def first_group(mesh: Mesh, axes: Axes) -> Ranks:

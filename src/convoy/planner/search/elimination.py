@@ -60,12 +60,7 @@ class Elimination:
     together are told apart. A TooWideError where, in the best order found, a table has more entries than `limit`."""
 
     def __init__(
-        self,
-        tables: Sequence[Table],
-        sizes: Mapping[int, int],
-        limit: int,
-        counts: Sequence[Table] = (),
-        most: int = 0,
+        self, tables: Sequence[Table], sizes: Mapping[int, int], limit: int, counts: Sequence[Table] = (), most: int = 0
     ) -> None:
         self._sizes, self._length = dict(sizes), most + 1
         parts = [Table(table.scope, table.numbers[..., None]) for table in _merged(tables, sizes)]

@@ -196,11 +196,7 @@ class _Builder:
         self.layouts |= dict(zip(call.outputs, gives, strict=True))
 
     def _placed(
-        self,
-        call: Call,
-        inputs: Sequence[StateLayouts | None],
-        choice: tuple[int, Choice] | None,
-        scope: Scope,
+        self, call: Call, inputs: Sequence[StateLayouts | None], choice: tuple[int, Choice] | None, scope: Scope
     ) -> PlacedStates:
         """A call for all states; a TooWideError where there are too many. `inputs` says where these lie, None for
         parameters, buffers and constants; `choice` is the variable of its layer's strategy, and what it may be, None
