@@ -58,9 +58,9 @@ RECIPES = {
 }
 
 
-def study(folder: Path, tune: bool = True) -> BatchStudy:
-    names: dict[str, dict[str, str]] = {name: {} for name in RECIPES}
-    facts = {"model": "lenet", "recipes": names, "target": 0.97, "tune": tune, "num_train": 4096, "machine": "it"}
+def study(folder: Path, tune: bool = True, names: tuple[str, ...] = ("sgd", "lamb"), epochs: int = 20) -> BatchStudy:
+    recipes = {name: {"optimizer": name, "epochs": epochs} for name in names}
+    facts = {"model": "lenet", "recipes": recipes, "target": 0.97, "tune": tune, "num_train": 4096, "machine": "it"}
     new = BatchStudy.open(folder, facts=facts)
     new.machine, new.batches, new.seeds = MACHINE, BATCHES, 3
     return new
@@ -159,6 +159,9 @@ def test_another_study_is_refused(tmp_path: Path) -> None:
     study(tmp_path, tune=False).save()
     with pytest.raises(ConvoyError, match="is of a study with tune=False and not True"):
         study(tmp_path)
+    study(tmp_path, tune=False, names=("lamb", "lars"))  # one is added
+    with pytest.raises(ConvoyError, match="is of a study with recipes.lars.epochs=20 and not 30"):
+        study(tmp_path, tune=False, names=("lars",), epochs=30)
     (tmp_path / "batches.json").write_text("{}")
     with pytest.raises(ConvoyError, match="is no study of convoy bench --batches"):
         BatchStudy.read(tmp_path)

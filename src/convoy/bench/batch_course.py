@@ -58,6 +58,7 @@ def study_batches(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
     facts |= {"device": device.type, "cores_per_device": jobs.places.cores_per_device, "machine": machine["machine"]}
     with BatchStudy.alone(ask.folder, tell, facts=facts) as study:
         study.begin(machine, ask.command)
+        study.facts["recipes"] |= facts["recipes"]  # to which another optimizer is added
         study.batches, study.seeds = sorted({*study.batches, *batches}), max(study.seeds, ask.seeds or 1)
         pairs, rates = len(study.batches) * len(recipes), (LEAST, USUAL) if ask.tune else (1, 1)
         least, usual = (pairs * (number + study.seeds - 1) for number in rates)
