@@ -128,7 +128,7 @@ def test_a_rank_that_stays_slow_is_named_now_and_then(monkeypatch: pytest.Monkey
         monkeypatch.setattr(ranks, "gather", lambda value: [(part, "abc"[rank % 3]) for rank, part in enumerate(parts)])
         judge = SlowRanks(ranks)
         said = [judge.look(each, 20, 2.5 * max(each), division) for each in seconds]
-        assert all(" is slow: its part of an update takes it " in sentence for sentence in said if sentence)
+        assert all(" ms of an update, " in sentence for sentence in said if sentence)
         return [number for number, sentence in enumerate(said, 1) if sentence]
 
     assert named([0, 1, 2], even, *[one] * 13) == [3, 6, 12]
