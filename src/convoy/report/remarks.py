@@ -286,7 +286,7 @@ def _course(run: Run) -> Iterator[Tile]:
         start = f"{units.duration(summary.start_s)} of it the first update" if (summary.start_s or 0) > 5 else ""
         yield Tile("Time", units.duration(summary.time_s), "; ".join(filter(None, (device and f"on {device}", start))))
     speeds = column(run.metrics.train, "images_per_s")
-    speed = float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else summary.later_images_per_s
+    speed = float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else summary.images_per_s
     if speed is not None:
         note = "median" if wait is None else f"median; {units.percent(wait)} of the time waiting for data"
         yield Tile("Images per second", units.count(round(speed)), note)
