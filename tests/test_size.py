@@ -11,7 +11,7 @@ LINES = {
     "src/convoy": 1889,
     "src/convoy/bench": 4508,
     "src/convoy/checkpoint": 451,
-    "src/convoy/cli": 3410,
+    "src/convoy/cli": 3411,
     "src/convoy/comm": 2592,
     "src/convoy/data": 4813,
     "src/convoy/doctor": 1424,

@@ -148,6 +148,6 @@ def test_who_keeps_a_slow_rank_from_its_cores_is_named(monkeypatch: pytest.Monke
     for _ in range(3):
         judge.hear([judge.load(), None])
         said = judge.look([2.0, 1.0], 20, 5.0, halves) or ""
-    assert "wait for it; other processes there keep 1.5 of 2 cores busy, stress (process 4711) most: end them" in said
+    assert said.endswith("; other processes there keep 1.5 of 2 cores busy, stress (process 4711) most")
     judge.look([1.0, 1.0], 20, 5.0, halves)
     assert judge.load() is None  # nobody is slow any more

@@ -1,6 +1,7 @@
 """`convoy plan`: find the fastest plan for a network on some devices, and explain it."""
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,7 +90,7 @@ def command(arguments: Sequence[str], /, **values: Any) -> int:
     """
     request = PlanRequest(arguments, values)
     recipe = request.check()
-    if request.on is request.target is None and "RANK" not in os.environ:
+    if request.on is request.target is None and sys.stderr.isatty() and "RANK" not in os.environ:
         click.echo(f"planning for {recipe.model.name} on {plural(request.num_devices, 'device')} …", err=True)
     with waiting_for("loading PyTorch"):  # for which no mistake is to wait
         from convoy.cli.plan_run import run, run_on

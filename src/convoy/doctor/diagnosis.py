@@ -410,9 +410,7 @@ class Diagnosis:
         when, sentence = "", self.sentence
         if self.updates is not None:
             when, sentence = "In updates {:,} to {:,}: ".format(*self.updates), sentence[:1].lower() + sentence[1:]
-        return " ".join(
-            [f"{when}{sentence}", *(f"What would help most: {advice.text}." for advice in self.advice[:1])]
-        )
+        return " ".join([f"{when}{sentence}", *(f"What would help most: {advice.text}." for advice in self.advice[:1])])
 
     def text(self) -> str:
         """Lines for people: how fast the training is, what holds it back, and the first changes."""
