@@ -25,6 +25,14 @@ _OF_VERSION = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memor
 _REMEMBERED = {1: r"^total_(?:in)?active_file (\d+)$", 2: r"^(?:in)?active_file (\d+)$"}
 
 
+def device_name(text: str) -> str:
+    """The name of a device, as it was typed; a ConvoyError where it is none."""
+    if re.fullmatch(r"cpu|cuda(:\d+)?", text) is None:
+        many = f", or --devices {text} for so many" if re.fullmatch(r"\d+(,\d+)*", text) else ""
+        raise ConvoyError(f"--device {text} is no device: use cpu, cuda or cuda:N{many}")
+    return text
+
+
 def own_cores() -> list[int]:
     """The cores that this process may use, those of one physical core side by side."""
     if not hasattr(os, "sched_getaffinity"):

@@ -21,6 +21,7 @@ from convoy.data.packed import PackOptions
 from convoy.errors import ConvoyError
 from convoy.recipe.recipe import load_recipe
 from convoy.training.build import build_for, build_model
+from convoy.training.derived import fitting_batch
 from ranks import run_ranks
 from tiny import CHANGES, write_mnist, write_pictures
 from training.scenarios import drop_checkpoints, files, refusals, session, summary
@@ -34,8 +35,21 @@ PICTURES = {"epochs": "1ba", "data.image_size": "28", "data.augment.crop": "none
 
 def test_too_large_a_batch_is_refused_before_pictures_are_decoded(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dataset, "_settle")
-    with pytest.raises(ConvoyError, match="the batch of 97 is larger than the 96 samples of the data: lower --batch"):
+    with pytest.raises(ConvoyError, match="the batch of 97 is larger than the 96 samples: lower --batch to 96"):
         session(data, "batch=97")
+
+
+def test_a_batch_that_nobody_chose_fits_the_data_and_a_chosen_one_is_refused_after_the_network(data: Path) -> None:
+    opened = session(data, "batch=128")
+    assert (opened.recipe.batch, opened.quantities.sizes) == (64, (8,) * 8)
+    assert "the batch is 64, not 128, as there are 96 training samples" in opened.notes
+    assert fitting_batch(load_recipe("default"), 127, {"batch"}).batch == 128  # the negative control
+    for setting, words in (
+        ("model.name=tiny:Tny", "has no 'Tny'"),
+        ("optimizer.freeze=[con9]", "'con9' fits no layer"),
+    ):
+        with pytest.raises(ConvoyError, match=words):
+            session(data, "batch=129", setting)
 
 
 def test_the_first_layer_whitens_patches_of_the_training_pictures(data: Path) -> None:

@@ -174,8 +174,7 @@ def test_a_diagnosis_is_said_once_and_changes_nothing(data: Path, tmp_path: Path
     out = tmp_path / "run"
     ended = run_ranks(diagnosed, 2, data, out, {"reproducible": "true"})[0]
     (closer,) = (sentence for sentence in ended.said if "looks closer" in sentence)
-    words = r"An evaluation takes .* What would help most: --set evaluate_every=\S+: [\d.]+ × .* \(predicted\)"
-    assert re.fullmatch(rf"In updates 6 to {FIRST}: {words}\. convoy doctor {out} looks closer", closer)
+    assert re.fullmatch(rf"An evaluation takes .*\. convoy doctor {out} looks closer", closer)
     kept = TypeAdapter(Diagnosis).validate_json((out / "diagnosis.json").read_text())
     assert (kept.batch, kept.devices, kept.model) == (24, 2, "tiny:TinyNet") and kept.images_per_s > 0
     assert kept.advice[0].cause == "evaluation" and kept.advice[0].gain > 1.3

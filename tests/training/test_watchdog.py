@@ -128,7 +128,7 @@ def test_a_rank_that_stays_slow_is_named_now_and_then(monkeypatch: pytest.Monkey
         monkeypatch.setattr(ranks, "gather", lambda value: [(part, "abc"[rank % 3]) for rank, part in enumerate(parts)])
         judge = SlowRanks(ranks)
         said = [judge.look(each, 20, 2.5 * max(each), division) for each in seconds]
-        assert all(" is slow: its part of an update takes it " in sentence for sentence in said if sentence)
+        assert all(" ms of an update, " in sentence for sentence in said if sentence)
         return [number for number, sentence in enumerate(said, 1) if sentence]
 
     assert named([0, 1, 2], even, *[one] * 13) == [3, 6, 12]
@@ -148,6 +148,6 @@ def test_who_keeps_a_slow_rank_from_its_cores_is_named(monkeypatch: pytest.Monke
     for _ in range(3):
         judge.hear([judge.load(), None])
         said = judge.look([2.0, 1.0], 20, 5.0, halves) or ""
-    assert "wait for it; other processes there keep 1.5 of 2 cores busy, stress (process 4711) most: end them" in said
+    assert said.endswith("; other processes there keep 1.5 of 2 cores busy, stress (process 4711) most")
     judge.look([1.0, 1.0], 20, 5.0, halves)
     assert judge.load() is None  # nobody is slow any more

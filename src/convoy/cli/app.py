@@ -4,6 +4,7 @@ A verb is a file of options, which imports torch when it runs: neither `--help` 
 wait for it, 2 s and up to 20 on a busy machine.
 """
 
+import difflib
 import errno
 import os
 import sys
@@ -114,10 +115,13 @@ def _fail(sentence: str, status: int, arguments: Sequence[str]) -> int:
 def usage(error: click.ClickException) -> str:
     """A sentence on what was typed wrong."""
     if isinstance(error, click.NoSuchOption):
-        near = f"did you mean {' or '.join(sorted(error.possibilities))}? " if error.possibilities else ""
+        typed = [error.option_name.strip("-")]  # click counts the dashes, too
+        close = [name for name in error.possibilities or () if difflib.get_close_matches(name.strip("-"), typed)]
+        near = f"did you mean {' or '.join(sorted(close))}? " if close else ""
         end = f" {error.ctx.command_path} --help" if error.ctx is not None else " --help"
         return f"no such option {printable(brief(error.option_name))}: {near}see{end}"
     sentence = shortened(printable(error.format_message().rstrip("."), keep="\n"))
     sentence = sentence[:1].lower() + sentence[1:]
     context = getattr(error, "ctx", None)
-    return f"{sentence}: see {context.command_path} --help" if context is not None else sentence
+    colon = ":" * (not sentence.endswith("?"))
+    return f"{sentence}{colon} see {context.command_path} --help" if context is not None else sentence

@@ -2,16 +2,15 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import click
 
 from convoy import own
 from convoy.documents import parse
-from convoy.errors import ConvoyError
 from convoy.files import expanded
-from convoy.recipe.recipe import Recipe, load_recipe
+from convoy.recipe.recipe import Recipe
 from convoy.recipe.schema import field_at, number_type
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -94,20 +93,6 @@ freeze = sets(
 )
 schedule = sets("parallel.schedule", metavar="ORDER")
 cores_per_device = sets("parallel.cores_per_device", metavar="N")
-
-
-def loaded(
-    recipe: str | None, overrides: Sequence[str], arguments: Sequence[str], notes: list[str] | None = None
-) -> Recipe:
-    """A recipe; where a key of `parallel` is wrong that an option has set, the error names the option."""
-    try:
-        return load_recipe(recipe or "default", overrides, notes)
-    except ConvoyError as error:
-        match = re.match(r"parallel\.(\w+)(?=[ :])", str(error))
-        option = f"--{match[1].replace('_', '-')}" if match is not None else None
-        if match is None or option not in {argument.partition("=")[0] for argument in arguments}:
-            raise
-        raise ConvoyError(f"{option}{str(error)[match.end() :]}") from error
 
 
 def check_own(recipe: Recipe, file: str | None, typed: Collection[str]) -> None:

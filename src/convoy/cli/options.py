@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import json
+import re
 import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from convoy.errors import ConvoyError
+<<<<<<< HEAD
 from convoy.files import expanded, finite, unwritable, write_text, writing
+=======
+from convoy.files import expanded, unwritable, write_text, writing
+from convoy.resources import device_name
+>>>>>>> m4
 from convoy.terminal import Console
 
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}  # click keeps those of a command's first context
@@ -120,6 +126,23 @@ def written(option: str, path: Path, text: str) -> None:
         write_text(path, text)
 
 
+class Verb(click.Command):
+    """A verb. In its errors a key of the recipe that an option has set goes by the name of the option."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConvoyError as error:
+            for option in self.params:
+                key, value = getattr(option, "key", ""), ctx.params.get(option.name or "")
+                if key and value is not None and not isinstance(value, bool):
+                    begin, name = rf"(?<!--set )(?<![\w.-]){re.escape(key)}", option.opts[0]
+                    alone = begin + r"(?!\.?\w)" if "." in key else f"^{key}(?=:| is )"  # not words of the sentence
+                    said = re.sub(alone, name, re.sub(f"{begin}=", f"{name} ", error.args[0]))
+                    error.args = said, *error.args[1:]
+            raise
+
+
 def verb(
     name: str, examples: str = "", *, verbose: str = "Show the traceback of an error.", **settings: Any
 ) -> Callable[[Callable[..., Any]], click.Command]:
@@ -128,7 +151,7 @@ def verb(
         settings["epilog"] = f"\b\n{'Examples' if examples.count('  convoy ') > 1 else 'Example'}:{examples}"
 
     def made(function: Callable[..., Any]) -> click.Command:
-        command: click.Command = click.command(name, **settings)(function)
+        command: click.Command = click.command(name, cls=Verb, **settings)(function)
         command.params.append(click.Option(["-v", "--verbose"], is_flag=True, expose_value=False, help=verbose))
         return command
 
@@ -149,7 +172,12 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON inste
 settings = click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True, help="A key of the recipe, as data.train; repeatable."
 )
-device = click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N. [default: the first GPU, or the CPU]")
+device = click.option(
+    "--device",
+    metavar="DEVICE",
+    callback=lambda context, option, name: name if name is None else device_name(name),
+    help="cpu, cuda or cuda:N. [default: the first GPU, or the CPU]",
+)
 checkpoint = click.option(
     "--checkpoint",
     metavar="best|last|STEP",

@@ -1,5 +1,7 @@
 """`convoy plan`: find the fastest plan for a network on some devices, and explain it."""
 
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +10,7 @@ import click
 from convoy.cli import keys, options
 from convoy.cli.requests import PlanRequest
 from convoy.late import waiting_for
+from convoy.units import plural
 
 
 @options.verb(
@@ -29,6 +32,7 @@ from convoy.late import waiting_for
 @keys.sets("batch", metavar="N", default="128")
 @keys.sets("data.image_size", metavar="N", text="Height and width of the images.", default="the network's")
 @click.option("--classes", metavar="N", type=int, help="Classes. [default: the network's]")
+@click.option("--data", hidden=True)  # is refused, in words
 @click.option("--recipe", metavar="NAME|FILE", help="Take model, batch, precision and the like from a recipe.")
 @click.option("--fix", metavar="PATTERN=STRATEGY", multiple=True, help="What layers must have; repeatable.")
 @click.option("--score", metavar="PLAN|FILE", multiple=True, help="Predict this plan, without a search; repeatable.")
@@ -86,6 +90,8 @@ def command(arguments: Sequence[str], /, **values: Any) -> int:
     """
     request = PlanRequest(arguments, values)
     recipe = request.check()
+    if request.on is request.target is None and sys.stderr.isatty() and "RANK" not in os.environ:
+        click.echo(f"planning for {recipe.model.name} on {plural(request.num_devices, 'device')} …", err=True)
     with waiting_for("loading PyTorch"):  # for which no mistake is to wait
         from convoy.cli.plan_run import run, run_on
     if request.target is not None:

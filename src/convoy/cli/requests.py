@@ -88,9 +88,7 @@ class TrainRequest(SimpleNamespace):
     def _extend(self, more: str) -> None:
         """Take over the recipe of the run that is to be made longer."""
         if self.resume and self.out is None:
-            raise ConvoyError(
-                "--extend begins a new run, which convoy train NEW --resume goes on with: give one of them"
-            )
+            raise ConvoyError("--extend begins a new run, and --resume goes on with one: give one of them")
         old = RunDirectory(Path(self.model or ""))
         if self.model is None or not old.is_run():
             raise self._no_run(f"--extend {more}")
@@ -163,7 +161,7 @@ class TrainRequest(SimpleNamespace):
         """The recipe, with the keys that the command line sets; where a run is gone on with, that of the run."""
         recipe, out = self.recipe, self.out
         overrides = [f"model.name={self.model}", *self.overrides] if self.model is not None else self.overrides
-        if self.resume and out is not None and RunDirectory(out).is_run() and recipe is None:
+        if self.resume and out is not None and RunDirectory(out).is_run() and (recipe is None or self.again):
             RunDirectory(out).check_run()
             recipe = str(RunDirectory(out).config)
         elif self.resume and out is not None and self.model is None and recipe is None:
@@ -171,7 +169,7 @@ class TrainRequest(SimpleNamespace):
         elif self.model is None and recipe is None:
             raise ConvoyError("nothing to train: give a MODEL (convoy models) or a --recipe (convoy recipes)")
         self.notes, self._file = [], recipe
-        return keys.loaded(recipe, overrides, self.arguments, self.notes)
+        return load_recipe(recipe or "default", overrides, self.notes)
 
 
 def new_length(old: RunDirectory, more: str) -> Duration:
@@ -207,7 +205,7 @@ class PlanRequest(SimpleNamespace):
     """A command line of `convoy plan`: keys of the recipe are in `overrides`, other options under their names."""
 
     def __init__(self, arguments: Sequence[str], values: Mapping[str, Any]) -> None:
-        super().__init__(**{"overrides": (), **values, "arguments": arguments})
+        super().__init__(**{"overrides": (), "data": None, **values, "arguments": arguments})
 
     @cached_property
     def plans(self) -> list[Plan]:
@@ -249,7 +247,7 @@ class PlanRequest(SimpleNamespace):
         if self.model is None and self.recipe is None:
             raise ConvoyError("nothing to plan: give a MODEL (convoy models) or a --recipe (convoy recipes)")
         named = [f"model.name={self.model}"] if self.model is not None else []
-        recipe = keys.loaded(self.recipe, [*named, "data.path=mnist-mini", *self.overrides], self.arguments)
+        recipe = load_recipe(self.recipe or "default", [*named, "data.path=mnist-mini", *self.overrides])
         number, typed = self.num_devices, {override.partition("=")[0] for override in self.overrides}
         for sentence in self._contradictions(typed, recipe.batch, number):
             raise ConvoyError(sentence)
@@ -272,6 +270,8 @@ class PlanRequest(SimpleNamespace):
 
     def _contradictions(self, keys: Collection[str], batch: int, number: int) -> Iterator[str]:
         """What is wrong with the options, each by itself and beside the others, in sentences."""
+        if self.data is not None:
+            yield "plan needs no data: give --image-size, and --classes where they are not the network's"
         why = "machines that are not at hand: name one with --on"
         if self.on is not None:
             why = "devices at hand, but --on names others: drop one of the two"

@@ -89,7 +89,7 @@ from convoy.launch import find_place
 @keys.sets("parallel.lost_group", metavar="WHAT")
 @click.pass_obj
 def command(arguments: Sequence[str], /, **values: Any) -> int:
-    """Train MODEL (convoy models lists them) and write a report.
+    """Train MODEL (convoy models lists them; mine.py:net is yours) and write a report.
 
     MODEL may be left out where the recipe names it.
 

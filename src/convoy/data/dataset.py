@@ -90,7 +90,6 @@ def open_data(
             f"task={task} needs other labels than {contents.name} has, which are of {contents.task}: name a labels.csv "
             "with --data, or leave --task away"
         )
-    check(len(contents.train))
     if not to_evaluate and len(contents.classes) < 2 and contents.task == "classification":
         only = f" ({contents.classes[0]})" if contents.classes else ""
         raise ConvoyError(
@@ -98,6 +97,7 @@ def open_data(
             "set data.path to the folder or file that holds all of them"
             + "".join(f" ({note})" for note in (*contents.notes, *_tables(config.path)))
         )
+    check(len(contents.train))
     selects = config.fold is not None or (selects and [*contents.sources] == ["train", "test"])
     has_split = len(contents.sources) > 1
     if has_split and not selects and config.split_seed is not None and config.validation_fraction is None:

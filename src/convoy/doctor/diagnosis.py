@@ -407,10 +407,10 @@ class Diagnosis:
     @property
     def brief(self) -> str:
         """The diagnosis in a run and its report: of which updates, what holds it back, and what would help most."""
-        when = "" if self.updates is None else "In updates {:,} to {:,}: ".format(*self.updates)
-        return " ".join(
-            [f"{when}{self.sentence}", *(f"What would help most: {advice.text}." for advice in self.advice[:1])]
-        )
+        when, sentence = "", self.sentence
+        if self.updates is not None:
+            when, sentence = "In updates {:,} to {:,}: ".format(*self.updates), sentence[:1].lower() + sentence[1:]
+        return " ".join([f"{when}{sentence}", *(f"What would help most: {advice.text}." for advice in self.advice[:1])])
 
     def text(self) -> str:
         """Lines for people: how fast the training is, what holds it back, and the first changes."""

@@ -124,4 +124,4 @@ class RunDoctor:
         with suppress(OSError):  # neither is a full disk
             write_json(loop.run.diagnosis, asdict(diagnosis))
         if not at_end and diagnosis.advice and diagnosis.advice[0].gain > WORTH_SAYING:
-            loop.tell(f"{diagnosis.brief} convoy doctor {loop.run.path} looks closer")
+            loop.tell(f"{diagnosis.sentence} convoy doctor {loop.run.path} looks closer")

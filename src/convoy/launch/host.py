@@ -283,10 +283,7 @@ def beside_others(loads: Sequence[HostLoad]) -> list[str]:
     if not disturbed:
         return []
     peak = max(disturbed, key=lambda load: load.others_cores or 0.0)
-    return [
-        f"other processes kept {peak.occupation}: what was measured meanwhile is not kept for later plans, as it would "
-        f"be wrong for the machine by itself ({SHARED}=1 keeps it)"
-    ]
+    return [f"other processes kept {peak.occupation}: times measured beside them are not kept ({SHARED}=1 keeps them)"]
 
 
 def _lines(file: Path) -> dict[str, int]:

@@ -145,6 +145,9 @@ def check_name(name: str, here: bool = True) -> None:
     quoted = repr(brief(name))
     if not colon:
         near = did_you_mean(name, REGISTRY, otherwise="`convoy models` lists them")
+        module, _, function = name.rpartition(".")
+        if module.isidentifier() and own.is_installed(module):
+            near = f": did you mean {module}:{function}?" if function != "py" else f": write {name}:FUNCTION"
         raise ConvoyError(f"unknown model {quoted}{near} (others: timm:NAME, torchvision:NAME, package.module:factory)")
     if not origin or not rest:
         raise ConvoyError(f"model {quoted} is incomplete: write timm:NAME, torchvision:NAME or package.module:factory")

@@ -187,7 +187,8 @@ def headline(comparison: Comparison) -> str:
     sentence = f"an update took {seconds(measured)}, the median of {comparison.timed}"
     if comparison.error is None or predicted is None:
         return sentence
-    return f"{sentence}; {seconds(predicted)} were predicted ({difference(comparison.error)})"
+    shared = ", without the other processes here" if any("other processes" in note for note in comparison.notes) else ""
+    return f"{sentence}; {seconds(predicted)} were predicted{shared} ({difference(comparison.error)})"
 
 
 def difference(error: float) -> str:

@@ -102,11 +102,11 @@ def check_size(where: str, axes: str, count: int, strategy: str, size: int, grou
 def check_devices(mesh: Mesh, num_devices: int) -> None:
     """Refuse a mesh of another number of ranks than there are devices."""
     if mesh.num_devices != num_devices:
-        needs = f"the plan's mesh {mesh} needs {plural(mesh.num_devices, 'device')}"
+        number, have = mesh.num_devices, f"{'is' if num_devices == 1 else 'are'} {num_devices}"
         raise ConvoyError(
-            f"{needs}, but there {'is' if num_devices == 1 else 'are'} {num_devices}: start it with "
-            f"--devices {mesh.num_devices} (a script: torchrun --nproc-per-node {mesh.num_devices}), or change the "
-            f"plan's sizes so that their product is {num_devices}"
+            f"the plan's mesh {mesh} needs {plural(number, 'device')}, but there {have}: start a script by torchrun "
+            f"--nproc-per-node {number} (convoy with --devices {number}), or change the plan's sizes so that their "
+            f"product is {num_devices}"
         )
 
 

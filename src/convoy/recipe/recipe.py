@@ -38,7 +38,7 @@ class ModelConfig(Section):
     """The network."""
 
     name: str = Field(
-        min_length=1, description="a name of `convoy models`, timm:NAME, torchvision:NAME or package.module:factory"
+        min_length=1, description="a name of `convoy models`, timm:NAME, torchvision:NAME, mine.py:net or package:net"
     )
     options: dict[str, Any] = Field(default_factory=dict, description="options of that network")
     weights: str | None = Field(

@@ -40,6 +40,8 @@ class Duration:
         """Read `90ep`, `0.5ep`, `5000ba` or `5%`; a number without a unit counts epochs."""
         is_number = isinstance(text, int | float) and not isinstance(text, bool)
         form = _FORM.fullmatch(f"{text}ep" if is_number else text.strip() if isinstance(text, str) else "")
+        if form is None and str(text).startswith("-"):
+            raise ValueError(f"{text} is below 0: write {FORMS}")
         if form is None or not math.isfinite(value := float(form[1])):
             raise ValueError(f"{text!r} is not a duration: write {FORMS}")
         if form[2] == "ba" and not value.is_integer():

@@ -79,7 +79,7 @@ def in_pieces(x: np.ndarray, y: np.ndarray, pieces: int = 300) -> tuple[np.ndarr
 
 def draw_panels(run: Run) -> list[Panel]:
     """The plots of a run in the order of the report, with title and description."""
-    train, test, calibration = run.metrics.train, run.metrics.test, run.evaluation.calibration
+    train, test, error = run.metrics.train, run.metrics.test, run.evaluation.calibration_error
     averaged = ", averaged weights" if run.setting("ema.decay") else ""
     tested = run.metrics.split + (", slow weights" if run.setting("lookahead.every") else averaged)
 
@@ -109,7 +109,7 @@ def draw_panels(run: Run) -> list[Panel]:
         drawn("learning-rate", "Learning rate over updates", partial(_learning_rate, run), NOTHING),
         drawn("speed", "Speed and data wait over time", partial(_speed, run), NOTHING),
         *points,
-        *([drawn("calibration", "Calibration", partial(_calibration, run), NOTHING)] if calibration else []),
+        *([drawn("calibration", "Calibration", partial(_calibration, run), NOTHING)] if error is not None else []),
     ]
 
 

@@ -52,6 +52,9 @@ def about(run: Run) -> list[str]:
     right = units.percent(top1, units.percent_places(images))
     of = f" of {units.plural(images, f'{split} image')}" if images else f" of the {split} images"
     sentences = [f"{model} recognizes {right}{of}{length}{time}{where}."]
+    classes = {name: sum(row) for name, row in zip(run.evaluation.classes, run.evaluation.confusion, strict=False)}
+    if classes and images and top1 <= max(classes.values()) / images:
+        sentences.append(f"That is no better than always answering {max(classes, key=classes.__getitem__)}.")
     if run.diagnosis is not None:
         sentences.append(run.diagnosis.brief)
     scales = [units.significant(line.noise_scale, 2) for line in run.metrics.train if line.noise_scale is not None]
@@ -274,7 +277,8 @@ def _course(run: Run) -> Iterator[Tile]:
         length = _epochs(summary.epochs) if summary.epochs is not None else ""
         yield Tile("Trained for", length or updates, updates if length else "")
     if summary.time_s is not None:
-        yield Tile("Time", units.duration(summary.time_s), f"on {device}" if device else "")
+        start = f"{units.duration(summary.start_s)} of it the first update" if (summary.start_s or 0) > 5 else ""
+        yield Tile("Time", units.duration(summary.time_s), "; ".join(filter(None, (device and f"on {device}", start))))
     speeds = column(run.metrics.train, "images_per_s")
     speed = float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else summary.images_per_s
     if speed is not None:

@@ -131,12 +131,12 @@ def _text(value: object) -> str:
 def _tests(run: Run) -> list[dict[str, Any]]:
     """The rows of the table of evaluations: each test line, and the training loss of the last line before it."""
     train, train_steps = run.metrics.train, column(run.metrics.train, "step")
-    best = max((line.top1 for line in run.metrics.test if line.top1 is not None), default=None)
+    best = max(run.metrics.test, key=lambda line: -1.0 if line.top1 is None else line.top1, default=None)
     rows = []
     for line in run.metrics.test:
         number = int(train_steps.searchsorted(line.step, side="right"))
         train_loss = train[number - 1].loss if number else None
-        is_best = line.step == run.summary.best_step if run.decides else line.top1 is not None and line.top1 == best
+        is_best = line.step == run.summary.best_step if run.decides else line is best and line.top1 is not None
         rows.append({"line": line, "train_loss": train_loss, "best": is_best})
     return rows
 

@@ -130,8 +130,10 @@ class RunSummary(Record):
     reached: bool | None = None  # the run ended at its target; null where it has none
     time_s: Number = None
     train_s: Number = None
+    start_s: Number = None
     noise_scale: Number = None
     images_per_s: Number = None
+    later_images_per_s: Number = None
     data_wait_share: Share = None
     checkpoints: dict[str, Any] = {}
     left_out: int = 0
@@ -191,10 +193,10 @@ class EvaluationFile(Record):
 
     @property
     def calibration_error(self) -> float | None:
-        """The expected one (Guo et al., 2017, equation 5); None where nothing is known of calibration."""
+        """The expected one (Guo et al., 2017, equation 5); None of fewer than 100 images."""
         images = sum(part.images for part in self.calibration)
         apart = sum(part.images * abs(part.accuracy - part.confidence) for part in self.calibration)
-        return apart / images if images else None
+        return apart / images if images >= 100 else None
 
     @model_validator(mode="after")
     def _check_table(self) -> Self:

@@ -273,6 +273,10 @@ class TriedNetwork:
         except (ConvoyError, torch.OutOfMemoryError):
             raise
         except (CaptureError, RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as error:
+            if "is too small" in str(error) or "than actual input" in str(error):
+                usual = models.describe(recipe.model.name).input_shape
+                small = f"{image_shape[1]} px are too small for {recipe.model.name}: raise --image-size"
+                raise ConvoyError(small + (f" to {usual[1]}" if usual is not None else "")) from error
             reason, place = str(error).partition("\n")[0].rstrip("."), place_of(error)
             where = f"; {type(error).__name__} at {place}" if place is not None else ""
             raise ConvoyError(

@@ -1,6 +1,6 @@
 """What follows from a recipe and the size of the data, each with its formula and where the formula comes from."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from convoy.engine.coupling import microbatch_sizes
@@ -10,6 +10,7 @@ from convoy.recipe.recipe import Recipe
 from convoy.recipe.schema import Duration
 from convoy.resources import own_cores
 from convoy.run.records import Derived
+from convoy.units import plural
 
 # With `log_every=auto` a line of metrics comes every 20 updates; of a run that would then have fewer than 50 lines, so
 # often that it has 50. More often than that is not needed: what lines cost is bounded for every run.
@@ -65,7 +66,7 @@ def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
     not fit into the run.
     """
     updates_per_epoch = num_train_samples // recipe.batch
-    check_batch(recipe.batch, num_train_samples, "training samples")
+    check_batch(recipe.batch, num_train_samples, "training sample")
     total = recipe.epochs.updates(updates_per_epoch)
     lr = learning_rate(recipe.optimizer, recipe.batch)
     schedule = create_schedule(
@@ -113,7 +114,16 @@ def resolve(recipe: Recipe, num_train_samples: int) -> Quantities:
 def check_batch(batch: int, most: int, what: str) -> None:
     """Refuse a batch of more samples than there are."""
     if batch > most:
-        raise ConvoyError(f"the batch of {batch} is larger than the {most} {what}: lower --batch")
+        raise ConvoyError(f"the batch of {batch} is larger than the {plural(most, what)}: lower --batch to {most}")
+
+
+def fitting_batch(recipe: Recipe, num_samples: int, explicit_keys: Collection[str]) -> Recipe:
+    """The recipe; where nobody has said a batch, and the default has more samples than there are, with the largest
+    power of two that they make."""
+    batch, default = 1 << num_samples.bit_length() >> 1, Recipe.model_fields["batch"].default
+    least = max(recipe.microbatches or 1, recipe.data.repeats)
+    is_set = "batch" in explicit_keys or recipe.batch != default
+    return recipe if is_set or not least <= batch < default else recipe.model_copy(update={"batch": batch})
 
 
 def left_out_of_epochs(batch: int, num_train_samples: int) -> list[str]:

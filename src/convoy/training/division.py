@@ -8,6 +8,7 @@ from itertools import accumulate
 from convoy.engine.coupling import microbatch_sizes
 from convoy.errors import ConvoyError
 from convoy.plans.layout import proportional
+from convoy.units import plural
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ def divide(sizes: tuple[int, ...], num_ranks: int, shares: Sequence[float] | Non
                 f"{num_ranks}, or use fewer devices"
             )
         raise ConvoyError(
-            f"a batch of {batch} is {len(sizes)} microbatch{'es' if len(sizes) > 1 else ''}, and {num_ranks} devices "
-            f"need {num_ranks}: add --microbatches {num_ranks}, or use fewer devices"
+            f"a batch of {batch} is {plural(len(sizes), 'microbatch', 'microbatches')}, which batch norm, mixup and "
+            f"--reproducible see whole, whatever the number of devices, and {num_ranks} devices need {num_ranks}: add "
+            f"--microbatches {num_ranks} (another result) or --batch-norm sync, or use fewer devices"
         )
     if shares is None:
         return Division(sizes, microbatch_sizes(len(sizes), num_ranks))

@@ -29,14 +29,7 @@ def choose_device(name: str | None) -> torch.device:
         if present.why and os.environ.get("RANK", "0") == "0":
             _say_once(f"convoy: no GPU is used: {present.why}")
         return torch.device("cuda:0" if present.number else "cpu")
-    if name.isdecimal():
-        raise ConvoyError(f"--device {name} is no device: use cpu, cuda or cuda:N, or --devices {name} for so many")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConvoyError(f"--device {name} is no device: use cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConvoyError(f"--device {name} is not supported: use cpu, cuda or cuda:N")
+    device = torch.device(resources.device_name(name))
     if device.type == "cuda":
         if present.why:
             raise ConvoyError(f"--device {name} is not to be used: {present.why}; --device cpu trains without")

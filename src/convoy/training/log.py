@@ -28,6 +28,7 @@ from convoy.data.dataset import DataSet
 from convoy.errors import ConvoyError
 from convoy.files import to_json, write_json
 from convoy.progress import Reporter
+from convoy.recipe.schema import in_words
 from convoy.run.directory import RunDirectory
 from convoy.run.records import RunProgress, RunSummary, SkippedImage, Status
 from convoy.tasks.metric import metric_in_words
@@ -240,6 +241,10 @@ class Log:
         progress.train_s += seconds
         if done == 1:  # in which the processes that load data start
             progress.start_s += seconds
+            if seconds > 5:  # far longer than others
+                self._tell(
+                    f"the first update took {in_words(seconds)}, {in_words(sums.data_wait_s)} of it for its data"
+                )
         else:
             progress.data_wait_s += sums.data_wait_s
         progress.num_images += sums.num_images
@@ -319,7 +324,7 @@ def write_summary(
     metrics: dict[str, float | None] = before.get("metrics") or {} if is_known else {}
     metrics = metrics if evaluation is None else {**evaluation.metrics()}
     of_evaluation: dict[str, Any] = {name: metrics.get(name) for name in ("top1", "top5", "loss")}
-    of_progress = ("best", "best_step", "time_s", "train_s", "checkpoints", "left_out")
+    of_progress = ("best", "best_step", "time_s", "train_s", "start_s", "checkpoints", "left_out")
     waiting_s = progress.train_s - progress.start_s  # in which batches may have been waited for
     summary = RunSummary.model_construct(  # nothing in it may end a run
         status=status,
@@ -346,6 +351,7 @@ def write_summary(
         best_top1=progress.best if best == "top1" else None,
         **{name: getattr(progress, name) for name in of_progress},
         images_per_s=progress.num_images / progress.train_s if progress.train_s else None,
+        later_images_per_s=max(0, progress.num_images - recipe.batch) / waiting_s if waiting_s > 0 else None,
         data_wait_share=progress.data_wait_s / waiting_s if waiting_s > 0 else 0.0,
         bad_images=[SkippedImage(**entry) for entry in progress.bad_images],
         derived=session.derived,

@@ -204,7 +204,8 @@ class Loop:
             if interrupt.agreed is None:
                 self._deliver_best()
             self.progress.checkpoints = asdict(self.saver.tally)
-            self.reporter.say(str(self.saver.tally))
+            if self.saver.tally.written:
+                self.reporter.say(str(self.saver.tally))
             if self._subscriber is not None:
                 self._subscriber.end()
         return interrupt.agreed

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -23,8 +24,8 @@ from convoy.tasks.own import add_own, check_own_task
 from convoy.tasks.registry import create_task
 from convoy.tasks.task import Task
 from convoy.training.assemble import assemble
-from convoy.training.build import TriedNetwork, build_for, divisible_sizes, has_batch_norm, on_meta
-from convoy.training.derived import check_batch, left_out_of_epochs, num_microbatches, resolve
+from convoy.training.build import TriedNetwork, build_for, choose_trained, divisible_sizes, has_batch_norm, on_meta
+from convoy.training.derived import check_batch, fitting_batch, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import divide
 from convoy.training.optimizer import thaws
 from convoy.training.precision import check_precision, set_numerics, settle
@@ -61,13 +62,12 @@ def set_up(
     check_precision(recipe.precision, device)
     if data is None:
         say("opening the data", 0, 1)
-        batch = recipe.batch
-
-        def check(most: int) -> None:
-            check_batch(batch, most, "samples of the data")
-
+        check = partial(_check_batch, recipe, explicit_keys)
         data = open_data(recipe.data, say, selects=recipe.selects, check=check, task=recipe.task)
         check_ranks(data, ranks)
+    said, recipe = recipe.batch, fitting_batch(recipe, len(data.train), explicit_keys)
+    if recipe.batch != said:
+        notes.append(f"the batch is {recipe.batch}, not {said}, as there are {len(data.train)} training samples")
     gpu = identify(device).gpu
     gpus = ranks.gather(gpu)
     sharing = gpus.count(gpu) if gpu else ranks.on_host  # ranks that share the memory of the GPU, or of the host
@@ -117,6 +117,14 @@ def set_up(
     session = assemble(ready, choose_plan(ready, rivals, say) if plan is None else ChosenPlan(plan))
     session.notes += _of_recording(session, explicit_keys)
     return session
+
+
+def _check_batch(recipe: Recipe, explicit_keys: Collection[str], most: int) -> None:
+    """Refuse too large a batch, after what is wrong with the network itself."""
+    recipe = fitting_batch(recipe, most, explicit_keys)
+    if recipe.batch > most and (model := on_meta(recipe)) is not None:
+        choose_trained(model, recipe)
+    check_batch(recipe.batch, most, "sample")
 
 
 def check_best(task: Task, name: str) -> None:

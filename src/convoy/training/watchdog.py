@@ -364,11 +364,10 @@ class SlowRanks:
         if times < due:
             return None
         load = self._loads.pop(slowest, None)
-        advice = "if it stays so, give it less (--shares auto) or leave it out"
+        advice = "--shares auto gives it less"
         if load is not None and load.is_shared:
-            advice = f"other processes there keep {load.occupation}: end them, or give the rank less (--shares auto)"
+            advice = f"other processes there keep {load.occupation}"
         return (
-            f"rank {slowest} on host {self._hosts[slowest]} is slow: its part of an update takes it "
-            f"{1e3 * update_s[slowest]:.3g} ms, {per_sample[slowest] / median_s:.2g} times as long as the others need "
-            f"for as much, and they wait for it; {advice}"
+            f"rank {slowest} on host {self._hosts[slowest]} is slow: {1e3 * update_s[slowest]:.3g} ms of an update, "
+            f"{per_sample[slowest] / median_s:.2g} times as long as others for as much; {advice}"
         )
