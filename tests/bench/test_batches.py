@@ -160,7 +160,7 @@ def test_another_study_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConvoyError, match="is of a study with tune=False and not True"):
         study(tmp_path)
     study(tmp_path, tune=False, names=("lamb", "lars"))  # one is added
-    with pytest.raises(ConvoyError, match="is of a study with recipes.lars.epochs=20 and not 30"):
+    with pytest.raises(ConvoyError, match=r"is of a study with recipes\.lars\.epochs=20 and not 30"):
         study(tmp_path, tune=False, names=("lars",), epochs=30)
     (tmp_path / "batches.json").write_text("{}")
     with pytest.raises(ConvoyError, match="is no study of convoy bench --batches"):

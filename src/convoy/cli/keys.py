@@ -2,13 +2,14 @@
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import click
 
 from convoy import own
 from convoy.documents import parse
+from convoy.errors import ConvoyError
 from convoy.files import expanded
 from convoy.recipe.recipe import Recipe
 from convoy.recipe.schema import field_at, number_type

@@ -17,12 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from convoy.errors import ConvoyError
-<<<<<<< HEAD
 from convoy.files import expanded, finite, unwritable, write_text, writing
-=======
-from convoy.files import expanded, unwritable, write_text, writing
 from convoy.resources import device_name
->>>>>>> m4
 from convoy.terminal import Console
 
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}  # click keeps those of a command's first context

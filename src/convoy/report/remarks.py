@@ -10,7 +10,7 @@ import numpy as np
 from convoy import units
 from convoy.planner.comparison import Comparison, difference, shown
 from convoy.report.pages import Tile
-from convoy.report.run import Run, column
+from convoy.report.run import Run, column, counts_of
 from convoy.run.records import MetricsLine
 from convoy.tasks.metric import metric_in_words
 
@@ -52,9 +52,9 @@ def about(run: Run) -> list[str]:
     right = units.percent(top1, units.percent_places(images))
     of = f" of {units.plural(images, f'{split} image')}" if images else f" of the {split} images"
     sentences = [f"{model} recognizes {right}{of}{length}{time}{where}."]
-    classes = {name: sum(row) for name, row in zip(run.evaluation.classes, run.evaluation.confusion, strict=False)}
-    if classes and images and top1 <= max(classes.values()) / images:
-        sentences.append(f"That is no better than always answering {max(classes, key=classes.__getitem__)}.")
+    of_classes = counts_of(run.evaluation).sum(1)
+    if len(of_classes) and images and top1 <= of_classes.max() / images:
+        sentences.append(f"That is no better than always answering {run.evaluation.classes[of_classes.argmax()]}.")
     if run.diagnosis is not None:
         sentences.append(run.diagnosis.brief)
     scales = [units.significant(line.noise_scale, 2) for line in run.metrics.train if line.noise_scale is not None]

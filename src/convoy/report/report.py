@@ -18,8 +18,8 @@ from convoy.report import pages
 from convoy.report.pages import Download, read_picture
 from convoy.report.plots import draw_panels
 from convoy.report.remarks import about, bench_command, num_test_images, remarks, result_tiles, status
-from convoy.report.run import Run, column, read_run
-from convoy.run.records import LARGEST_TABLE, EvaluationFile, StageRecord
+from convoy.report.run import Run, column, counts_of, read_run
+from convoy.run.records import EvaluationFile, StageRecord
 from convoy.tasks.metric import metric_name, palette
 from convoy.terminal import printable
 from convoy.version import __version__
@@ -216,11 +216,7 @@ def _sum(times: Iterable[Both]) -> Both:
 def confusion(evaluation: EvaluationFile) -> dict[str, Any]:
     """The counts of an evaluation, [true class, predicted class], as the page shows them."""
     names = evaluation.classes if evaluation.confusion else []
-    table, counts = np.array(evaluation.confusion, dtype=np.int64), np.zeros((len(names), len(names)), dtype=np.int64)
-    if len(names) > LARGEST_TABLE and table.shape[1] == 3:
-        counts[table[:, 0], table[:, 1]] = table[:, 2]
-    else:
-        counts += table.reshape(counts.shape)
+    counts = counts_of(evaluation)
     right, images, predicted = np.diag(counts), counts.sum(1), counts.sum(0)
     wrong, shares = counts - np.diag(right), counts / np.maximum(images[:, None], 1)
     both = np.where((images > 0) & (predicted > 0), images + predicted, 0)

@@ -15,7 +15,7 @@ from convoy.documents import read_mapping
 from convoy.errors import ConvoyError
 from convoy.planner.comparison import Comparison
 from convoy.run.directory import RunDirectory, is_locked
-from convoy.run.records import EvaluationFile, MetricsLine, RunSummary
+from convoy.run.records import LARGEST_TABLE, EvaluationFile, MetricsLine, RunSummary
 
 _Model = TypeVar("_Model")
 
@@ -35,6 +35,17 @@ def column(lines: Iterable[MetricsLine], name: str) -> np.ndarray:
     """The values `name` of the lines as float64, NaN where there is none."""
     values = [getattr(line, name, None) for line in lines]
     return np.array([x if isinstance(x, int | float) else np.nan for x in values], dtype=np.float64)
+
+
+def counts_of(evaluation: EvaluationFile) -> np.ndarray:
+    """How often a class was taken for another, [true class, predicted class]; empty where that is not known."""
+    size = len(evaluation.classes) if evaluation.confusion else 0
+    table = np.array(evaluation.confusion, dtype=np.int64)
+    if size <= LARGEST_TABLE or table.shape[1] == size:
+        return table.reshape(size, size)
+    counts = np.zeros((size, size), dtype=np.int64)
+    counts[table[:, 0], table[:, 1]] = table[:, 2]
+    return counts
 
 
 def read_metrics(path: Path) -> Metrics:
