@@ -21,7 +21,7 @@ LINES = {
     "src/convoy/launch": 1397,
     "src/convoy/models": 1686,
     "src/convoy/ops": 4941,
-    "src/convoy/planner": 7632,
+    "src/convoy/planner": 7636,
     "src/convoy/plans": 2649,
     "src/convoy/recipe": 1353,
     "src/convoy/report": 2837,
