@@ -79,7 +79,7 @@ def test_a_longer_run_ends_as_one_of_that_length_and_leaves_the_old_one_as_it_wa
     whole = train_here(data, tmp_path / "whole", EXACT | FLAT | NEW).digest
     train_here(data, old, EXACT | FLAT | OLD)
     before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
-    longer = EXACT | FLAT | NEW | {"extends": str(old), "checkpoint.every": "100ba"}
+    longer = EXACT | FLAT | NEW | {"extends": str(old), "checkpoint.every": "100ba", "checkpoint.keep": "9"}
     one = train_here(data, new, longer)
     assert any(text.startswith(f"begins with the state of {old} after 5 updates; the") for text in one.said), one.said
     two = run_ranks(train_here, 2, data, tmp_path / "two", longer)[0]

@@ -363,8 +363,8 @@ def forecast(
         if recipe.parallel.shares is None and counts != microbatch_sizes(len(session.division.sizes), len(counts)):
             result.auto_shares = list(counts)
             result.notes.append(f"plan auto divides the batch by speed: {counts_text(counts)} microbatches")
-            if predict and session.scored is not None:
-                result.predictions[AUTO] = _prediction(session.scored)
+            if predict and session.chosen.scored is not None:
+                result.predictions[AUTO] = _prediction(session.chosen.scored)
         del session
     for shares in bound:
         try:
