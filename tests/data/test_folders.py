@@ -50,13 +50,15 @@ def test_a_tree_is_split_by_a_seed_and_its_links_lead_nowhere_twice(tmp_path: Pa
     (root / "a" / "more").mkdir()
     (root / "a" / "more" / "x.PNG").write_bytes(encoded(picture(12, 12)))
     (root / "a" / "more" / "loop").symlink_to(root / "a", target_is_directory=True)
+    (root / "a" / "up").symlink_to("..", target_is_directory=True)
+    (root / "a" / "dead.jpg").symlink_to("nowhere.jpg")
     (tmp_path / "elsewhere.jpg").write_bytes((root / "b" / "000.jpg").read_bytes())
     (root / "b" / "linked.jpg").symlink_to(tmp_path / "elsewhere.jpg")
     one, same, other = opened(root), opened(root), opened(root, split_seed=1)
     assert names(one.test) == names(same.test) != names(other.test) and one.test.labels.tolist() == [0, 1]
     wanted = [f"{c}/{i:03d}.jpg" for c in "ab" for i in range(9)] + ["a/more/x.PNG", "b/linked.jpg"]
     assert sorted(names(one.train, one.test)) == sorted(wanted)
-    assert "2 of its 20 samples are held out" in one.notes[0]
+    assert "2 of its 20 samples are held out" in "".join(one.notes) and "left out: 1 by dead links" in one.notes
     assert len(opened(root, validation_fraction=0.5).test) == 10
 
 

@@ -188,6 +188,12 @@ def _with_forward() -> nn.Module:
     return net
 
 
+def _shared() -> nn.Module:
+    """A layer that is called twice, and one with a single channel."""
+    first, again, *_ = base()
+    return nn.Sequential(first, again, nn.Tanh(), again, nn.Conv2d(6, 1, 1), nn.Flatten(), nn.Linear(64, 10))
+
+
 SPECTRAL, WEIGHT = nn.utils.spectral_norm, nn.utils.weight_norm
 """The old ones, which compute weights in hooks."""
 GIVEN: dict[str, Callable[[], nn.Module]] = {
@@ -199,9 +205,10 @@ GIVEN: dict[str, Callable[[], nn.Module]] = {
     "weight": lambda: weighed(WEIGHT, WEIGHT),
     "own forward": _with_forward,
     "spectral beside weight": lambda: weighed(SPECTRAL, WEIGHT),
+    "shared": _shared,
     "data parallel": lambda: nn.DataParallel(base()),
 }
-STAGED = ("no running statistics", "by hand", "momentum none", "instance norm that tracks", "weight", "own forward")
+STAGED = tuple(kind for kind in GIVEN if kind not in ("of torch", "spectral beside weight", "data parallel"))
 """Those of GIVEN that can be cut into stages."""
 
 

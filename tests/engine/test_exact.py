@@ -58,7 +58,7 @@ CASES: dict[str, Cases] = {
         *((net, {}) for net in SMALL),
         *((f"calls {kind}", ODD) for kind in (*CALLS, *BIASED)),
         *((kind, ODD) for kind in ("weight", "spectral beside weight", "instance norm that tracks", "by hand")),
-        ("of torch", ODD),
+        *((kind, ODD) for kind in ("of torch", "shared")),
         *((kind, ODD) for kind in ("relu of joined", "relu of a view", "unseen part")),
         *((net, TURNS) for net in ("dense", "training heads")),
     ],
@@ -66,7 +66,7 @@ CASES: dict[str, Cases] = {
     "filter=4": [("lenet", {})],
     "channel=2": [
         *((net, {}) for net in ("depthwise", "squeeze-excite", "dense", "root-mean-square")),
-        *((kind, ODD) for kind in ("relu of sum", "relu of relu")),
+        *((kind, ODD) for kind in ("relu of sum", "relu of relu", "shared", "lenet")),
     ],
     "height=2": [
         *((net, {}) for net in SMALL),
@@ -162,7 +162,6 @@ PLANS = ["sample=2", "sample=3", "filter=2", "filter=3", "channel=2", "height=2"
 PLANS += ["sample=2,filter=2", "sample=2,height=2", "owt=2"]
 LARGE = ["alexnet", "alexnet-2012", "squeezenet1_1", "vgg11_bn", "googlenet", "resnet18", "resnet50"]
 REFUSED = {
-    ("lenet", "channel=2"): "layer 'features.0' has only 1 input channel",
     ("alexnet-2012", "filter=3"): "in 2 groups, which cannot be divided over the 3 ranks",
 }
 # At 32 px the last layers of ResNet-50 normalize 6 numbers each: weights that differ by 1e-15 give gradients

@@ -30,6 +30,7 @@ NETS: list[tuple[Any, Any, tuple[str, ...]]] = [
             "a rank of stage 2 holds most in all: 11.6 kB of 12.5 kB of parameters, 11.6 kB of gradients, 2.3 kB",
         ),
     ),
+    (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 1, 3)), "filter=2", ("channel is not divided: 1\n",)),
     (lambda: nn.Conv2d(3, 8, 3), "sample=2", ("4 samples (2 + 2), 2 ranks",)),
 ]
 

@@ -31,8 +31,9 @@ class Lion(torch.optim.Optimizer):
 
 def make(name: str, net: nn.Module) -> torch.optim.Optimizer:
     parameters = list(net.parameters())
-    if name in ("Lion", "Muon"):
-        return Lion(parameters, 0.01) if name == "Lion" else torch.optim.Muon([p for p in parameters if p.dim() == 2])
+    if name in ("Lion", "Muon", "LBFGS"):
+        matrices = [p for p in parameters if p.dim() == 2]
+        return Lion(parameters, 0.01) if name == "Lion" else getattr(torch.optim, name)(matrices)
     import pytorch_optimizer
 
     optimizer: torch.optim.Optimizer = getattr(pytorch_optimizer, name)(parameters, lr=0.01)
@@ -57,7 +58,7 @@ def optimized(name: str, plan: str) -> str | float:
 
 
 def test_optimizers_that_look_at_whole_tensors_are_refused_on_parts_alone() -> None:
-    for name in ("Lamb", "Muon"):
+    for name in ("Lamb", "Muon", "LBFGS"):
         for text in run_ranks(optimized, 2, name, "filter=2"):
             assert isinstance(text, str) and text.startswith(f"{name} "), name
             assert "divided over ranks: take an optimizer" in text

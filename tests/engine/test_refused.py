@@ -115,6 +115,7 @@ def checkpointed(plan: str) -> None:
     checkpoint(ranks_net(plan)[0], IMAGES.clone().requires_grad_(), use_reentrant=False).sum().backward()
 
 
+PART = r"a plan sample=N with convoy\.parallelize\(\.\.\., loss='part'\), and divide sums"
 OUTSIDE = "outside of the network.*convoy.penalty"
 MISTAKES: dict[str, list[tuple[Script, str]]] = {
     "sample=2": [
@@ -128,6 +129,7 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
         (drifting("rate"), r"different options \(learning rate 0.01 and 0.02\)"),
         (changed(lambda net: net[1].train(rank() == 0)), "with every module in the same mode"),
         (changed(lambda net: net.float() if rank() else None), "to weights of the same type"),
+        (second_derivatives, PART),
         (unfrozen, r"set requires_grad, then call convoy\.parallelize"),
         (lambda plan: nn.parallel.DistributedDataParallel(ranks_net(plan)[0])(IMAGES[:4]), "add gradients twice: take"),
         (changed(lambda net: net[0].weight.register_hook(lambda gradient: gradient)), r"0\.weight has a gradient hook"),
@@ -145,10 +147,12 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
     ],
     "height=2": [
         (lambda plan: ranks_net(plan)[0](EXAMPLE[..., rank() :]), "must pass images of the same size and type"),
-        (second_derivatives, "differentiate twice"),
+        (second_derivatives, PART),
     ],
     "stage=2": [
         (penalized(lambda net: 1e-4 * sum((p**2).sum() for p in net.parameters()), before=True), OUTSIDE),
+        (second_derivatives, PART),
+        (lambda plan: convoy.parallelize(nn.Conv2d(3, 4, 3).double(), plan, EXAMPLE), "1 layer at .* without stages"),
         (lambda plan: ranks_net(plan, microbatches=2), "norm over the global batch .*microbatches=1 .*batch_norm='mic"),
     ],
 }
@@ -185,17 +189,26 @@ def test_ranks_that_go_together_are_not_disturbed() -> None:
         run_ranks(undisturbed, 2, plan)
 
 
-def all_given_the_same() -> int:
-    net = convoy.parallelize(small(), "sample=2", IMAGES[:4])
+def all_given_the_same(own: int, words: str) -> int:
+    layer = nn.TransformerDecoderLayer(8, 1, 8, batch_first=True).double()
+    net = convoy.parallelize(layer, "sample=2", (IMAGES[:4, 0], IMAGES[:4, 1]))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            net(IMAGES[:4]).sum().backward()
-    return sum("were given the same samples" in str(each.message) for each in caught)
+            net(IMAGES[:4, own * rank()], IMAGES[:4, 1]).sum().backward()
+    return sum(words in str(each.message) for each in caught)
 
 
-def test_samples_that_all_ranks_have_are_warned_of_once() -> None:
-    assert run_ranks(all_given_the_same, 2) == [1, 0]
+def clips() -> int:
+    with warnings.catch_warnings(record=True) as caught:
+        convoy.parallelize(nn.Sequential(small(), nn.Unflatten(0, (-1, 2)), nn.Flatten()), "sample=2", EXAMPLE)
+    return sum("2 rows for 4 samples" in str(each.message) for each in caught)
+
+
+def test_what_all_ranks_have_is_warned_of_once() -> None:
+    assert run_ranks(all_given_the_same, 2, 0, "were given the same samples") == [1, 0]
+    assert run_ranks(all_given_the_same, 2, 1, "tensor 2 of the network's inputs is the same") == [1, 0]
+    assert run_ranks(clips, 2) == [1, 0]
 
 
 NO_NETWORK: dict[str, Callable[[], Any]] = {

@@ -140,13 +140,6 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"ranks {shown}{', …' if len(ranks) > 4 else ''}"
 
 
-def _record_collectives() -> None:
-    """Have torch keep the last collectives of NCCL, which it writes to a file where one reaches its time limit, unless
-    the user has said otherwise. It has to know before NCCL begins."""
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the old name
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-
-
 _key = b""  # the secret that the ranks of this run share, and nobody else who reaches them
 
 
@@ -367,8 +360,9 @@ def join(timeout: float = 600.0, device: str | None = None) -> torch.device:
                 _store.set("key", uuid.uuid4().hex)
             _key = interfaces.secret() + _store.get("key")
             choice = agreed_backend(_store, rank, world, identify(rank_device))
-            if choice.backend == NCCL:
-                _record_collectives()
+            # NCCL is to write its last collectives to a file where one reaches its time limit; under the old name too
+            if choice.backend == NCCL and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+                os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
             dist.init_process_group(choice.backend, store=_store, rank=rank, world_size=world, timeout=limit)
             _has_joined = True
             if dist.group.WORLD is not None:

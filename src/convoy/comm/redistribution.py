@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from convoy.comm import collectives
 from convoy.comm.collectives import Group
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
+from convoy.errors import ConvoyError
 from convoy.plans.layout import Indices, Layout, common, indices, without
 from convoy.plans.mesh import Axes, Coordinates, Mesh
 from convoy.plans.transfer import Step
@@ -341,6 +341,21 @@ class Transfer:
         return tuple(self._mesh.index(place, split.axes) if split else 0 for split in splits)
 
 
+def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass whose result is not differentiated; torch's `once_differentiable` says nothing where the gradient
+    that comes is a constant, and the second derivatives are then wrong."""
+
+    def checked(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # under create_graph=True alone
+            raise ConvoyError(
+                "create_graph=True would differentiate a gradient of which this rank has a part: take a plan sample=N "
+                "with convoy.parallelize(..., loss='part'), and divide sums over samples by the global batch"
+            )
+        return backward(ctx, *gradients)
+
+    return checked
+
+
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, transfer: Transfer) -> Tensor:
@@ -348,7 +363,7 @@ class _Function(torch.autograd.Function):
         return transfer.forward(x)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         current.at(ctx.layer)
         return ctx.transfer.backward(gradient), None

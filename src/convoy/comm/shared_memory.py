@@ -242,7 +242,7 @@ def exchange_into(sends: Sequence[Tensor | None], receives: Sequence[Tensor], ch
     entries of this rank are ignored. Ranks may send different numbers of bytes: every message begins with how many
     rounds its sender needs, and how many bytes there are for each rank."""
     peers = [rank for rank in range(channel.ranks) if rank != channel.index]
-    begin = _header(channel)
+    begin = -(-8 * (1 + channel.ranks) // 64) * 64  # bytes before the parts
     width = (SLOT - begin) // channel.ranks // 64 * 64
     outgoing = {rank: x for rank in peers if (x := sends[rank]) is not None and x.numel()}
     incoming = {rank: x for rank in peers if (x := receives[rank]).numel()}
@@ -283,11 +283,6 @@ def _tag(kind: int, x: Tensor) -> int:
 def _chunk(x: Tensor, number: int, width: int) -> Tensor:
     step = width // x.itemsize
     return x[number * step : (number + 1) * step]
-
-
-def _header(channel: Channel) -> int:
-    """Bytes before the parts."""
-    return -(-8 * (1 + channel.ranks) // 64) * 64
 
 
 def _slot_view(slot: Tensor, begin: int, part: Tensor) -> Tensor:

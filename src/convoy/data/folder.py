@@ -230,8 +230,9 @@ def pictures(folder: Path, others: Counter[str] | None = None) -> list[str]:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, str]]:
-    """All files below a folder except hidden ones, with the ends of their names; links are followed, once."""
-    seen: set[tuple[int, int]] = set()
+    """All files below a folder except hidden ones, with the ends of their names, and dead links. Links are followed,
+    once, and not to what the folder lies in."""
+    seen = {(above.stat().st_dev, above.stat().st_ino) for above in folder.resolve().parents}
     open_folders = [str(folder)]
     while open_folders:
         current = open_folders.pop()
@@ -248,3 +249,5 @@ def _files(folder: Path) -> Iterator[tuple[str, str]]:
                         open_folders.append(entry.path)
                     elif entry.is_file():
                         yield entry.path, os.path.splitext(entry.name)[1].lower()  # noqa: PTH122
+                    elif entry.is_symlink():
+                        yield entry.path, "by dead links"

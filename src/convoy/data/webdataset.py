@@ -53,10 +53,7 @@ class TarSource(EncodedSource):
 
     def place(self, sample: int) -> str:
         shard = Path(self._files[self._places.array[sample, 0]]).name
-        return f"{printable(shard)}/{printable(self._name(sample))}"
-
-    def _name(self, sample: int) -> str:
-        return os.fsdecode(self._names[sample])
+        return f"{printable(shard)}/{printable(os.fsdecode(self._names[sample]))}"
 
     def _marks(self) -> dict[str, Any]:
         shards, _, sizes = self._places.array.T

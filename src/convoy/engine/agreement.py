@@ -14,7 +14,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -26,7 +26,7 @@ from convoy.comm.collectives import gather_ints
 from convoy.comm.groups import Groups
 from convoy.errors import ConvoyError
 from convoy.graph.reads import MISSING, VALUES, Reads, Texts, version
-from convoy.graph.tree import leaves
+from convoy.graph.tree import leaves, replace
 from convoy.plans.mesh import Axes
 from convoy.plans.schedule import SCHEDULES
 
@@ -38,14 +38,16 @@ class Form:
     """The arguments of a call, by position and by keyword, with `Tensor` in place of each tensor. `words` say what the
     others are: to Python True, 1 and 1.0 are equal, and an object is what it was whatever its attributes are."""
 
-    positional: tuple[Any, ...]
-    named: tuple[tuple[str, Any], ...]
+    tree: tuple[tuple[Any, ...], dict[str, Any]] = field(compare=False)
+    key: Any  # the same, as something to compare
     words: str
 
-    def fill(self, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    def fill(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         remaining_tensors = iter(tensors)
-        args = [next(remaining_tensors) if value is Tensor else value for value in self.positional]
-        return args, {name: next(remaining_tensors) if value is Tensor else value for name, value in self.named}
+        filled: tuple[tuple[Any, ...], dict[str, Any]] = replace(
+            self.tree, type, lambda value: next(remaining_tensors) if value is Tensor else value
+        )
+        return filled
 
     def caller(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A function of the tensors alone."""
@@ -62,8 +64,8 @@ def arguments(
 ) -> tuple[tuple[Tensor, ...], Form | None]:
     """The tensors of a call `model(*args, **kwargs)` in order, and its form, None where all arguments are tensors by
     position; the same for either way to name an argument. `own` is the forward pass to call where the model has one of
-    its own. ConvoyError where there is no tensor, an argument holds tensors, or `forward` does not take these
-    arguments."""
+    its own. ConvoyError where there is no tensor, an argument is something that may change, or `forward` does not take
+    these arguments."""
     if kwargs:
         try:
             bound = inspect.signature(own or partial(type(model).forward, model)).bind(*args, **kwargs)
@@ -72,27 +74,29 @@ def arguments(
         args, kwargs = bound.args, dict(sorted(bound.kwargs.items()))
     if args and not kwargs and all(isinstance(value, Tensor) for value in args):
         return tuple(args), None
-    tensors = tuple(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    tensors = tuple(leaves((args, kwargs), Tensor))
     if not tensors:
         raise ConvoyError("the network is called without a tensor: pass samples along dim 0 of at least one")
-    texts, words = Texts(), []
-    for name, value in (*enumerate(args), *kwargs.items()):
-        if isinstance(value, Tensor):
-            continue
-        words.append(f"argument {name} = {texts.of(value)}")
+    tree = replace((tuple(args), kwargs), Tensor, lambda _: Tensor)
+    texts, words, key = Texts(), [], []
+    for name, value in (*enumerate(tree[0]), *tree[1].items()):
+        words += [] if value is Tensor else [f"argument {name} = {texts.of(value)}"]
+        key.append((name, _frozen(value)))
         try:
-            hash(value)
-            is_constant = not leaves(value, Tensor)
+            hash(key[-1])
         except TypeError:
-            is_constant = False
-        if not is_constant:
             raise ConvoyError(
-                f"argument {name} of the network is a {type(value).__name__}: pass tensors by themselves, and beside "
-                "them only what does not change, as numbers, text, tuples of these or None"
-            )
-    positional = tuple(Tensor if isinstance(value, Tensor) else value for value in args)
-    named = tuple((name, Tensor if isinstance(value, Tensor) else value) for name, value in kwargs.items())
-    return tensors, Form(positional, named, shared(", ".join(words)))
+                f"argument {name} of the network is or holds something that may change, as a set or an array: pass "
+                "tensors, by themselves or in tuples, lists and dicts, and beside them numbers, text or None"
+            ) from None
+    return tensors, Form(tree, tuple(key), shared(", ".join(words)))
+
+
+def _frozen(tree: Any) -> Any:
+    """A nest of containers as one of tuples."""
+    if isinstance(tree, dict):
+        return type(tree), tuple((name, _frozen(value)) for name, value in tree.items())
+    return (type(tree), tuple(map(_frozen, tree))) if isinstance(tree, list | tuple) else tree
 
 
 def shared(words: str) -> str:

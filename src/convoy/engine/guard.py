@@ -135,7 +135,7 @@ class Guard:
                 )
         for (name, tensor, axes), values in zip(replicas, columns, strict=True):
             self._check(name, tensor, axes, values)
-        self._warn_of_same_samples(list(zip(*columns[: len(inputs)], strict=True)))
+        self._warn_of_same_samples(inputs, columns)
         return int(max(gaps))
 
     def _replicas(self) -> Iterator[tuple[str, Tensor, Axes]]:
@@ -189,18 +189,25 @@ class Guard:
         allowed = min(100 * torch.finfo(tensor.dtype).eps, 1e-2) if tensor.is_floating_point() else 0.0
         return (sizes[worst] if sizes[worst] > allowed else 0.0), worst
 
-    def _warn_of_same_samples(self, sums: Sequence[tuple[int, ...]]) -> None:
-        """`sums` are of the samples of each rank."""
+    def _warn_of_same_samples(self, inputs: Sequence[Tensor], sums: Sequence[Sequence[int]]) -> None:
+        """`sums` are of each input on every rank."""
         num = self._network.num_sample_ranks
-        if num == 1 or len(set(sums)) > 1 or self._warned:
+        same = [place for place, _ in enumerate(inputs) if len(set(sums[place])) == 1]
+        constants = [place for place in same if inputs[place].is_floating_point() and inputs[place].any()]
+        if num == 1 or self._warned or not (constants or len(same) == len(inputs)):
             return
         self._warned = True
-        if self._network.groups.rank == 0:  # all of them know
-            warnings.warn(
-                f"all {num} sample ranks were given the same samples: each is to have its own part of "
-                "the global batch, images[convoy.local_samples(net, n)], or convoy.BatchSampler",
-                stacklevel=2,
+        sentence = (
+            f"all {num} sample ranks were given the same samples: each is to have its own part of "
+            "the global batch, images[convoy.local_samples(net, n)], or convoy.BatchSampler"
+        )
+        if len(same) < len(inputs):
+            sentence = (
+                f"tensor {constants[0] + 1} of the network's inputs is the same on all {num} sample ranks, and taken "
+                "for samples, as it has as many rows: let what is constant be a buffer of the network"
             )
+        if self._network.groups.rank == 0:  # all of them know
+            warnings.warn(sentence, stacklevel=2)
 
     # Uses of parameters outside of the network.
 

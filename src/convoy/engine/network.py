@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import sys
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -150,6 +151,18 @@ class Network:
                 self.layouts |= {name: layouts[name] for name in self.shapes if name in layouts}
         self.layouts = {name: self.layouts.get(name, WHOLE) for name in self.shapes}
         self._graphs = []
+        self.look_at_rows([first.shape(ref.name) for ref in leaves(first.output, Ref)], total)
+
+    def look_at_rows(self, outputs: Sequence[Sequence[int]], total: int) -> None:
+        """Warn of outputs, by their shapes, of which a row may be that of several samples."""
+        rows = [shape[0] for shape in outputs if len(shape) > 1]
+        grouped = total not in rows and any(1 < number < total and total % number == 0 for number in rows)
+        if grouped and self.num_sample_ranks > 1 and self.groups.rank == 0:
+            warnings.warn(
+                f"the network gives {rows[0]} rows for {total} samples, of which each rank gets all: if they are of "
+                "clips, give frames as [clips, frames, ...], so that a clip is a sample",
+                stacklevel=2,
+            )
 
     @property
     def shows_uses(self) -> bool:

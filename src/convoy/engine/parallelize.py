@@ -34,6 +34,7 @@ from convoy.engine.uncaptured import Uncaptured
 from convoy.errors import ConvoyError
 from convoy.graph.capture import prepare_given
 from convoy.graph.graph import CaptureError, ChangedError, KeptError
+from convoy.graph.tree import leaves
 from convoy.ops.context import StepContext
 from convoy.ops.memory import memory_in_stages, predict_memory, what_is_recomputed
 from convoy.ops.recompute import Recompute, as_recompute
@@ -401,8 +402,7 @@ def _check_option(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 def _examples(model: nn.Module, example: Any) -> tuple[tuple[Tensor, ...], Form | None]:
     args = example if isinstance(example, tuple) else () if isinstance(example, dict) else (example,)
-    values = [*args, *(example.values() if isinstance(example, dict) else ())]
-    tensors = [value for value in values if isinstance(value, Tensor)]
+    tensors = leaves(example, Tensor)
     if not tensors or any(not x.dim() or not len(x) for x in tensors):
         raise ConvoyError(
             "example must be a tensor with one rank's samples along dim 0, or a tuple or dict of the network's "

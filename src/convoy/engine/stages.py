@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from convoy.comm.collectives import all_reduce, broadcast
+from convoy.comm.redistribution import first_derivative
 from convoy.engine.agreement import SCHEDULED, Form, Signature, arguments
 from convoy.engine.coupling import why_together
 from convoy.engine.gradients.reducer import writable
@@ -152,7 +152,8 @@ class StagedNetwork(Stage):
                 sizes = own_sizes if self.context.batch_norm == "microbatch" else (len(places),)
                 self.context.enter(step, places, sizes, inputs[0].device)
             part_samples = cuts[self.sample_rank][part]
-            yield tuple(_part(x, part_samples) for x in inputs)
+            own = slice(part_samples.start, part_samples.stop)  # with gradients of their own
+            yield tuple(x.detach()[own].requires_grad_(x.requires_grad) for x in inputs)
 
     def begin_pass(self, samples: tuple[int, ...], device: torch.device) -> None:
         """Parts are announced one by one."""
@@ -278,14 +279,9 @@ class _Delivered(torch.autograd.Function):
         return tuple(values)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return None, None, None, None, *ctx.run(gradients)
-
-
-def _part(x: Tensor, samples: range) -> Tensor:
-    """A part of an input, with a gradient of its own."""
-    return x.detach()[samples.start : samples.stop].requires_grad_(x.requires_grad)
 
 
 def differentiable_loss(loss: Any, kind: str) -> Tensor:

@@ -62,7 +62,10 @@ class Uncaptured(Network):
             layout = own_samples(tuple(output.shape), batch)
             return writable(self.weigh(self._move(output, WHOLE, layout, output.shape), samples))
 
-        return replace(_joined(parts), Tensor, mine)
+        outputs = _joined(parts)
+        if self.passes == 1:
+            self.look_at_rows([x.shape for x in leaves(outputs, Tensor)], total)
+        return replace(outputs, Tensor, mine)
 
     def _microbatches(self, total: int) -> list[tuple[int, int | None]]:
         """The sizes of the parts that run one after the other, and the keys of what they draw."""

@@ -150,7 +150,8 @@ class WatchedUpdate:
         own step as `gradient`: it gathers weights."""
         nodes = [get_gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad]
         handles: list[Any] = [node.register_prehook(self._adding) for node in nodes]
-        handles += [p.register_post_accumulate_grad_hook(self._added) for p in parameters if p.requires_grad]
+        trained = [p for p in parameters if p.requires_grad]
+        handles += [p.register_post_accumulate_grad_hook(lambda _: self.mark(*self._before_adding)) for p in trained]
         handles.append(register_optimizer_step_post_hook(lambda *_: self.mark("gradient")))
         try:
             yield
@@ -209,9 +210,6 @@ class WatchedUpdate:
     def _adding(self, gradients: Any) -> None:
         self._before_adding = self._now
         self.mark("copy", self._now[1] if self._now[0] == "backward" else "", self._now[2])
-
-    def _added(self, parameter: Tensor) -> None:
-        self.mark(*self._before_adding)
 
 
 class _WatchedPass:

@@ -24,7 +24,7 @@ from convoy.ops.postponed import Weighted
 from convoy.plans.fit import axis_names, check_size
 from convoy.plans.layout import Layout, Split
 from convoy.plans.mesh import Axes
-from convoy.plans.place import Placed, Situation
+from convoy.plans.place import Batch, Placed, Situation
 from convoy.plans.windows import Need, Transposed, Window, halo_split
 
 
@@ -59,6 +59,14 @@ class Channels(NamedTuple):
     weight: Mapping[int, Split] = MappingProxyType({})
     copied: Axes = ()
     partial: Axes = ()
+
+
+def undivided(graph: Graph, batch: Batch, call: Call, strategy: Sequence[str]) -> tuple[str, ...]:
+    """A strategy that is to hold for all layers, for one that may have a single channel."""
+    sizes = {"filter": graph.shape(call.outputs[0]), "channel": graph.shape(call.attributes["input"])}
+    single = {kind for kind, shape in sizes.items() if shape[1 if call.op == "conv" else -1] == 1}
+    whole = ("sample" if axis in batch.axes else "replicate" for axis in range(len(strategy)))
+    return tuple(other if kind in single else kind for kind, other in zip(strategy, whole, strict=True))
 
 
 def channels_of(situation: Situation, dim: int = 1, weight_dims: tuple[int, int] = (0, 1)) -> Channels:
@@ -366,12 +374,8 @@ def _kept(situation: Situation, source: str, last: int) -> dict[int, Split]:
 
 def _build_linear(site: Site) -> Kernel:
     """Column-parallel parts give their own features, row-parallel ones a partial sum."""
-    compute = postponing(site, Weighted(F.linear, _input_gradient, _weight_gradients))
+    compute = postponing(site, Weighted(F.linear, lambda gradient, x, weight: gradient @ weight, _weight_gradients))
     return with_bias(site, compute, len(site.graph.shape(site.call.outputs[0])) - 1)
-
-
-def _input_gradient(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return gradient @ weight
 
 
 def _weight_gradients(gradient: Tensor, x: Tensor, weight: Tensor, biased: bool) -> tuple[Tensor, Tensor | None]:

@@ -31,7 +31,7 @@ from convoy.ops.layouts import axes_along
 from convoy.ops.operation import Operation
 from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.mesh import Axes
-from convoy.plans.place import Batch, Placed, PlacedCall, Placement, Situation, own_samples
+from convoy.plans.place import COMPUTE, Batch, Placed, PlacedCall, Placement, Situation, own_samples
 from convoy.plans.plan import Plan
 from convoy.plans.transfer import transfer
 
@@ -117,7 +117,12 @@ def place(
     for call in graph.calls:
         strategy = plan.strategy(call.layer, call.op)
         input_layouts = {name: layouts[name] for name in call.inputs if graph.values[name].origin in ("call", "input")}
+        note = ""
+        if call.op in COMPUTE and plan.pattern(call.layer) == "*":  # of which nobody has said so by name
+            wanted, strategy = strategy, convolution.undivided(graph, batch, call, strategy)
+            note = "a single channel is not divided" if strategy != wanted else ""
         placed = OPERATIONS[call.op].place(Situation(graph, mesh, batch, call, strategy, input_layouts))
+        placed = replace(placed, note=note) if note else placed
         steps = {}
         for name, target in placed.inputs.items():
             if name not in layouts:

@@ -17,6 +17,7 @@ from convoy.graph.graph import Graph, Ref, Value
 from convoy.graph.tree import leaves
 from convoy.plans.place import Placement
 from convoy.terminal import did_you_mean
+from convoy.units import plural
 
 # stages send each other tensors of these types and of up to so many dimensions
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool]
@@ -54,6 +55,19 @@ def cut_points(graph: Graph) -> tuple[int, ...]:
             first_calls.append(number)
         earlier_layers.update(accumulate(call.layer.split("."), "{}.{}".format))
     return tuple(point for point in first_calls if point > 0)
+
+
+def open_points(graph: Graph, points: Sequence[int]) -> tuple[int, ...]:
+    """Those of some calls before which a stage may begin: no weight or buffer is used on both sides, nor a value that
+    cannot be sent."""
+    uses: dict[str, list[int]] = {}
+    outputs = [ref.name for ref in leaves(graph.output, Ref)]
+    for number, names in enumerate((*((*call.inputs, *call.outputs) for call in graph.calls), outputs)):
+        for value in map(graph.values.__getitem__, names):
+            if value.origin in ("parameter", "buffer") or (value.origin == "call" and why_not_sent(value)):
+                uses.setdefault(value.name, []).append(number)
+    shared = [(users[0], users[-1]) for users in uses.values() if users[0] < users[-1]]
+    return tuple(point for point in points if not any(first < point <= last for first, last in shared))
 
 
 def even_cuts(work: Sequence[float], points: Sequence[int], parts: int) -> tuple[int, ...]:
@@ -103,11 +117,12 @@ class Stages:
         """The stages of a network, by the names of the layers at which they begin, the first of which may be empty;
         without names by equal `work`, the multiply-adds of every call. A ConvoyError where there are fewer layers than
         stages, or a name is unknown or out of order."""
-        points = cut_points(graph)
+        points = cut_points(graph) if names else open_points(graph, cut_points(graph))
         if len(points) < number - 1:
             raise ConvoyError(
-                f"the network has {len(points) + 1} layers at which a stage can begin, and axis stage has size {number}"
-                f": make it at most {len(points) + 1}"
+                f"the network has {plural(len(points) + 1, 'layer')} at which a stage can begin that shares no weights "
+                f"with another, and axis stage has size {number}: "
+                + (f"make it at most {len(points) + 1}" if points else "take a plan without stages")
             )
         cuts = _named(graph, points, names) if names else even_cuts(work, points, number)
         stages = (bisect_right(cuts, place) for place in range(len(graph.calls)))
@@ -135,11 +150,12 @@ class Stages:
         first_users: dict[str, tuple[int, str]] = {}
         for call, stage in zip(graph.calls, self.of_calls(graph), strict=True):
             for name in filter(tensors.__contains__, call.inputs):
-                begin, layer = first_users.setdefault(name, (stage, call.layer))
+                begin, user = first_users.setdefault(name, (stage, call.layer or "the network itself"))
                 if begin != stage:
                     raise ConvoyError(
-                        f"layers {layer} and {call.layer} share {name}, and are in stages {begin + 1} and {stage + 1}: "
-                        "let one stage have both, by the list stages of a YAML plan, or divide otherwise"
+                        f"{name} is used in stage {begin + 1}, by {user}, and in stage {stage + 1}, by "
+                        f"{call.layer or 'the network itself'}: let one stage have both, by the list stages of a YAML "
+                        "plan, or divide otherwise"
                     )
         last = self.number - 1
         for name in (ref.name for ref in leaves(graph.output, Ref) if ref.name in tensors):

@@ -18,22 +18,26 @@ class Need:
 
 
 @dataclass(frozen=True)
-class Window:
-    """A window that slides over a dimension of `size`, as in convolution and pooling: output row o covers the input
-    rows o·stride − before + dilation·j for 0 ≤ j < kernel."""
-
+class _Sliding:
     size: int
     kernel: int
     stride: int = 1
     dilation: int = 1
     before: int = 0  # padding at the two ends
     after: int = 0
-    ceil_mode: bool = False  # whether a last window may reach past the padding at the end, as torch's pooling has it
 
     @property
     def span(self) -> int:
-        """Input rows from the first to the last of one window."""
+        """Rows from the first to the last of one window."""
         return self.dilation * (self.kernel - 1) + 1
+
+
+@dataclass(frozen=True)
+class Window(_Sliding):
+    """A window that slides over a dimension of `size`, as in convolution and pooling: output row o covers the input
+    rows o·stride − before + dilation·j for 0 ≤ j < kernel."""
+
+    ceil_mode: bool = False  # whether a last window may reach past the padding at the end, as torch's pooling has it
 
     @property
     def output_size(self) -> int:
@@ -62,7 +66,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Transposed:
+class Transposed(_Sliding):
     """The window of a transposed convolution: input row i touches the output rows i·stride − before + dilation·j.
 
     The local work for a range of output rows: the transposed convolution of `Need.rows` with the same stride and
@@ -71,18 +75,7 @@ class Transposed:
     rows is `Need.after` rows of zeros.
     """
 
-    size: int
-    kernel: int
-    stride: int = 1
-    dilation: int = 1
-    before: int = 0
-    after: int = 0
     output_padding: int = 0
-
-    @property
-    def span(self) -> int:
-        """Output rows from the first to the last that one input row touches."""
-        return self.dilation * (self.kernel - 1) + 1
 
     @property
     def output_size(self) -> int:

@@ -342,6 +342,8 @@ def _looks_at_whole_tensors(
 ) -> str | None:
     """Why an optimizer does not treat every number by itself; None where a trial of its twin showed that it does. It is
     tried on the devices of `examples`, parameters by their number of dimensions, in float64 or else their type."""
+    if isinstance(optimizer, optim.LBFGS):  # whose twin would step the parameters themselves
+        return "looks at whole tensors"
     options = {key: value for key, value in group.items() if key not in ("params", PART)}
     for (dim, like), cut in itertools.product(sorted(examples.items()), range(2)):
         if cut >= dim:

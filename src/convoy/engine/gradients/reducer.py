@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node, get_gradient_edge
 
 from convoy.comm.collectives import Group, Pending, largest, start_all_reduce
 from convoy.comm.groups import Groups
 from convoy.comm.position import current
+from convoy.comm.redistribution import first_derivative
 from convoy.errors import ConvoyError
 from convoy.plans.buckets import Bucket, Item, Sizes, plan_buckets
 from convoy.plans.mesh import Axes
@@ -281,7 +281,7 @@ class _ScaleGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient * ctx.factor, None
 

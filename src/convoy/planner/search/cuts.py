@@ -27,7 +27,7 @@ from convoy.planner.cost.link import Link
 from convoy.planner.cost.local_op import graph_facts
 from convoy.planner.cost.prediction import workspace
 from convoy.plans.place import COMPUTE, PlacedCall, Placement
-from convoy.plans.stages import cut_points, why_not_sent
+from convoy.plans.stages import cut_points, open_points
 
 # Of the stage from one cut to another, by the numbers of both; of no meaning where the second is not later
 Numbers = NDArray[np.float64]
@@ -37,20 +37,11 @@ _FINE = 160  # layers up to which a stage may begin at any; in longer networks, 
 
 
 def cuts_of(graph: Graph) -> tuple[int, ...]:
-    """The calls before which a stage may begin, and those at both ends. No weight or buffer is used on both sides, and
-    no value that cannot be sent."""
+    """The calls before which a stage may begin, and those at both ends."""
     points = cut_points(graph)
     if len(points) > _FINE:
         points = tuple(point for point in points if graph.calls[point].op in COMPUTE)
-    uses: dict[str, list[int]] = {}
-    for number, call in enumerate(graph.calls):
-        for name in (*call.inputs, *call.outputs):
-            value = graph.values[name]
-            if value.origin in ("parameter", "buffer") or (value.origin == "call" and why_not_sent(value)):
-                uses.setdefault(name, []).append(number)
-    shared = [(users[0], users[-1]) for users in uses.values() if users[0] < users[-1]]
-    inside = (point for point in points if not any(first < point <= last for first, last in shared))
-    return (0, *inside, len(graph.calls))
+    return (0, *open_points(graph, points), len(graph.calls))
 
 
 class Chain:
