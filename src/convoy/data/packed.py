@@ -11,6 +11,7 @@ that was interrupted goes on where it stopped; nobody reads it before.
 """
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -97,7 +98,7 @@ class PackedSource(TarSource):
     contents = 0  # the index's checksum of the checksums of all pictures
 
     def name(self, sample: int) -> str:
-        return printable(self._name(sample))
+        return printable(os.fsdecode(self._names[sample]))
 
     def _marks(self) -> dict[str, Any]:
         return {"names": self._names.checksum(), "contents": self.contents}

@@ -193,7 +193,10 @@ class Guard:
         """`sums` are of each input on every rank."""
         num = self._network.num_sample_ranks
         same = [place for place, _ in enumerate(inputs) if len(set(sums[place])) == 1]
-        constants = [place for place in same if inputs[place].is_floating_point() and inputs[place].any()]
+        # whose rows are not all alike, so that it matters which of them a sample has
+        constants = [
+            place for place in same if inputs[place].is_floating_point() and (x := inputs[place]).ne(x[:1]).any()
+        ]
         if num == 1 or self._warned or not (constants or len(same) == len(inputs)):
             return
         self._warned = True
