@@ -29,7 +29,7 @@ LINES = {
     "src/convoy/script": 1477,
     "src/convoy/tasks": 1032,
     "src/convoy/training": 6749,
-    "tests": 20815,
+    "tests": 20813,
     "benchmarks": 5991,
     "docs": 3356,
 }
