@@ -227,9 +227,14 @@ class Case:
         return next((pid for pid in ranks if int(state_of(pid)[1]) in self.pids), self.pids[0])
 
     def worker(self, rank: int = 0) -> int:
-        """A process that makes pictures for a rank: a child of the server that the rank has started."""
-        parents = {pid: int(state_of(pid)[1]) for pid in self.processes()}
-        return next(pid for pid, parent in parents.items() if parents.get(parent) == self.rank(rank))
+        """A process that makes pictures for a rank, once it has begun: a child of the server that the rank starts."""
+
+        def begun() -> list[int]:
+            parents = {pid: int(state_of(pid)[1]) for pid in self.processes()}
+            return [pid for pid, parent in parents.items() if parents.get(parent) == self.rank(rank)]
+
+        self.wait(lambda: bool(begun()), "a process that makes pictures")
+        return begun()[0]
 
     def said(self, num: int | None = None) -> str:
         """All that was said so far, or by one command."""

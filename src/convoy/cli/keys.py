@@ -21,14 +21,13 @@ class KeyOption(click.Option):
     """An option that adds `key=value` to the `overrides` of the command's values; `as_yaml` writes the value."""
 
     def __init__(self, *arguments: Any, key: str, as_yaml: Callable[[str], str] = str, **settings: Any) -> None:
-        super().__init__(*arguments, callback=self._note, **settings | {"multiple": True})  # which is refused
+        super().__init__(*arguments, callback=self._note, **settings | {"multiple": True})
         self.key, self._as_yaml = key, as_yaml
 
     def _note(self, context: click.Context, option: click.Parameter, values: Sequence[Any]) -> Any:
-        if len(values) > 1:
-            several = ", several separated by commas" if self._as_yaml is patterns_as_yaml else ""
-            raise ConvoyError(f"{self.opts[0]} is given {len(values)} times: give it once{several}")
-        value = next(iter(values), None)
+        if len(values) > 1 and self._as_yaml is patterns_as_yaml:  # of others the last one counts, as is usual
+            raise ConvoyError(f"{self.opts[0]} is given {len(values)} times: give it once, separated by commas")
+        value = values[-1] if values else None
         if value is not None:
             context.params.setdefault("overrides", []).append(f"{self.key}={self._as_yaml(value)}")
         return value

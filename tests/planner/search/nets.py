@@ -46,6 +46,9 @@ class EachLayer:
     def strategy(self, layer: str, op: str) -> Strategy:
         return self.layers.get(layer, ("replicate",) * len(self.mesh.sizes))
 
+    def pattern(self, layer: str) -> str:
+        return layer
+
 
 def seconds_of(workload: Workload, placement: Placement, costs: Costs) -> float:
     return additive_seconds(placement, Additive(costs, workload.graph, workload.passes))
