@@ -20,8 +20,10 @@ DEFAULT_BATCH = 256
 # Optimizers of a study of the batch, and the rate for a batch of 256 from which one that is not the recipe's begins.
 GUESSES = {"sgd": 0.1, "lars": 0.4, "lamb": 0.01, "adamw": 0.002}
 _OF_BATCHES = ("target", "tune", "optimizers", "seeds")
-_NOT_WITH_BATCHES: tuple[str, ...] = ("batch", "batch_per_device", "peers", "shares", "train_epochs", "epochs")
-_NOT_WITH_BATCHES += ("emulate", "plans", "rounds", "updates", "warm_up")
+_NOT_WITH_BATCHES = (
+    *("batch", "batch_per_device", "peers", "shares", "train_epochs", "epochs"),
+    *("emulate", "plans", "rounds", "updates", "warm_up"),
+)
 
 
 class Ask(SimpleNamespace):

@@ -93,17 +93,11 @@ class BatchStudy(TrainingStudy):
     speedups: dict[int, dict[int, float]] = Field({})  # that the planner predicts: by batch, by devices
 
     def compared(self, **facts: Any) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-        stored, wanted = self.facts["recipes"], facts["facts"]
-        first = next(iter(stored.values()))  # from which that of an optimizer that is added differs in this alone
-        recipes = {
-            name: recipe if name in stored else recipe | {"optimizer": first["optimizer"]}
-            for name, recipe in wanted["recipes"].items()
-        }
-        yield (
-            "is of a study",
-            self.facts | {"recipes": dict.fromkeys(recipes, first) | stored},
-            wanted | {"recipes": recipes},
-        )
+        stored, wanted = dict(self.facts["recipes"]), facts["facts"]["recipes"]
+        first = next(iter(stored.values()))
+        for name in wanted.keys() - stored.keys():  # one that is added differs from another in its optimizer alone
+            stored[name] = first | {"optimizer": wanted[name]["optimizer"]}
+        yield "is of a study", self.facts | {"recipes": stored}, facts["facts"]
 
     def reached(self, optimizer: str | None = None) -> list[BatchRow]:
         """The rows with the target, of one optimizer or of the one that needs fewest updates at each batch."""

@@ -29,9 +29,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from convoy import resources, units
 from convoy.bench import namespaces
@@ -48,6 +48,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)[kmg]bit")
 _HOST = re.compile(r"[a-zA-Z0-9]([a-zA-Z0-9-]{,61}[a-zA-Z0-9])?")
 Number = Annotated[int, Field(ge=1, le=MOST)]
 Speed = Annotated[float, Field(ge=_SLOWEST, le=1, allow_inf_nan=False)]
+_Devices = TypeVar("_Devices")
 
 
 class _Section(BaseModel):
@@ -69,6 +70,11 @@ class _Listed(_Section):
     speed: Speed = 1.0
     host: str | None = None  # one of its own where none is named
     count: Number = 1
+
+
+class _Described(_Section, Generic[_Devices]):
+    devices: _Devices
+    links: _Links = _Links()
 
 
 @dataclass(frozen=True)
@@ -132,12 +138,11 @@ class Cluster:
         if devices is None or (isinstance(devices, dict) and "count" not in devices):
             form = "write e.g. `devices: {count: 4, speed: 0.5}` and below it `links: {rate: 3gbit}`"
             raise ConvoyError(f"{path}: a cluster needs devices and their count: {form}")
-        described: Any = list[_Listed] if isinstance(devices, list) else _Alike
-        kind = create_model("Cluster", __base__=_Section, devices=(described, ...), links=(_Links, _Links()))
+        kind = _Described[list[_Listed]] if isinstance(devices, list) else _Described[_Alike]
         try:
-            content: Any = kind.model_validate(document)
+            content = kind.model_validate(document)
             links = content.links
-            if described is _Alike:
+            if isinstance(content.devices, _Alike):
                 return Cluster.alike(**dict(content.devices), rate=links.rate, rates=links.hosts)
             listed = [entry for entry in content.devices for _ in range(entry.count)]
             hosts = (f"host{number}" if entry.host is None else entry.host for number, entry in enumerate(listed))

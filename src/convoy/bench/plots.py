@@ -13,8 +13,7 @@ from matplotlib.ticker import NullLocator
 
 from convoy import units
 from convoy.bench.records import COMMUNICATION, COMPUTE, CONVOY, INPUT, OPTIMIZER, TORCH, short
-from convoy.bench.results import Convergence, ErrorCurve, Named, Results, StudyRow
-from convoy.planner.comparison import difference
+from convoy.bench.results import Convergence, ErrorCurve, Named, Results, StudyRow, signed
 from convoy.report import axes as ax
 from convoy.report.pages import Drawing, Panel, drawn
 from convoy.units import seconds as time_of
@@ -134,7 +133,7 @@ def _predictions(results: Results, title: str) -> Drawing:
     predicted = [prediction for _, prediction in pairs]
     longest = max(*predicted, *(row.step_s + (row.spread_s or 0) for row in rows))
     words = ["predicted", "measured, ± spread"]
-    axes = _rows(title, rows, longest, [difference(row.prediction_error or 0.0) for row in rows], words)
+    axes = _rows(title, rows, longest, [signed(row.prediction_error or 0.0) for row in rows], words)
     axes.hlines(levels, seconds, predicted, color=ax.MUTED, linewidth=1)
     look: dict[str, Any] = {"linestyle": "none", "markersize": 6}
     hollow: dict[str, Any] = {"marker": "D", "markerfacecolor": "none", "markeredgewidth": 1.5}

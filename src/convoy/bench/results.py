@@ -28,7 +28,6 @@ from convoy.bench.records import (
     short,
 )
 from convoy.files import csv_of
-from convoy.planner.comparison import difference
 from convoy.terminal import printable
 from convoy.units import seconds as time_of
 from convoy.units import size, table
@@ -347,9 +346,7 @@ def of_updates(results: Results, store: Store) -> Table:
 
 
 def _cells(row: StudyRow) -> dict[str, str]:
-    predicted = (
-        "" if row.predicted_s is None else f"{time_of(row.predicted_s)} ({difference(row.prediction_error or 0.0)})"
-    )
+    predicted = "" if row.predicted_s is None else f"{time_of(row.predicted_s)} ({signed(row.prediction_error or 0.0)})"
     return {
         "configuration": row.plan_label,
         "devices": str(row.devices),
@@ -373,6 +370,11 @@ def plus_minus(seconds: float, spread: float | None) -> str:
         return f"{number} {unit}"
     places = len(number.partition(".")[2])
     return f"{number} ± {spread * {'ms': 1e3, 'µs': 1e6}.get(unit, 1.0):.{places}f} {unit}"
+
+
+def signed(share: float) -> str:
+    """A relative error: `+3.1 %`."""
+    return f"{'+' if share >= 0 else units.MINUS}{100 * abs(share):.1f}{units.SPACE}%"
 
 
 def points(share: float) -> str:

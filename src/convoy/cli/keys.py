@@ -2,14 +2,13 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import click
 
 from convoy import own
 from convoy.documents import parse
-from convoy.errors import ConvoyError
 from convoy.files import expanded
 from convoy.recipe.recipe import Recipe
 from convoy.recipe.schema import field_at, number_type
@@ -18,16 +17,16 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class KeyOption(click.Option):
-    """An option that adds `key=value` to the `overrides` of the command's values; `as_yaml` writes the value."""
+    """An option that adds `key=value` to the `overrides` of the command's values; `as_yaml` writes the value. Given
+    again, the last one counts, as is usual; lists go on."""
 
     def __init__(self, *arguments: Any, key: str, as_yaml: Callable[[str], str] = str, **settings: Any) -> None:
-        super().__init__(*arguments, callback=self._note, **settings | {"multiple": True})
-        self.key, self._as_yaml = key, as_yaml
+        self.key, self._as_yaml, is_list = key, as_yaml, as_yaml is patterns_as_yaml
+        super().__init__(*arguments, callback=self._note, **settings | ({"multiple": True} if is_list else {}))
 
-    def _note(self, context: click.Context, option: click.Parameter, values: Sequence[Any]) -> Any:
-        if len(values) > 1 and self._as_yaml is patterns_as_yaml:  # of others the last one counts, as is usual
-            raise ConvoyError(f"{self.opts[0]} is given {len(values)} times: give it once, separated by commas")
-        value = values[-1] if values else None
+    def _note(self, context: click.Context, option: click.Parameter, value: Any) -> Any:
+        if self.multiple:
+            value = ",".join(dict.fromkeys(value)) or None
         if value is not None:
             context.params.setdefault("overrides", []).append(f"{self.key}={self._as_yaml(value)}")
         return value

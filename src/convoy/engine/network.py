@@ -192,7 +192,7 @@ class Network:
             return run(*args, **kwargs)
         try:
             return run(*args, **kwargs)
-        except ConvoyError:  # the plain network can what no program can: branch on a number, take a list
+        except ConvoyError:  # the plain network can what no program can, such as branch on a number
             self.normalizes = False
             return self._plain(*args, **kwargs)
 
