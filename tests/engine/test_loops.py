@@ -188,6 +188,7 @@ def looked_into() -> None:
         with pytest.raises(ConvoyError, match=r"convoy\.gradients"):
             function(gradient)
     torch.testing.assert_close((gradient * 2 + 1).norm(), (whole * 2 + 1).norm())
+    assert gradient.numel() == gradient.sign().nelement() == whole.numel()  # a mean of squares by norm and numel
 
 
 def test_gradients_of_parts_answer_for_the_whole_or_refuse() -> None:

@@ -115,6 +115,24 @@ def checkpointed(plan: str) -> None:
     checkpoint(ranks_net(plan)[0], IMAGES.clone().requires_grad_(), use_reentrant=False).sum().backward()
 
 
+def left_open(plan: str) -> None:
+    """An epoch ends within passes that are accumulated; passes that are dropped are no mistake."""
+    net, mine = ranks_net(plan)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for drop in (True, False):
+        with convoy.accumulate(net):
+            loss_of(net, mine).backward()
+        if drop:
+            optimizer.zero_grad()
+        optimizer.step()
+
+
+def shared_trunk(plan: str) -> None:
+    trunk = small()[:3]
+    convoy.parallelize(nn.Sequential(trunk, nn.Flatten()), plan, IMAGES[:4])
+    convoy.parallelize(nn.Sequential(trunk, nn.ReLU()), plan, IMAGES[:4])
+
+
 PART = r"a plan sample=N with convoy\.parallelize\(\.\.\., loss='part'\), and divide sums"
 OUTSIDE = "outside of the network.*convoy.penalty"
 MISTAKES: dict[str, list[tuple[Script, str]]] = {
@@ -130,6 +148,12 @@ MISTAKES: dict[str, list[tuple[Script, str]]] = {
         (changed(lambda net: net[1].train(rank() == 0)), "with every module in the same mode"),
         (changed(lambda net: net.float() if rank() else None), "to weights of the same type"),
         (second_derivatives, PART),
+        (left_open, r"run the last pass before each update outside"),
+        (shared_trunk, r"0\.0\.weight belongs to a network that is parallelized already"),
+        (
+            lambda plan: convoy.parallelize(nn.Embedding(4, 2, sparse=True), plan, torch.arange(4)),
+            "sparse gradients, which are not added over ranks",
+        ),
         (unfrozen, r"set requires_grad, then call convoy\.parallelize"),
         (lambda plan: nn.parallel.DistributedDataParallel(ranks_net(plan)[0])(IMAGES[:4]), "add gradients twice: take"),
         (changed(lambda net: net[0].weight.register_hook(lambda gradient: gradient)), r"0\.weight has a gradient hook"),

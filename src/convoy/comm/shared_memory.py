@@ -79,8 +79,8 @@ class Channel:
         if not is_same:
             raise RuntimeError(
                 f"{self._names[self.index]} and {self._names[rank]} exchange different things: all ranks must pass "
-                "images of the same size, call the same functions in the same order, and use the same outputs in the "
-                "loss"
+                "images of the same size, call the same functions in the same order, backward() too where a loss is 0 "
+                "or NaN, and use the same outputs in the loss"
             )
 
     def message(self, rank: int, dtype: torch.dtype) -> Tensor:

@@ -307,6 +307,12 @@ class Guard:
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self._has_parameters_of(optimizer):
+            reducer = self._network.reducer
+            if reducer is not None and reducer.has_own():
+                raise ConvoyError(
+                    "optimizer.step() comes after passes in convoy.accumulate alone, whose gradients no rank has of the "
+                    "others: run the last pass before each update outside of it, also where an epoch ends"
+                )
             self.unfollow()
             self._between_updates = True
             self._updates += 1

@@ -205,6 +205,8 @@ def take_part(
     prepare_given(model, needs_numbers=devices == 1 or dist.get_rank() == 0)
     if hasattr(model, "_convoy"):
         raise ConvoyError("this network is parallelized already: build it anew for another plan")
+    if devices > 1:
+        _check_parts(model)
     options.check()
     examples, form = _examples(model, example)
     keep_freed_memory(examples[0].device)
@@ -224,6 +226,9 @@ def take_part(
         network = _network(model, parsed, groups, examples, form, options)
         _take_shards(network, examples[0].device, world)
         network.reducer = GradientReducer(network.reduced(), groups)
+        if devices > 1:
+            for parameter in model.parameters():
+                parameter._convoy = True  # type: ignore[attr-defined]
     # in place, where DistributedDataParallel wraps: names and hooks stay those of the plain network, which never exists
     # twice
     model._convoy = network  # type: ignore[assignment]
@@ -393,6 +398,19 @@ def explain(net: nn.Module, samples: Sequence[int] | None = None) -> str:
             f"of equal work wait {share} of the time"
         )
     return text_of_placement(placement, memory, network.plan, network.captured, staged, notes)
+
+
+def _check_parts(model: nn.Module) -> None:
+    """Refuse layers that several devices cannot train."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "_convoy"):
+            raise ConvoyError(
+                f"{name} belongs to a network that is parallelized already, as where two networks share layers: let "
+                "all heads be parts of one network, or build the layers anew"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ConvoyError(f"{name} has sparse gradients, which are not added over ranks: build it with sparse=False")
 
 
 def _check_option(name: str, value: str, choices: tuple[str, ...]) -> None:

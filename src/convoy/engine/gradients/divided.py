@@ -222,6 +222,8 @@ def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> A
             value = func(*args, **kwargs)
             value = value * (part.numel() / part.whole_numel) if name == "mean" else value
         return reduce(_gathered(value, part), 0)
+    if name in ("numel", "nelement"):
+        return parts[0].whole_numel
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         func(*args, **kwargs)
         world = parts[0].groups.of(tuple(parts[0].groups.mesh.axes))

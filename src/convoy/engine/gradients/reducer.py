@@ -207,6 +207,10 @@ class GradientReducer(Reducer):
         self._pending: list[Pending] = []
         self._begin_pass()
 
+    def has_own(self) -> bool:
+        """Whether there are gradients that this rank has for itself: of passes in `paused`, none of them dropped."""
+        return any(self._fresh[i] and p.grad is not None for i, p in enumerate(self.parameters))
+
     def adds_any(self, parameters: Iterable[Tensor]) -> bool:
         """Whether it adds up the gradient of any of these."""
         return not set(self.parameters).isdisjoint(parameters)
