@@ -189,6 +189,8 @@ def looked_into() -> None:
             function(gradient)
     torch.testing.assert_close((gradient * 2 + 1).norm(), (whole * 2 + 1).norm())
     assert gradient.numel() == gradient.sign().nelement() == whole.numel()  # a mean of squares by norm and numel
+    torch.optim.SGD(net.parameters(), 0.1, foreach=True).zero_grad(set_to_none=False)  # of parts and whole ones at once
+    assert not gradient.any()
 
 
 def test_gradients_of_parts_answer_for_the_whole_or_refuse() -> None:

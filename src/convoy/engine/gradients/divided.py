@@ -234,7 +234,8 @@ def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> A
     if name in _REFUSED:
         raise _refused(name)
     result = func(*args, **kwargs)
-    return replace(result, Tensor, lambda x: _own(x, parts, name, func))
+    given = {id(x) for x in leaves((args, kwargs), Tensor)}  # what has been changed in place is what it was
+    return replace(result, Tensor, lambda x: x if id(x) in given else _own(x, parts, name, func))
 
 
 def _own(x: Tensor, parts: Sequence[DividedGradient], name: str, func: Callable) -> Tensor:
