@@ -44,7 +44,7 @@ class Kept:
         return self.layout.numel(shape, mesh, mesh.coordinates(0)) * self.itemsize
 
     def is_extra(self, graph: Graph) -> bool:
-        """Whether the call that keeps it has made it, as a mask or a copy in another type: it is no value of the graph."""
+        """Whether the call that keeps it has made it, as a mask or a copy in another type."""
         return self.inside or self.itemsize != graph.values[self.value].dtype.itemsize
 
 

@@ -188,14 +188,10 @@ TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class NextBest:
-    """What a layer would cost with its second best strategy, all other layers chosen anew, on the same mesh."""
+    """Another strategy of a layer, and seconds by which an update would be longer with it."""
 
-    layers: tuple[str, ...]  # mostly one; several where they are tied
-    strategy: Strategy  # in the best plan, one for each axis
-    other: Strategy | None  # the second best; None where they can have no other
-    # Of the whole plan with `other`; infinite where there is none. It can be less than that of the best plan, by the
-    # search's tolerance at most, which then sends less.
-    seconds: float
+    strategy: Strategy
+    extra_s: float
 
 
 @dataclass(frozen=True)
@@ -218,16 +214,19 @@ class SearchResult:
         return self.candidates[0]
 
     @cached_property
-    def next_best(self) -> tuple[NextBest, ...]:
-        """The second best strategies, layer by layer in the network's order; worked out when first asked for."""
-        rows = []
-        marginals = self.best.elimination.min_marginals()
-        for v, choice in enumerate(self.best.problem.choices):
-            best_strategy = self.best.strategies[choice.layers[0]]
-            rivals = [(float(n), s) for n, s in zip(marginals[v], choice.strategies, strict=True) if s != best_strategy]
-            seconds, other = min(rivals, default=(math.inf, None), key=lambda pair: pair[0])
-            rows.append(NextBest(choice.layers, best_strategy, other if seconds < math.inf else None, seconds))
-        return tuple(rows)
+    def next_best(self) -> dict[str, NextBest]:
+        """The second best strategy of every layer that can have one, all others chosen anew on the same mesh; worked
+        out when first asked for. It may be faster than the best plan, by the search's tolerance at most, as that sends
+        less."""
+        best, found = self.best, dict[str, NextBest]()
+        marginals = best.elimination.min_marginals()
+        for v, choice in enumerate(best.problem.choices):
+            sums = {s: float(n) for s, n in zip(choice.strategies, marginals[v], strict=True) if math.isfinite(n)}
+            sums.pop(best.strategies[choice.layers[0]], None)
+            if sums:
+                other = min(sums, key=sums.__getitem__)
+                found |= dict.fromkeys(choice.layers, NextBest(other, sums[other] - best.seconds))
+        return found
 
 
 def search(
