@@ -86,15 +86,7 @@ class Operand:
 
     @property
     def bytes(self) -> int:
-        return self.numel * _ITEMSIZES.get(self.dtype, 4)
-
-
-_ITEMSIZES = {
-    **dict.fromkeys(("bool", "uint8", "int8"), 1),
-    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
-    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
-    "complex128": 16,
-}
+        return self.numel * int(getattr(torch, self.dtype).itemsize)
 
 
 @dataclass(frozen=True)
