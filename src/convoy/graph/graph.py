@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
 from dataclasses import fields as dataclass_fields
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -151,6 +152,17 @@ class Graph:
     def parameters(self) -> Iterator[Value]:
         """Values that are parameters, in order of first use."""
         return (value for value in self.values.values() if value.origin == "parameter")
+
+    @cached_property
+    def differentiable(self) -> frozenset[str]:
+        """Names of the parameters that are trained, and of all values that depend on one, in training."""
+        if not self.training:
+            return frozenset()
+        names = {value.name for value in self.parameters() if value.trains and value.dtype.is_floating_point}
+        for call in self.calls:
+            if names.intersection(call.inputs) and getattr(call.function, "__name__", "") != "detach":
+                names |= {name for name in call.outputs if self.values[name].dtype.is_floating_point}
+        return frozenset(names)
 
     def consumers(self) -> dict[str, list[Call]]:
         """For every value, the calls that take it."""

@@ -11,7 +11,7 @@ it is: its own backward pass would run twice.
 """
 
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,22 +23,21 @@ from convoy.graph.graph import Graph
 from convoy.plans.place import COMPUTE, PlacedCall
 
 
-def postpones(placed: PlacedCall, graph: Graph, differentiable: Container[str]) -> bool:
-    """Whether a call's weight gradient can be postponed: the weight is a trained parameter, kept as it is used.
-    `differentiable` names the values that have a gradient."""
+def postpones(placed: PlacedCall, graph: Graph) -> bool:
+    """Whether a call's weight gradient can be postponed: the weight is a trained parameter, kept as it is used."""
     if placed.call.op not in COMPUTE:
         return False
     weight, bias = placed.call.attributes["weight"], placed.call.attributes["bias"]
     is_kept = graph.values[weight].origin == "parameter" and weight not in placed.transfers
-    return is_kept and weight in differentiable and (bias is None or bias in differentiable)
+    return is_kept and weight in graph.differentiable and (bias is None or bias in graph.differentiable)
 
 
-def postponed_part(placed: PlacedCall, graph: Graph, differentiable: Container[str]) -> float:
+def postponed_part(placed: PlacedCall, graph: Graph) -> float:
     """The part of a call's time in the backward pass that zero-bubble postpones: about half, or all where its input has
     no gradient."""
-    if not postpones(placed, graph, differentiable):
+    if not postpones(placed, graph):
         return 0.0
-    return 0.5 if placed.call.attributes["input"] in differentiable else 1.0
+    return 0.5 if placed.call.attributes["input"] in graph.differentiable else 1.0
 
 
 def joins(numbers: float, weight: int) -> bool:

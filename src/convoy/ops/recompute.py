@@ -12,7 +12,6 @@ the peak, with a dynamic program that keeps least under it: 10 ms for ResNet-18,
 """
 
 import fnmatch
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,7 +25,6 @@ from convoy.ops.registry import OPERATIONS
 from convoy.plans.fit import nearest
 from convoy.plans.layout import Layout
 from convoy.plans.place import PlacedCall, Placement
-from convoy.plans.traffic import needs_gradient
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,15 @@ class Kept:
     inside: bool = False
     # the convolution or pooling that keeps it with padding, on ranks where a kernel does not pad by itself
     padded: str = ""
+
+    def bytes(self, placement: Placement) -> int:
+        """On the first rank, without padding."""
+        mesh, shape = placement.mesh, placement.graph.shape(self.value)
+        return self.layout.numel(shape, mesh, mesh.coordinates(0)) * self.itemsize
+
+    def is_extra(self, graph: Graph) -> bool:
+        """Whether the call that keeps it has made it, as a mask or a copy in another type."""
+        return self.inside or self.itemsize != graph.values[self.value].dtype.itemsize
 
 
 class KeptTensors:
@@ -54,7 +61,7 @@ class KeptTensors:
         self._roots: dict[tuple[str, Layout], str] = {}
         self.calls: list[set[Kept]] = []  # the tensors that each call keeps
         self.producers: dict[Kept, int] = {}
-        differentiable = needs_gradient(placement.graph)
+        differentiable = placement.graph.differentiable
         for number, placed in enumerate(placement.calls):
             tensors: set[Kept] = set()
             if OPERATIONS[placed.call.op].is_view:
@@ -229,7 +236,7 @@ class _Stretches:
         self._last: dict[Kept, int] = {}
         self._total = 0.0
         for tensor in (candidate for candidate in {**keepers, **readers} if candidate not in tensors.held):
-            num_bytes = self._bytes(tensor)
+            num_bytes = tensor.bytes(self._placement)
             keep, read = keepers.get(tensor, []), readers.get(tensor, [])
             self._total += num_bytes
             self._last[tensor] = last = max([*keep, *read])
@@ -287,11 +294,6 @@ class _Stretches:
         inside = kept_in(self._tensors, stretch) - inputs_of(self._placement, self._tensors, stretch)
         inside -= self._tensors.held
         return any(self._last[tensor] < stretch.stop for tensor in inside)
-
-    def _bytes(self, tensor: Kept) -> int:
-        mesh = self._placement.mesh
-        shape = self._placement.graph.shape(tensor.value)
-        return math.prod(tensor.layout.local_shape(shape, mesh, (0,) * len(mesh.sizes))) * tensor.itemsize
 
 
 def _runs(placement: Placement) -> Iterator[range]:

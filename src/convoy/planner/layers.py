@@ -14,6 +14,7 @@ from convoy.planner.cost.step import ADDING
 from convoy.planner.planner import Planned
 from convoy.planner.search.layers import compact
 from convoy.planner.search.prices import AXIS_STRATEGIES, Strategy, is_choosing
+from convoy.planner.search.search import NextBest
 from convoy.plans.mesh import ranks_of
 from convoy.plans.place import PlacedCall
 from convoy.plans.timeline import ENGINE
@@ -61,14 +62,6 @@ def parts_of(planned: Planned, scored: Scored) -> tuple[Part, ...]:
 
 _PREDICTIONS = 30  # strategies that are tried one by one, where no search says what they would cost
 _COMPUTING = ("forward", "backward", "copy")
-
-
-@dataclass(frozen=True)
-class NextBest:
-    """Another strategy of a layer, and seconds by which an update would be longer with it."""
-
-    strategy: Strategy
-    extra_s: float
 
 
 @dataclass(frozen=True)
@@ -229,12 +222,7 @@ def _next_best(planned: Planned, scored: Scored, work_s: dict[str, float]) -> di
     if not axes:
         return {}
     if search is not None and search.best.plan == scored.plan:
-        return {
-            layer: NextBest(tie.other, tie.seconds - search.best.seconds)
-            for tie in search.next_best
-            if tie.other is not None
-            for layer in tie.layers
-        }
+        return search.next_best
     choosing = dict.fromkeys(placed.call.layer for placed in scored.placement.calls if is_choosing(placed.call))
     names = sorted(choosing, key=lambda name: -work_s[name])
     return alternatives(planned, scored, names[: max(1, _PREDICTIONS // ((len(AXIS_STRATEGIES) - 1) * axes))])

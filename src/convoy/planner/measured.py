@@ -31,7 +31,7 @@ from convoy.launch.host import HostLoad, HostWatch
 from convoy.ops import OPERATIONS
 from convoy.ops.memory import predict_memory
 from convoy.planner.cost.calibrated import Calibrated
-from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times, Update, issuing, mean
+from convoy.planner.cost.costs import Costs, HostCost, Roofline, Times, Update, least_squares, mean
 from convoy.planner.cost.link import Links, assumed, links_named
 from convoy.planner.cost.local_op import VIEWS, LocalOp
 from convoy.planner.profiling import ALIKE, Profiled, local_op_of, measured_links, profile, with_overhead
@@ -105,7 +105,7 @@ def check_optimizer(make: MakeOptimizer) -> None:
 
 def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int = 5) -> Update:
     """Time the optimizer on tensors of several sizes; the median of the repetitions counts."""
-    measured, issued = [], []
+    measured, issued = [], list[float]()
     clock = DeviceClock(device)
     for tensors, numel in _POINTS:
         parameters = [nn.Parameter(torch.full((numel,), 0.5, device=device)) for _ in range(tensors)]
@@ -115,8 +115,8 @@ def measure_update(make: MakeOptimizer, device: torch.device, repetitions: int =
         optimizer.step()  # makes the state
         runs = [clock.spent(optimizer.step, in_a_row=1) for _ in range(repetitions)]
         measured.append((tensors * numel * 4, tensors, median(run.device for run in runs)))
-        issued.append((tensors, median(run.host for run in runs)))
-    host, host_per_tensor = issuing(issued)
+        issued.append(median(run.host for run in runs))
+    host, host_per_tensor = least_squares([(1.0, float(tensors)) for tensors, _ in _POINTS], issued)
     update = Update.fit(measured, state=memory_of_updates(make).state)
     return replace(update, host=host, host_per_tensor=host_per_tensor)
 

@@ -411,7 +411,7 @@ def propose(
     if refused is not None and not cut:
         raise _smallest(workload, devices, costs, memory_limit, refused) if memory_limit is not None else refused
     plain = Plan.by_samples(devices)
-    if plain not in plans and not constraints.fixes:
+    if plain not in plans and Layers(workload.graph, constraints).fixes_hold(plain):
         with contextlib.suppress(ConvoyError):  # a batch that so many ranks cannot share
             placement = workload.place(plain)
             if memory_limit is None or most(rank_memory(placement, costs)).total <= memory_limit:

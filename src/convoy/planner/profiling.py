@@ -6,8 +6,7 @@ The engine's own time in an update shows on networks so small that there is litt
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, combinations, count, cycle, pairwise
@@ -180,14 +179,9 @@ def local_op_of(workload: Workload, placement: Placement, placed: PlacedCall, ra
     return local_op(placed, placement, rank, batch_norm=workload.batch_norm, microbatch=workload.microbatch)
 
 
-@contextmanager
-def autocast(workload: Workload) -> Iterator[None]:
+def autocast(workload: Workload) -> torch.autocast:
     """Autocast as the workload is trained with it, if it is."""
-    if workload.precision is None:
-        yield
-        return
-    with torch.autocast(workload.device.type, workload.precision):
-        yield
+    return torch.autocast(workload.device.type, workload.precision, enabled=workload.precision is not None)
 
 
 _LAYERS = 4, 24

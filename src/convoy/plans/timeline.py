@@ -215,17 +215,6 @@ class Timeline:
         return sum(span.end - span.start - span.task.seconds for span in self._of(None)[0])
 
 
-_COLORS = {
-    "forward": "thread_state_running",
-    "backward": "thread_state_runnable",
-    "transfer": "terrible",
-    "gradient": "bad",
-    "copy": "yellow",
-    "update": "good",
-    "around": "grey",
-}
-
-
 def trace(**sources: Timeline) -> dict[str, Any]:
     """The trace of one or several steps as JSON has it, by where they come from: `predicted=…, measured=…`. Each rank
     of each is a process, and the processes of a rank stand below each other."""
@@ -256,5 +245,5 @@ def trace(**sources: Timeline) -> dict[str, Any]:
             event: dict[str, Any] = {"ph": "X", "name": task.name or task.layer or task.kind, "cat": task.kind}
             event |= {"pid": processes[task.rank], "tid": threads[task.stream]}
             event |= {"ts": start / 1e3, "dur": (end - start) / 1e3, "args": arguments}
-            events.append(event | ({"cname": _COLORS[task.kind]} if task.kind in _COLORS else {}))
+            events.append(event)
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from convoy import terminal
-from convoy.graph.graph import Call, Graph
+from convoy.graph.graph import Call
 from convoy.plans.fit import axis_names
 from convoy.plans.layout import WHOLE, Layout
 from convoy.plans.mesh import Coordinates, Mesh, ranks_of
@@ -119,7 +119,7 @@ def redistributions(placement: Placement) -> Iterator[tuple[int, str, tuple[Step
 def transfer_traffic(placement: Placement) -> list[Sent]:
     """The messages between calls."""
     graph, mesh = placement.graph, placement.mesh
-    differentiable, places = needs_gradient(graph), [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
+    places = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
     elements_of: dict[tuple[Step, tuple[int, ...]], list[Traffic]] = {}  # blocks repeat
     calls, messages = [*(placed.call.name for placed in placement.calls), ""], []
     for number, name, steps in redistributions(placement):
@@ -129,14 +129,14 @@ def transfer_traffic(placement: Placement) -> list[Sent]:
             if key not in elements_of:
                 elements_of[key] = [step_elements(step, mesh, place, value.shape) for place in places]
             traffics = (elements * value.dtype.itemsize for elements in elements_of[key])
-            ranks = tuple(sent if name in differentiable else Traffic(sent.forward) for sent in traffics)
+            ranks = tuple(sent if name in graph.differentiable else Traffic(sent.forward) for sent in traffics)
             messages.append(Sent(calls[number], name, step, ranks))
     return messages
 
 
 def cut_traffic(placement: Placement, staged: StagedGraph) -> list[Crossed]:
     """The messages between stages: ranks at one place on the other axes send their part of each value at a cut."""
-    mesh, differentiable, messages = placement.mesh, needs_gradient(placement.graph), []
+    mesh, differentiable, messages = placement.mesh, placement.graph.differentiable, []
     for crossing in staged.crossings:
         ranks = []
         for rank in range(mesh.num_devices):
@@ -157,17 +157,6 @@ def gradient_traffic(placement: Placement) -> dict[str, tuple[int, ...]]:
             sizes = (placement.local_bytes(value.name, rank) for rank in range(mesh.num_devices))
             traffic[value.name] = tuple(width * all_reduce_elements(size // width, count) for size in sizes)
     return traffic
-
-
-def needs_gradient(graph: Graph) -> frozenset[str]:
-    """Names of the parameters that are trained, and of all values that depend on one, in training."""
-    if not graph.training:
-        return frozenset()
-    names = {value.name for value in graph.parameters() if value.trains and value.dtype.is_floating_point}
-    for call in graph.calls:
-        if names.intersection(call.inputs) and getattr(call.function, "__name__", "") != "detach":
-            names |= {name for name in call.outputs if graph.values[name].dtype.is_floating_point}
-    return frozenset(names)
 
 
 @dataclass(frozen=True)

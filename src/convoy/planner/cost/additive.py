@@ -65,7 +65,7 @@ class Additive:
     def transfer(self, step: Step, mesh: Mesh, value: Value) -> float:
         """Seconds of one step of a redistribution, forward and, where a gradient comes back, backward."""
         first, shape, itemsize = mesh.coordinates(0), value.shape, value.dtype.itemsize
-        differentiable = value.name in graph_facts(self.graph).differentiable
+        differentiable = value.name in self.graph.differentiable
         times = self._times(moved(step, shape, dtype_name(value.dtype), differentiable, mesh, first))
         seconds = max(times.total, times.host)
         axes = tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)

@@ -134,7 +134,6 @@ class Calibrated:
             op: (median(seconds.host_forward for seconds in times), median(seconds.host_backward for seconds in times))
             for op, times in hosts.items()
         }
-        self._predictions: dict[LocalOp, Times] = {}
 
     @staticmethod
     def _groups(local_op: LocalOp) -> tuple[Any, ...]:
@@ -157,14 +156,12 @@ class Calibrated:
     def __call__(self, local_op: LocalOp, /) -> Times:
         if local_op in self.measured:
             return self.measured[local_op]
-        if local_op not in self._predictions:
-            group = next((group for group in self._groups(local_op) if group in self._models), None)
-            models = self._models.get(group) or [self._model(None, [], way) for way in WAYS]
-            ratios = self._neighbours[group].correction(local_op) if group in self._neighbours else (1.0, 1.0)
-            forward, backward = (model(local_op) * ratio for model, ratio in zip(models, ratios, strict=True))
-            host = self._issuing.get(local_op.op, self._issuing.get("", (0.0, 0.0)))
-            self._predictions[local_op] = Times(forward, backward, *host)
-        return self._predictions[local_op]
+        group = next((group for group in self._groups(local_op) if group in self._models), None)
+        models = self._models.get(group) or [self._model(None, [], way) for way in WAYS]
+        ratios = self._neighbours[group].correction(local_op) if group in self._neighbours else (1.0, 1.0)
+        forward, backward = (model(local_op) * ratio for model, ratio in zip(models, ratios, strict=True))
+        host = self._issuing.get(local_op.op, self._issuing.get("", (0.0, 0.0)))
+        return Times(forward, backward, *host)
 
 
 def fitted(measured: Mapping[LocalOp, Times]) -> Roofline:

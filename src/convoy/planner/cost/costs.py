@@ -46,11 +46,6 @@ class Update:
         return Update(per_byte, per_tensor, state=state)
 
 
-def issuing(measured: Sequence[tuple[int, float]]) -> list[float]:
-    """Seconds of a host once and for each parameter, from the number of parameters and its seconds for some updates."""
-    return least_squares([(1.0, float(tensors)) for tensors, _ in measured], [seconds for _, seconds in measured])
-
-
 def least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float], count: int = 2) -> list[float]:
     """The `count` rates by which the rows come nearest to the targets; of one that would be below zero the column
     goes."""

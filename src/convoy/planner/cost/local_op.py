@@ -21,14 +21,12 @@ from convoy.ops.memory import Readers, overwritten
 from convoy.ops.registry import sharing_axes
 from convoy.plans.layout import Layout
 from convoy.plans.place import PlacedCall, Placement
-from convoy.plans.traffic import needs_gradient
 
 
 @dataclass(frozen=True)
 class GraphFacts:
     """What is true of a graph however it is placed."""
 
-    differentiable: frozenset[str]  # values that have gradients
     # By call, those of its inputs whose gradients it adds to that of a later call: the backward pass comes to the later
     # one first
     adding: dict[str, frozenset[str]]
@@ -39,7 +37,7 @@ def graph_facts(graph: Graph) -> GraphFacts:
     """The facts of a graph, worked out once and kept with it."""
     kept = vars(graph)
     if "_planner_facts" not in kept:
-        readers, differentiable = Readers(graph, [ref.name for ref in leaves(graph.output, Ref)]), needs_gradient(graph)
+        readers, differentiable = Readers(graph, [ref.name for ref in leaves(graph.output, Ref)]), graph.differentiable
         seen: set[str] = set()
         adding = {}
         for call in reversed(graph.calls):
@@ -48,7 +46,7 @@ def graph_facts(graph: Graph) -> GraphFacts:
             adding[call.name] = frozenset(inputs & seen)
             seen |= inputs
         spare = frozenset(name for name in graph.values if readers.is_spare(name, ()))
-        kept["_planner_facts"] = GraphFacts(differentiable, adding, spare)
+        kept["_planner_facts"] = GraphFacts(adding, spare)
     facts: GraphFacts = kept["_planner_facts"]
     return facts
 
@@ -88,15 +86,7 @@ class Operand:
 
     @property
     def bytes(self) -> int:
-        return self.numel * _ITEMSIZES.get(self.dtype, 4)
-
-
-_ITEMSIZES = {
-    **dict.fromkeys(("bool", "uint8", "int8"), 1),
-    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
-    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
-    "complex128": 16,
-}
+        return self.numel * int(getattr(torch, self.dtype).itemsize)
 
 
 @dataclass(frozen=True)
@@ -218,7 +208,7 @@ def local_op(
         value = graph.values[name]
         role: Any = "activation" if value.origin in ("call", "input") else value.origin
         shape = layout.local_shape(value.shape, mesh, place)
-        gradient, adds = name in facts.differentiable, name in facts.adding[call.name]
+        gradient, adds = name in graph.differentiable, name in facts.adding[call.name]
         return Operand(shape, dtype_name(value.dtype), role, gradient, adds)
 
     operation = OPERATIONS[call.op]

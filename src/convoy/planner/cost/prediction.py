@@ -1,7 +1,7 @@
 """What is predicted of a plan: the memory of its ranks, and the timeline of an update."""
 
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from convoy.errors import TooLargeError
@@ -18,7 +18,6 @@ from convoy.plans.plan import Plan
 from convoy.plans.schedule import returning
 from convoy.plans.stages import Crossing
 from convoy.plans.timeline import Timeline
-from convoy.plans.traffic import needs_gradient
 from convoy.units import size
 
 
@@ -57,15 +56,15 @@ def _of_part(placement: Placement, costs: Costs, staging: Staging | None, stage:
         return {rank: RankMemory(**vars(counted[rank]), optimizer=0, messages=0) for rank in ranks}
     held, alone = held_bytes(placement, weights_of(placement)), costs.message_sizes.alone
     small = [sizes for name, sizes in held.items() if gradient_axes(placement, name) and max(sizes) < alone]
-    differentiable, later = needs_gradient(graph), list[str]()
+    later = list[str]()
     if staging is not None and staging.schedule == "zero-bubble":  # inputs and gradients, of all passes, at the end
-        calls = [placed.call for placed in placement.calls if postpones(placed, graph, differentiable)]
+        calls = [placed.call for placed in placement.calls if postpones(placed, graph)]
         later = [name for call in calls for name in (call.attributes["input"], call.outputs[0])]
     by_rank = {}
     for rank in ranks:
         memory, messages = counted[rank], sum(sizes[rank] for sizes in small)
         if staging is not None:
-            messages += _sent_and_received(placement, staging, stage, rank, differentiable)
+            messages += _sent_and_received(placement, staging, stage, rank)
         weights = [sizes[rank] for sizes in held.values()]
         by_rank[rank] = RankMemory(
             memory.parameters,
@@ -79,12 +78,10 @@ def _of_part(placement: Placement, costs: Costs, staging: Staging | None, stage:
     return by_rank
 
 
-def _sent_and_received(
-    placement: Placement, staging: Staging, stage: int, rank: int, differentiable: Container[str]
-) -> int:
+def _sent_and_received(placement: Placement, staging: Staging, stage: int, rank: int) -> int:
     """Bytes that a rank of a stage has beside the activations when it begins to run a pass back: the pass's gradients
     and those of the next one, the values of the next pass forward, and the gradients that it has sent."""
-    passes, in_flight = len(staging.samples), staging.in_flight(stage)
+    passes, in_flight, differentiable = len(staging.samples), staging.in_flight(stage), placement.graph.differentiable
 
     def size(crossing: Crossing, gradient: bool) -> int:
         return 0 if gradient and crossing.value not in differentiable else placement.local_bytes(crossing.value, rank)
@@ -194,7 +191,6 @@ def nothing_fits(
     layers = defaultdict[str, float](float)
     outputs: dict[str, int] = {}  # several layers may keep the same one
     mesh, values, parameters = placement.mesh, placement.graph.values, 0.0
-    origin = (0,) * len(mesh.sizes)
     for placed in placement.calls:
         weights = [name for name in placed.call.inputs if values[name].origin == "parameter"]
         trained = sum(placement.local_bytes(name, 0) for name in weights if values[name].trains)
@@ -203,7 +199,7 @@ def nothing_fits(
         layers[placed.call.layer] += held
         for tensor in kept_by(placed, placement):
             if values[tensor.value].origin in ("call", "input"):
-                num_bytes = tensor.itemsize * tensor.layout.numel(values[tensor.value].shape, mesh, origin)
+                num_bytes = tensor.bytes(placement)
                 outputs[tensor.value] = max(num_bytes, outputs.get(tensor.value, 0))
                 layers[placed.call.layer] += num_bytes
     largest = max(layers, key=lambda layer: layers[layer])

@@ -19,7 +19,7 @@ from convoy.ops.postponed import joins, postponed_part
 from convoy.ops.recompute import stretches
 from convoy.ops.registry import sharing_axes
 from convoy.planner.cost.link import Collective, Message
-from convoy.planner.cost.local_op import BatchNorm, LocalOp, Operand, Option, dtype_name, graph_facts, local_op
+from convoy.planner.cost.local_op import BatchNorm, LocalOp, Operand, Option, dtype_name, local_op
 from convoy.plans.buckets import Item as Gradient
 from convoy.plans.buckets import Sizes, plan_buckets
 from convoy.plans.layout import WHOLE, Layout
@@ -157,7 +157,6 @@ def program(placement: Placement, batch_norm: BatchNorm = "sync", microbatch: in
     """The items of one pass, in the order of its forward pass."""
     graph, mesh = placement.graph, placement.mesh
     places = [mesh.coordinates(rank) for rank in range(mesh.num_devices)]
-    differentiable = graph_facts(graph).differentiable
     kinds: dict[LocalOp, LocalOp] = {}  # equal operations are one object, which is quick to compare
 
     @cache
@@ -167,7 +166,7 @@ def program(placement: Placement, batch_norm: BatchNorm = "sync", microbatch: in
 
     transfers: dict[str, list[Item]] = {}
     for sent in transfer_traffic(placement):
-        value, has_gradient = graph.values[sent.value], sent.value in differentiable
+        value, has_gradient = graph.values[sent.value], sent.value in graph.differentiable
         ops = copies(sent.step, value.shape, dtype_name(value.dtype), has_gradient)
         transfers.setdefault(sent.call, []).append(_transfer(sent, ops, mesh, has_gradient))
     items: list[Item] = []
@@ -201,9 +200,8 @@ def _call(
     kinds: dict[LocalOp, LocalOp],
 ) -> Item:
     call, graph, mesh = placed.call, placement.graph, placement.mesh
-    differentiable = graph_facts(graph).differentiable
-    takes = tuple(name for name in call.inputs if name in differentiable)
-    backward = bool(takes) and bool(differentiable.intersection(call.outputs))
+    takes = tuple(name for name in call.inputs if name in graph.differentiable)
+    backward = bool(takes) and bool(graph.differentiable.intersection(call.outputs))
     asked: dict[tuple[object, ...], tuple[LocalOp, InternalMessages]] = {}  # once for all ranks that compute alike
     ranks = []
     for rank, place in enumerate(places):
@@ -223,7 +221,7 @@ def _call(
     )
     if not backward:
         return Item(call.layer, call.name, False, local_ops, forward, (), False, ())
-    postponed = postponed_part(placed, graph, differentiable)
+    postponed = postponed_part(placed, graph)
     return Item(call.layer, call.name, False, local_ops, forward, back, True, takes, postponed=postponed)
 
 

@@ -12,7 +12,6 @@ from convoy.graph.graph import Graph
 from convoy.ops import work
 from convoy.planner.cost.costs import Costs, HostCost, Times
 from convoy.planner.cost.link import Message
-from convoy.planner.cost.local_op import graph_facts
 from convoy.planner.cost.program import (
     GradientMessage,
     Item,
@@ -196,8 +195,7 @@ class _Builder:
         return self.first[self.staging.peer(rank, stage)]
 
     def _with_gradients(self, crossings: Iterable[Crossing]) -> list[Crossing]:
-        differentiable = graph_facts(self.placement.graph).differentiable
-        return [crossing for crossing in crossings if crossing.value in differentiable]
+        return [crossing for crossing in crossings if crossing.value in self.placement.graph.differentiable]
 
     def _receive(self, crossings: Iterable[Crossing], forward: bool, number: int) -> None:
         """Wait for what other stages send for a pass."""

@@ -24,7 +24,6 @@ from convoy.ops.postponed import postponed_part
 from convoy.ops.recompute import KeptTensors
 from convoy.planner.cost.additive import Additive, OfParameter, sums_of_calls
 from convoy.planner.cost.link import Link
-from convoy.planner.cost.local_op import graph_facts
 from convoy.planner.cost.prediction import workspace
 from convoy.plans.place import COMPUTE, PlacedCall, Placement
 from convoy.plans.stages import cut_points, open_points
@@ -51,7 +50,6 @@ class Chain:
     def __init__(self, placement: Placement, costs: Additive) -> None:
         self.placement, self.passes = placement, costs.passes
         self.cuts = cuts_of(placement.graph)  # the calls before which a stage may begin, and both ends
-        self._differentiable = graph_facts(placement.graph).differentiable
         rows = zip(placement.calls, sums_of_calls(placement, costs), strict=True)
         of_calls = np.array([self._of_call(placed, *sums, costs) for placed, sums in rows]).T
         to_sum, to_compare = of_calls[:5], of_calls[5:]
@@ -68,7 +66,7 @@ class Chain:
         self, placed: PlacedCall, seconds: float, parameters: Mapping[str, OfParameter], costs: Additive
     ) -> tuple[float, ...]:
         placement, more = self.placement, self.passes - 1
-        part = postponed_part(placed, placement.graph, self._differentiable)
+        part = postponed_part(placed, placement.graph)
         later = (placed.call.attributes["input"], placed.call.outputs[0]) if part else ()
         gradients = [placement.local_bytes(name, 0) for name in parameters] if more else []
         return (
@@ -102,22 +100,18 @@ class Chain:
         for name, size, touches in self._touched:
             for sender, receiver in itertools.pairwise(touches):
                 sends[: sender + 1, sender + 1 : receiver + 1] += link.exchange(size)
-                if name in self._differentiable:
+                if name in self.placement.graph.differentiable:
                     returns[sender + 1 : receiver + 1, receiver + 1 :] += link.exchange(size)
         return sends, returns
 
     @cached_property
     def kept(self) -> Numbers:
         """Bytes of activations of a pass, with what is received and sent."""
-        held, values = self._empty(), self.placement.graph.values
+        held, graph = self._empty(), self.placement.graph
         # of what is computed again only that which crosses cuts: so no cuts are missed, and what is chosen is looked at
         calls = zip(self.placement.calls, KeptTensors(self.placement).calls, strict=True)
         tensors = {tensor for placed, of_call in calls if not placed.call.recomputed for tensor in of_call}
-        plain = {
-            tensor.value
-            for tensor in tensors
-            if not tensor.inside and tensor.itemsize == values[tensor.value].dtype.itemsize
-        }
+        plain = {tensor.value for tensor in tensors if not tensor.is_extra(graph)}
         for name, size, touches in self._touched:
             for before, unit in itertools.pairwise((-1, *touches)):
                 held[before + 1 : unit + 1, unit + 1 :] += size
@@ -125,11 +119,8 @@ class Chain:
                 held[: touches[0] + 1, touches[-1] + 1 :] -= size
         first = {name: touches[0] for name, _, touches in self._touched}
         inside = np.zeros(len(self.cuts) - 1)
-        mesh = self.placement.mesh
-        for tensor in tensors:
-            if tensor.inside or tensor.itemsize != values[tensor.value].dtype.itemsize:
-                numel = tensor.layout.numel(values[tensor.value].shape, mesh, mesh.coordinates(0))
-                inside[first.get(tensor.value, 0)] += numel * tensor.itemsize
+        for tensor in (tensor for tensor in tensors if tensor.is_extra(graph)):
+            inside[first.get(tensor.value, 0)] += tensor.bytes(self.placement)
         return held + _between(inside)
 
     def _empty(self) -> Numbers:

@@ -222,6 +222,11 @@ class Layers:
         self.roles = {layer: (self._fixes[layer], *_role(calls[0], graph)) for layer, calls in self._calls.items()}
         self._among = constraints.strategies
 
+    def fixes_hold(self, plan: Plan) -> bool:
+        """Whether a plan keeps all fixes."""
+        fixes = ((fix.on(plan.mesh, self.ops[layer]), layer) for layer, fix in self._fixes.items() if fix is not None)
+        return all(fixed == plan.strategy(layer, self.ops[layer]) for fixed, layer in fixes)
+
     def allowed(self, mesh: Mesh, batch: Batch, prices: Prices) -> dict[str, Sequence[Strategy]]:
         """The strategies of each layer on a mesh; a ConvoyError where a layer can have none that it must have."""
         everything = strategies(mesh, batch.axes, self._among)

@@ -19,7 +19,6 @@ from convoy.graph.graph import Call, Graph, Value
 from convoy.ops import OPERATIONS
 from convoy.ops.recompute import kept_by
 from convoy.planner.cost.additive import Additive, OfParameter
-from convoy.planner.cost.local_op import graph_facts
 from convoy.plans.layout import Layout
 from convoy.plans.mesh import Axes, Mesh
 from convoy.plans.place import COMPUTE, Batch, PlacedCall, Placement, Situation
@@ -57,13 +56,13 @@ def strategies(mesh: Mesh, axes: Axes, among: Sequence[str] = AXIS_STRATEGIES) -
     return list(itertools.product(*choices))
 
 
-def structure(call: Call, graph: Graph, differentiable: frozenset[str]) -> tuple[object, ...]:
+def structure(call: Call, graph: Graph) -> tuple[object, ...]:
     """What two calls must have in common to be placed alike and to cost the same. Names of tensors stand in it as
-    places among the call's inputs and outputs; those in `differentiable` have a gradient."""
+    places among the call's inputs and outputs."""
     values = graph.values
     places = {name: f"${number}" for number, name in enumerate((*call.inputs, *call.outputs))}
     tensors = tuple(
-        ((value := values[name]).shape, str(value.dtype), value.origin, name in differentiable) for name in places
+        ((value := values[name]).shape, str(value.dtype), value.origin, name in graph.differentiable) for name in places
     )
 
     def anonymous(match: re.Match[str]) -> str:
@@ -100,8 +99,7 @@ class Prices:
         self.mesh = mesh
         self.costs = costs
         self.layouts: list[Layout] = []
-        self.differentiable = graph_facts(graph).differentiable
-        training = [call for call in graph.calls if self.differentiable.intersection(call.outputs)]
+        training = [call for call in graph.calls if graph.differentiable.intersection(call.outputs)]
         # how many calls keep each value for the backward pass
         self._keepers = Counter(
             name for call in training for name in {name for name, _ in OPERATIONS[call.op].keeps(call, graph.values)}
@@ -133,7 +131,7 @@ class Prices:
 
         def number() -> int:
             keepers = tuple(self._keepers[name] for name in (*call.inputs, *call.outputs))
-            key = (*structure(call, self.graph, self.differentiable), self.costs.context(call), keepers)
+            key = (*structure(call, self.graph), self.costs.context(call), keepers)
             return self._structures.setdefault(key, len(self._structures))
 
         return self.once("kind", call.name, ask=number)
@@ -184,13 +182,10 @@ class Prices:
     def _kept(self, placed: PlacedCall, blank: Placement) -> float:
         """Bytes on rank 0 that a call keeps; of a value that several calls keep, its part. Where they keep it in
         several layouts that is too little: the bytes are to guide the search, and what a plan needs is counted anew."""
-        held, values = 0.0, self.graph.values
-        for tensor in kept_by(placed, blank) if self.differentiable.intersection(placed.call.outputs) else ():
-            value = values[tensor.value]
-            if value.origin in ("call", "input"):
-                alone = tensor.inside or tensor.itemsize != value.dtype.itemsize
-                numel = tensor.layout.numel(value.shape, self.mesh, self.mesh.coordinates(0))
-                held += numel * tensor.itemsize / (1 if alone else self._keepers[tensor.value])
+        held = 0.0
+        for tensor in kept_by(placed, blank) if self.graph.differentiable.intersection(placed.call.outputs) else ():
+            if self.graph.values[tensor.value].origin in ("call", "input"):
+                held += tensor.bytes(blank) / (1 if tensor.is_extra(self.graph) else self._keepers[tensor.value])
         return held
 
     def transfer(self, source: int, target: int, value: Value) -> float:
@@ -201,7 +196,7 @@ class Prices:
             steps = transfer(self.layouts[source], self.layouts[target], self.mesh, value.shape)
             return sum(self.costs.transfer(step, self.mesh, value) for step in steps)
 
-        tensor = value.shape, value.dtype, value.name in self.differentiable
+        tensor = value.shape, value.dtype, value.name in self.graph.differentiable
         return self.once("transfer", source, target, tensor, ask=seconds)
 
     def parameter(self, value: Value, number: int) -> OfParameter:

@@ -256,7 +256,7 @@ class _Builder:
         for group in _that_share(uses, source):
             scope = tuple(sorted({*source.scope, *(v for use in group for v in use.scope)}))
             key = (
-                (value.shape, value.dtype.itemsize, value.name in self.prices.differentiable),
+                (value.shape, value.dtype.itemsize, value.name in self.graph.differentiable),
                 tuple((place.key, *map(scope.index, place.scope)) for place in (source, *group)),
             )
             yield scope, *self.prices.once("sent", *key, ask=partial(self._distinct, value, source, group, scope))

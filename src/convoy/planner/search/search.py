@@ -123,9 +123,9 @@ class Solver:
         seconds, held, count = (_at(part, states) for part in (problem.seconds, problem.bytes, problem.redistributions))
         return Solution(assigned(problem.choices, states), seconds, round(count), held, problem, elimination, self)
 
-    def simplest(self, solution: Solution, budget: float) -> Solution | None:
-        """Of the plans within a budget of seconds, the fastest of those with fewest redistributions; None where the
-        tables that count them would be too large. The budget is at least the seconds of `solution`, the fastest."""
+    def simplest(self, solution: Solution, budget: float) -> Solution:
+        """Of the plans within a budget of seconds, the fastest of those with fewest redistributions; `solution`, the
+        fastest, whose seconds the budget is at least, where the tables that count them would be too large."""
         if not solution.redistributions:
             return solution
         problem, budget = solution.problem, budget * (1 + 1e-12)
@@ -136,7 +136,7 @@ class Solver:
         try:
             counting = Elimination(seconds, sizes, LIMIT, counts, solution.redistributions)
         except TooWideError:
-            return None
+            return solution
         simple = counting.assignment(budget)
         if simple is None:
             return solution
@@ -188,14 +188,10 @@ TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class NextBest:
-    """What a layer would cost with its second best strategy, all other layers chosen anew, on the same mesh."""
+    """Another strategy of a layer, and seconds by which an update would be longer with it."""
 
-    layers: tuple[str, ...]  # mostly one; several where they are tied
-    strategy: Strategy  # in the best plan, one for each axis
-    other: Strategy | None  # the second best; None where they can have no other
-    # Of the whole plan with `other`; infinite where there is none. It can be less than that of the best plan, by the
-    # search's tolerance at most, which then sends less.
-    seconds: float
+    strategy: Strategy
+    extra_s: float
 
 
 @dataclass(frozen=True)
@@ -203,7 +199,7 @@ class SearchResult:
     """The answer of a search."""
 
     # Different plans, the one to have first and then by their seconds: the best of a mesh and of a way to divide the
-    # samples each, and plain `sample` where it can be
+    # samples each
     candidates: tuple[Solution, ...]
     notes: tuple[str, ...]  # sentences about what was left out or tied
     least: float  # seconds of the fastest plan
@@ -218,16 +214,19 @@ class SearchResult:
         return self.candidates[0]
 
     @cached_property
-    def next_best(self) -> tuple[NextBest, ...]:
-        """The second best strategies, layer by layer in the network's order; worked out when first asked for."""
-        rows = []
-        marginals = self.best.elimination.min_marginals()
-        for v, choice in enumerate(self.best.problem.choices):
-            best_strategy = self.best.strategies[choice.layers[0]]
-            rivals = [(float(n), s) for n, s in zip(marginals[v], choice.strategies, strict=True) if s != best_strategy]
-            seconds, other = min(rivals, default=(math.inf, None), key=lambda pair: pair[0])
-            rows.append(NextBest(choice.layers, best_strategy, other if seconds < math.inf else None, seconds))
-        return tuple(rows)
+    def next_best(self) -> dict[str, NextBest]:
+        """The second best strategy of every layer that can have one, all others chosen anew on the same mesh; worked
+        out when first asked for. It may be faster than the best plan, by the search's tolerance at most, as that sends
+        less."""
+        best, found = self.best, dict[str, NextBest]()
+        marginals = best.elimination.min_marginals()
+        for v, choice in enumerate(best.problem.choices):
+            sums = {s: float(n) for s, n in zip(choice.strategies, marginals[v], strict=True) if math.isfinite(n)}
+            sums.pop(best.strategies[choice.layers[0]], None)
+            if sums:
+                other = min(sums, key=sums.__getitem__)
+                found |= dict.fromkeys(choice.layers, NextBest(other, sums[other] - best.seconds))
+        return found
 
 
 def search(
@@ -244,8 +243,8 @@ def search(
     Of the plans that take at most 1 + `tolerance` times as long as the fastest, the first candidate is one with the
     fewest redistributions of a tensor, and of these the fastest (of equally fast ones, the one with fewer axes): a plan
     that sends more between layers has to be predicted to save more than predictions err. Under a limit of memory that
-    these do not keep, the tolerance is 0. Plain `sample` comes on top of the `top` candidates. A ConvoyError where a
-    fix matches nothing or cannot be, or nothing fits into memory, by how much.
+    these do not keep, the tolerance is 0. A ConvoyError where a fix matches nothing or cannot be, or nothing fits into
+    memory, by how much.
     """
     searching = _Search(workload, num_devices, costs, constraints, tolerance)
     # very many small objects and no cycles: the search for these is a third of the time
@@ -270,8 +269,7 @@ class _Search:
     tolerance: float
     notes: list[str] = field(default_factory=list)
     least: float = math.inf  # seconds of the fastest plan
-    solvers: list[Solver] = field(default_factory=list)  # one for each mesh and way to divide the samples
-    is_counted: bool = True
+    ties: list[Sequence[str]] = field(default_factory=list)  # layers that have one strategy, on the mesh that has most
     refused: dict[int, ConvoyError] = field(default_factory=dict)  # why it cannot be, by the number of sample axes
 
     def __post_init__(self) -> None:
@@ -287,7 +285,7 @@ class _Search:
             raise max(self.refused.items(), default=(0, nothing))[1]
         ranking, limit = self._ranked([self._simplest(solution) for solution in fastest]), self.constraints.memory_limit
         if limit is not None and ranking[0].memory > limit:
-            self.tolerance, self.is_counted = 0.0, True
+            self.tolerance = 0.0
             ranking = self._fit(self._ranked(fastest), limit)
         elif limit is not None:  # what is fastest of all fits; of the others, those that do too
             ranking = [ranking[0], *(solution for solution in ranking[1 : 2 * top] if solution.memory <= limit)]
@@ -297,18 +295,8 @@ class _Search:
             same = any(math.isclose(solution.seconds, other.seconds, rel_tol=1e-9) for other in candidates)
             if len(candidates) < top and not same:
                 candidates.append(solution)
-        plain = self._plain()
-        fits = plain is not None and (limit is None or plain.memory <= limit)
-        if plain is not None and fits and all(plain.plan != other.plan for other in candidates):
-            candidates = [candidates[0], *sorted([*candidates[1:], plain], key=lambda solution: solution.seconds)]
-        ties = max(([g for g in solver.groups if len(g) > 1] for solver in self.solvers), key=len, default=[])
-        if ties:
-            self.notes.append(_tied_sentence(ties))
-        if not self.is_counted:
-            self.notes.append(
-                "not all plans that are about as fast as the fastest were compared by how often they redistribute: too "
-                "many features meet for that"
-            )
+        if self.ties:
+            self.notes.append(_tied_sentence(self.ties))
         return SearchResult(tuple(candidates), tuple(self.notes), self.least)
 
     def _on(self, mesh: Mesh) -> Iterator[Solution]:
@@ -324,12 +312,12 @@ class _Search:
                 batch = Batch(mesh, axes, self.workload.parts(mesh.size(axes)))
                 number = len(axes)
                 solver = Solver(prices, batch, self.workload, self.layers, groups)
-                self.solvers.append(solver)
                 solution = solver.solve()
             except ConvoyError as error:
                 self.refused.setdefault(number, error)
                 continue
             groups = solver.groups  # what was too wide before will be so again
+            self.ties = max(self.ties, [group for group in groups if len(group) > 1], key=len)
             if solution.is_of_its_axes:
                 self.least = min(self.least, solution.seconds)
                 yield solution
@@ -359,8 +347,7 @@ class _Search:
         if not self.tolerance or fastest > _FAR * self.least:
             return solution
         simple = solution.solver.simplest(solution, fastest * (1 + self.tolerance))
-        self.is_counted = self.is_counted and (simple is not None or not is_near)
-        return solution if simple is None or not simple.is_of_its_axes else simple
+        return simple if simple.is_of_its_axes else solution
 
     def _fit(self, solutions: Sequence[Solution], limit: float) -> list[Solution]:
         """The plans that fit into memory, each made smaller where it must be; a ConvoyError where none does."""
@@ -375,19 +362,6 @@ class _Search:
                 f"the memory limit leaves a gap: a plan that fits could take up to {1 - bound / first:.2%} less time"
             )
         return fits
-
-    def _plain(self) -> Solution | None:
-        """Every layer by samples on one axis, where that is legal and not fixed otherwise."""
-        plain = ("sample",)
-        for solver in self.solvers:
-            if (
-                len(solver.batch.mesh.sizes) == 1
-                and solver.allowed
-                and all(plain in options for options in solver.allowed.values())
-            ):
-                only = Layers(self.workload.graph, Constraints(("*=sample",)))
-                return Solver(solver.prices, solver.batch, self.workload, only, solver.groups).solve()
-        return None
 
 
 def _tied_sentence(ties: Sequence[Sequence[str]]) -> str:

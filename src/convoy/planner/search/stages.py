@@ -93,7 +93,6 @@ def search_stages(
 
 
 _SIMULATED = 6
-_WORSE = 2
 _WORTH = 1.1  # times as long as the best plan known that may be what is known of others without simulating them
 
 
@@ -108,7 +107,6 @@ class _StageSearch:
     costs: Costs
     constraints: Constraints
     known: float
-    _fits: bool = False  # something does, if only what is too slow to be proposed
 
     def __post_init__(self) -> None:
         self.memory_limit = self.constraints.memory_limit
@@ -128,18 +126,8 @@ class _StageSearch:
         return self._updates[passes]
 
     def run(self, top: int) -> list[Staged]:
-        plans: list[Staged] = []
-        worse = 0
-        for stages in (n for n in range(2, self.num_devices + 1) if self.num_devices % n == 0):
-            best = self._with(stages)
-            if best is not None:
-                worse = 0 if best.seconds <= min((plan.seconds for plan in plans), default=np.inf) else worse + 1
-                plans.append(best)
-            elif self._fits:  # it is much slower
-                worse += _WORSE if plans else 1
-            if worse >= _WORSE:  # a finer division has ever more bubble and messages
-                break
-        return sorted(plans, key=lambda plan: plan.seconds)[:top]
+        numbers = (number for number in range(2, self.num_devices + 1) if self.num_devices % number == 0)
+        return sorted(filter(None, map(self._with, numbers)), key=lambda plan: plan.seconds)[:top]
 
     def _with(self, stages: int) -> Staged | None:
         inner = self.num_devices // stages
@@ -152,7 +140,6 @@ class _StageSearch:
             lambda passes: self._in_passes(passes, mesh, stages, plans),
             lambda priced: (priced[1] is None, priced[0]),
         )
-        self._fits = self._fits or best is not None
         return best[1] if best is not None else None
 
     def _in_passes(
