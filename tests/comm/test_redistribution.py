@@ -123,7 +123,7 @@ def _each_pair():
         steps = transfer(source, target, mesh, SHAPE)
         x = cut(before, source, mesh, place)
         x = (x.to(memory_format=torch.channels_last) if channels_last else x).requires_grad_()
-        y = redistribute(steps, mesh, place, groups, SHAPE, channels_last)(x)
+        y = redistribute(steps, groups, SHAPE, channels_last)(x)
         wanted = cut(after, target, mesh, place)
         assert y.shape == wanted.shape, f"{words}: {tuple(y.shape)} is not {tuple(wanted.shape)}"
         assert torch.allclose(y, wanted, rtol=0, atol=1e-12), f"{words}: other values"

@@ -3,7 +3,7 @@
 A rank that fails in a try leaves the others in collectives. Over gloo and shared memory these get an error as soon as
 it closes its end. NCCL's kernels wait on until the time limit of their group, and so does the host, in whatever
 synchronizes with them. So a rank that fails says so under a key of the store by which the ranks have met, and a thread
-of every other rank aborts the groups that were made for the try (`Alarm`).
+of every other rank aborts the groups that were made for the try (`alarm`).
 """
 
 import contextlib
@@ -14,10 +14,10 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from convoy.comm.collectives import beside, close, gather_ints, time_limit
 from convoy.comm.joining import connect, num_ranks
@@ -119,53 +119,49 @@ def temporary() -> Iterator[Temporary]:
 _POLL_S = 0.1
 
 
-class Alarm:
+@contextmanager
+def alarm(name: str, groups: Temporary) -> Iterator[None]:
     """While entered, a rank that leaves with an error calls the others out of the groups of a try, whose name no other
     try has. Over gloo alone there is nothing to do: closed connections say the same, and torch cannot abort its
     groups."""
+    if not dist.is_initialized() or only_gloo():
+        yield
+        return
+    world: Any = dist.group.WORLD
+    store = PrefixStore(name, world.get_group_store().clone())  # the other one serves one thread at a time
+    over = threading.Event()
 
-    def __init__(self, name: str, groups: Temporary) -> None:
-        self._name, self._groups = name, groups
-        self._over = threading.Event()
-        self._store: Store | None = None
-
-    def __enter__(self) -> Self:
-        if dist.is_initialized() and not only_gloo():
-            world: Any = dist.group.WORLD
-            store = world.get_group_store().clone()  # the other one serves one thread at a time
-            self._store = PrefixStore(self._name, store)
-            self._thread = threading.Thread(target=self._listen, daemon=True, name="convoy-alarm")
-            self._thread.start()
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._over.set()
-        if self._store is None:
-            return
-        self._thread.join()
-        if error is not None:
-            with contextlib.suppress(RuntimeError):  # who keeps the store has ended, and all know it
-                self._store.set("failed", "")
-
-    def _listen(self) -> None:
-        assert self._store is not None
+    def listen() -> None:
         with contextlib.suppress(RuntimeError):
-            while not self._over.wait(_POLL_S):
-                if self._store.check(["failed"]):
-                    self._groups.abort()
+            while not over.wait(_POLL_S):
+                if store.check(["failed"]):
+                    groups.abort()
                     return
+
+    thread = threading.Thread(target=listen, daemon=True, name="convoy-alarm")
+    thread.start()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        over.set()
+        thread.join()
+        if failed:
+            with contextlib.suppress(RuntimeError):  # who keeps the store has ended, and all know it
+                store.set("failed", "")
 
 
 class Groups:
-    """The process groups over subsets of a mesh's axes, and this rank's place on the mesh (by default its number in the
-    process group, 0 without one).
+    """The process groups over subsets of a mesh's axes, and this rank's place on the mesh: its number in the process
+    group, 0 without one. Of a `rank` that is given the others are not there.
 
     A group is made when it is first asked for, which all ranks must do in the same order; all are made at once where
     the mesh has stages, and within `temporary`, after which there are none.
     """
 
     def __init__(self, mesh: Mesh, rank: int | None = None) -> None:
-        world, is_joined = num_ranks(), rank is None
+        world, self._is_joined = num_ranks(), rank is None
         if rank is None:
             rank = dist.get_rank() if dist.is_initialized() else 0
             if mesh.num_devices != world:
@@ -178,14 +174,14 @@ class Groups:
         self.coordinates: Coordinates = mesh.coordinates(rank)
         self._made: weakref.WeakValueDictionary[Axes, dist.ProcessGroup] = weakref.WeakValueDictionary()
         self._kept: list[dist.ProcessGroup] = []
-        if _temporary and is_joined:
+        if _temporary and self._is_joined:
             self._make_all(_temporary[-1].meet)
-        elif mesh.stage_axis is not None and is_joined:  # ranks of different stages would ask for different ones
+        elif mesh.stage_axis is not None and self._is_joined:  # ranks of different stages would ask for different ones
             self._make_all(lambda: None)
             self._kept = list(self._made.values())
         # the ranks of the other stages at this place, for what goes back to earlier ones: what NCCL sends through one
         # group is sent in one order, in which each of two ranks would wait for the other
-        self.back = self._second((mesh.stage_axis,)) if mesh.stage_axis is not None and is_joined else None
+        self.back = self._second((mesh.stage_axis,)) if mesh.stage_axis is not None and self._is_joined else None
 
     def _make_all(self, meet: Callable[[], None]) -> None:
         # all ranks make all groups before the first is connected: an alarm, or the end of one that has failed, reaches
@@ -199,11 +195,16 @@ class Groups:
     def of(self, axes: Iterable[int]) -> dist.ProcessGroup | None:
         """The ranks that differ from this one on `axes` only, numbered as `Mesh.index`; None if it is alone."""
         key = tuple(sorted(axis for axis in set(axes) if self.mesh.sizes[axis] > 1))
-        if not key:
+        if not key or not self._is_joined:
             return None
         if key not in self._made and self._make(key):
             connect(self._made[key])
         return self._made[key]
+
+    @property
+    def world(self) -> dist.ProcessGroup | None:
+        """All ranks of the mesh."""
+        return self.of(self.mesh.axes)
 
     def _second(self, axes: Axes) -> dist.ProcessGroup | None:
         """Another group of the ranks of that over `axes`; the same one where gloo carries all."""

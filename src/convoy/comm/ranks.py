@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from convoy.comm.collectives import Group, all_gather, broadcast, gather_ints, largest, place, size
-from convoy.comm.groups import Alarm, everyone, temporary
+from convoy.comm.groups import alarm, everyone, temporary
 from convoy.comm.joining import num_local
 from convoy.comm.position import NEEDS_LESS, current, lack_of_memory
 from convoy.errors import ConvoyError, MachineError, RankFailedError
@@ -329,7 +329,7 @@ class Ranks:
         has_ended = False
         name = self.broadcast(uuid.uuid4().hex)
         try:
-            with temporary() as groups, Alarm(name, groups):
+            with temporary() as groups, alarm(name, groups):
                 current.at("")
                 result = work(self if self.num == 1 else replace(self, group=everyone()))
                 has_ended = True

@@ -5,7 +5,7 @@ Parts of a tensor are lists of indices: they are taken out, and a tensor is put 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,8 @@ from convoy.comm.groups import Groups
 from convoy.comm.position import current
 from convoy.errors import ConvoyError
 from convoy.plans.layout import Indices, Layout, common, indices, without
-from convoy.plans.mesh import Axes, Coordinates, Mesh
+from convoy.plans.mesh import Axes, Coordinates
 from convoy.plans.transfer import Step
-
-_MOST_RUNS = 64
 
 Box = tuple[Indices, ...]  # global indices of every dimension: what one rank holds of a tensor
 
@@ -44,22 +42,18 @@ class Region:
         self.empty = is_empty(part)
         sizes = extents(whole)
         self.full = self.shape == sizes and all(isinstance(place, range) for place in self.places)
-        self._cuts = [
-            (dim, place.start, len(place))
-            for dim, place in enumerate(self.places)
-            if isinstance(place, range) and len(place) != sizes[dim]
+        # start, length and place in the part of every run of consecutive indices, where a dimension is not whole
+        self._runs = [
+            (dim, _runs(place))
+            for dim, (place, size) in enumerate(zip(self.places, sizes, strict=True))
+            if not (isinstance(place, range) and len(place) == size)
         ]
-        self._picks = [(dim, torch.tensor(place)) for dim, place in enumerate(self.places) if isinstance(place, tuple)]
-        self._runs = _runs(self.places[self._picks[0][0]]) if len(self._picks) == 1 else ()
 
     def select(self, x: Tensor) -> Tensor:
         """The part of `x`, a view where all its indices are consecutive."""
-        x = self._cut(x)
-        if self._runs:
-            dim = self._picks[0][0]
-            return torch.cat([x.narrow(dim, start, length) for start, length in self._runs], dim)
-        for index, (dim, _) in enumerate(self._picks):
-            x = x.index_select(dim, self._numbers(index, x))
+        for dim, runs in self._runs:
+            pieces = [x.narrow(dim, start, length) for start, length, _ in runs]
+            x = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
         return x
 
     def take(self, x: Tensor) -> Tensor:
@@ -68,43 +62,15 @@ class Region:
 
     def write(self, x: Tensor, part: Tensor, accumulate: bool = False) -> None:
         """Overwrite the part of `x`, or add to it."""
-        target, put = self._cut(x), Tensor.add_ if accumulate else Tensor.copy_
-        if not self._picks:
-            put(target, part)
-        elif self._runs:
-            for target_run, part_run in self._pairs(target, part):
-                put(target_run, part_run)
-        elif len(self._picks) == 1:
-            by_index = target.index_add_ if accumulate else target.index_copy_
-            by_index(self._picks[0][0], self._numbers(0, x), part)
-        else:
-            target.index_put_(self._grid(target), part, accumulate)
-
-    def _cut(self, x: Tensor) -> Tensor:
-        for dim, start, length in self._cuts:
-            x = x.narrow(dim, start, length)
-        return x
-
-    def _pairs(self, target: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every run of consecutive indices in the tensor and in the part."""
-        dim, offset = self._picks[0][0], 0
-        for start, length in self._runs:
-            yield target.narrow(dim, start, length), part.narrow(dim, offset, length)
-            offset += length
-
-    def _numbers(self, index: int, x: Tensor) -> Tensor:
-        dim, numbers = self._picks[index]
-        if numbers.device != x.device:
-            numbers = numbers.to(x.device)
-            self._picks[index] = dim, numbers
-        return numbers
-
-    def _grid(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The index of every dimension, shaped so that they broadcast to the part."""
-        lists = [torch.arange(length, device=x.device) for length in x.shape]
-        for index, (dim, _) in enumerate(self._picks):
-            lists[dim] = self._numbers(index, x)
-        return tuple(numbers.view(-1, *(1,) * (x.ndim - 1 - dim)) for dim, numbers in enumerate(lists))
+        pairs = [(x, part)]
+        for dim, runs in self._runs:
+            pairs = [
+                (target.narrow(dim, start, length), piece.narrow(dim, offset, length))
+                for target, piece in pairs
+                for start, length, offset in runs
+            ]
+        for target, piece in pairs:
+            target.add_(piece) if accumulate else target.copy_(piece)
 
 
 class Assembly:
@@ -140,14 +106,12 @@ def _positions(part: Indices, whole: Indices) -> Indices:
     return indices(place[number] for number in part)
 
 
-def _runs(place: Indices) -> tuple[tuple[int, int], ...]:
-    """Start and length of every run of consecutive indices, as torch gathers and adds runs by whole blocks of memory,
-    and lists of indices element by element; nothing where there are so many runs that a list is better."""
-    starts = [at for at, index in enumerate(place) if at == 0 or place[at - 1] != index - 1]
-    if len(starts) > _MOST_RUNS:
-        return ()
+def _runs(place: Indices) -> tuple[tuple[int, int, int], ...]:
+    """Start, length and offset of every run of consecutive indices; one of no length where there are none. Torch copies
+    and adds runs by whole blocks of memory, where a list along the channels innermost goes number by number."""
+    starts = [at for at, index in enumerate(place) if at == 0 or place[at - 1] != index - 1] or [0]
     ends = [*starts[1:], len(place)]
-    return tuple((place[start], end - start) for start, end in zip(starts, ends, strict=True))
+    return tuple((place[start] if place else 0, end - start, start) for start, end in zip(starts, ends, strict=True))
 
 
 def _counts(shape: tuple[int, ...], regions: Sequence[Region]) -> tuple[bool, bool]:
@@ -240,34 +204,25 @@ class Transfer:
     in memory. Inputs and gradients may lie in any order; the right one saves a copy.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        mesh: Mesh,
-        coordinates: Coordinates,
-        groups: Groups,
-        shape: Sequence[int],
-        channels_last: bool = False,
-    ) -> None:
+    def __init__(self, step: Step, groups: Groups, shape: Sequence[int], channels_last: bool = False) -> None:
         self.step = step
         dims = tuple(range(len(shape)))
         self._order = (0, *dims[2:], 1) if channels_last and len(shape) in (4, 5) else dims
         self._back = tuple(self._order.index(dim) for dim in dims)
         self._is_plain = self._order == dims
         self.shape = tuple(shape)
-        self._mesh = mesh
-        self._groups = groups
-        self.source_shape = step.source.local_shape(shape, mesh, coordinates)
-        make: dict[str, Callable[[Coordinates], tuple[Move, Move]]] = {
-            "reduce": lambda place: (self._sum(), _same),
-            "copy": lambda place: (_same, self._sum()),
+        self._groups, self._mesh, self._place = groups, groups.mesh, groups.coordinates
+        self.source_shape = step.source.local_shape(shape, groups.mesh, groups.coordinates)
+        make: dict[str, Callable[[], tuple[Move, Move]]] = {
+            "reduce": lambda: (self._sum(), _same),
+            "copy": lambda: (_same, self._sum()),
             "keep": self._keep,
             "slice": self._slice,
             "gather": self._gather,
             "move": self._move,
             "reduce_scatter": self._reduce_scatter,
         }
-        self._forward, self._backward = make[step.kind](coordinates)
+        self._forward, self._backward = make[step.kind]()
 
     def __call__(self, x: Tensor) -> Tensor:
         assert x.shape == self.source_shape, f"{tuple(x.shape)} is not {self.source_shape} of {self.step}"
@@ -290,48 +245,48 @@ class Transfer:
         """The indices that a rank holds, dimensions in the order of memory."""
         return tuple(layout.parts(dim, self._mesh, place, self.shape[dim]) for dim in self._order)
 
-    def _collect(self, layout: Layout, whole: Box, place: Coordinates, axes: Axes) -> Exchange:
+    def _collect(self, layout: Layout, whole: Box, axes: Axes) -> Exchange:
         """Every rank of the group over `axes` gives its part in `layout`; each gets all of them in `whole`."""
-        members = self._mesh.group(place, axes)
+        members = self._mesh.group(self._place, axes)
         held = [self._box(layout, member) for member in members]
         wanted = [whole] * len(members)
-        return Exchange(held, wanted, lambda sender, _: held[sender], self._groups.of(axes), members.index(place))
+        return Exchange(held, wanted, lambda sender, _: held[sender], self._groups.of(axes), members.index(self._place))
 
     def _sum(self) -> Move:
         group = self._groups.of(self.step.axes)
         return lambda x: collectives.all_reduce(x.clone(memory_format=torch.contiguous_format), group)
 
-    def _keep(self, place: Coordinates) -> tuple[Move, Move]:
-        first = self._mesh.index(place, self.step.axes) == 0
+    def _keep(self) -> tuple[Move, Move]:
+        first = self._mesh.index(self._place, self.step.axes) == 0
         return _same, _same if first else torch.zeros_like
 
-    def _slice(self, place: Coordinates) -> tuple[Move, Move]:
+    def _slice(self) -> tuple[Move, Move]:
         source, target = self.step.source, self.step.target
-        whole = self._box(source, place)
+        whole = self._box(source, self._place)
         axes = tuple(axis for axis in self.step.axes if axis not in source.copied)
-        return Region(self._box(target, place), whole).take, self._collect(target, whole, place, axes)
+        return Region(self._box(target, self._place), whole).take, self._collect(target, whole, axes)
 
-    def _gather(self, place: Coordinates) -> tuple[Move, Move]:
+    def _gather(self) -> tuple[Move, Move]:
         source, target = self.step.source, self.step.target
-        whole = self._box(target, place)
-        collect = self._collect(source, whole, place, self.step.axes)
+        whole = self._box(target, self._place)
+        collect = self._collect(source, whole, self.step.axes)
         assert collect.disjoint, f"parts that overlap cannot be gathered: {self.step}"
-        return collect, Region(self._box(source, place), whole).take
+        return collect, Region(self._box(source, self._place), whole).take
 
-    def _reduce_scatter(self, place: Coordinates) -> tuple[Move, Move]:
+    def _reduce_scatter(self) -> tuple[Move, Move]:
         source, target = self.step.source, self.step.target
-        collect = self._collect(target, self._box(source, place), place, self.step.axes)
+        collect = self._collect(target, self._box(source, self._place), self.step.axes)
         return collect.transposed, collect
 
-    def _move(self, place: Coordinates) -> tuple[Move, Move]:
+    def _move(self) -> tuple[Move, Move]:
         source, target, axes = self.step.source, self.step.target, self.step.axes
         assert set(axes) <= source.split_axes, f"ranks that hold the same cannot all send it: {self.step}"
-        members = self._mesh.group(place, axes)
+        members = self._mesh.group(self._place, axes)
         held = [self._box(source, member) for member in members]
         wanted = [self._box(target, member) for member in members]
         positions = [self._positions(member) for member in members]
         routes = [_routes(held, positions, box, receiver) for receiver, box in enumerate(wanted)]
-        group, index = self._groups.of(axes), members.index(place)
+        group, index = self._groups.of(axes), members.index(self._place)
         exchange = Exchange(held, wanted, lambda sender, receiver: routes[receiver](sender), group, index)
         return exchange, exchange.transposed
 
@@ -384,13 +339,6 @@ def chained(transfers: Sequence[Transfer]) -> Move:
     return run
 
 
-def redistribute(
-    steps: Sequence[Step],
-    mesh: Mesh,
-    coordinates: Coordinates,
-    groups: Groups,
-    shape: Sequence[int],
-    channels_last: bool = False,
-) -> Move:
+def redistribute(steps: Sequence[Step], groups: Groups, shape: Sequence[int], channels_last: bool = False) -> Move:
     """The steps of one tensor on one rank; arguments as for `Transfer`."""
-    return chained([Transfer(step, mesh, coordinates, groups, shape, channels_last) for step in steps])
+    return chained([Transfer(step, groups, shape, channels_last) for step in steps])

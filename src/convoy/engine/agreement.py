@@ -150,12 +150,11 @@ def exchange_samples(
     `call` is `PASS` or one of `SCHEDULED`. ConvoyError where ranks pass images of different sizes or types, or other
     arguments beside them, run in different modes or calls, or share samples and have different numbers of them."""
     mesh = groups.mesh
-    world = groups.of(tuple(mesh.axes))
     shapes = [f"{list(size)} of {dtype}" for size, dtype in kinds(inputs)]
     beside = f" with {form.words}" if form is not None and form.words else ""
     what = f"{', '.join(shapes)}{beside}{' in training' if training else ' in evaluation'}"
     own_row = [_CALLS.index(call), len(inputs[0]), zlib.crc32(f"{what}, {state}".encode())]
-    rows = gather_ints(own_row, world)
+    rows = gather_ints(own_row, groups.world)
     _check(call, groups.rank, [row[0] for row in rows])
     samples_at: dict[int, int] = {}
     for rank, (_, number, kind) in enumerate(rows):
@@ -176,12 +175,11 @@ def exchange_samples(
 
 def agree(call: str, groups: Groups) -> None:
     """Wait until all ranks have made the same call; ConvoyError where one does something else or has ended."""
-    group = groups.of(tuple(groups.mesh.axes))
-    if group is None:
+    if groups.world is None:
         return
     try:
         with _impatient(call, groups.rank):
-            rows = gather_ints([_CALLS.index(call), 0, 0], group)
+            rows = gather_ints([_CALLS.index(call), 0, 0], groups.world)
     except RuntimeError as error:
         raise ConvoyError(
             f"rank {groups.rank} has called {call}, which all ranks call together, and others have not "

@@ -75,8 +75,7 @@ def why_together(graph: Graph, batch_norm: str) -> str:
 def microbatch_sizes(batch: int, num_microbatches: int) -> tuple[int, ...]:
     """Cut `batch` samples into microbatches as even as can be, the larger ones first."""
     assert 1 <= num_microbatches <= batch, f"{num_microbatches} microbatches of {batch} samples"
-    size, larger = divmod(batch, num_microbatches)
-    return (size + 1,) * larger + (size,) * (num_microbatches - larger)
+    return tuple(map(len, balanced(batch, num_microbatches)))
 
 
 def why_coupled(net: nn.Module, in_training_alone: bool) -> str | None:

@@ -118,9 +118,7 @@ class Guard:
         pass_s = (now - self._looked_at) / self._gap
         gap = min(2**30, math.ceil(self._cost_s / (SHARE * max(pass_s, 1e-6))))
         sums = torch.stack([_checksum(tensor) for _, tensor, _ in replicas]).tolist()
-        rows = gather_ints(
-            [*sums, self._updates, *_hyperparameters(self._optimizers), gap], groups.of(tuple(groups.mesh.axes))
-        )
+        rows = gather_ints([*sums, self._updates, *_hyperparameters(self._optimizers), gap], groups.world)
         *columns, updates, rates, rate, gaps = zip(*rows, strict=True)
         for rank in range(len(rows)):
             if updates[rank] != updates[0]:
@@ -183,8 +181,7 @@ class Guard:
         off = torch.zeros((), dtype=torch.float64, device=tensor.device)
         if tensor.numel():  # a rank of another stage has nothing of it
             off = (tensor.double() - first).abs().max() / first.abs().max().clamp(min=1e-300)
-        world = groups.of(tuple(groups.mesh.axes))
-        sizes = all_gather(off.nan_to_num(math.inf).reshape(1), world)[:, 0].tolist()
+        sizes = all_gather(off.nan_to_num(math.inf).reshape(1), groups.world)[:, 0].tolist()
         worst = max(range(len(sizes)), key=sizes.__getitem__)
         allowed = min(100 * torch.finfo(tensor.dtype).eps, 1e-2) if tensor.is_floating_point() else 0.0
         return (sizes[worst] if sizes[worst] > allowed else 0.0), worst

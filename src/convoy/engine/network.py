@@ -330,7 +330,7 @@ class Network:
             )
         return self.shapes[name][0], self.layouts[name]
 
-    def reduced(self, unreduced: frozenset[int] = frozenset()) -> list[tuple[nn.Parameter, Axes]]:
+    def reduced(self) -> list[tuple[nn.Parameter, Axes]]:
         """This rank's parameters, each with the axes over which its gradient is added, in the order in which a forward
         pass reads them, as far as that is known: backwards their gradients come, and are sent. Those that it does not
         read come first here, and last there: all others would wait for them until the backward pass ends."""
@@ -341,7 +341,7 @@ class Network:
             unread = [name for name in parameters if name not in used]
             parameters = {name: parameters[name] for name in (*unread, *used)}
         return [
-            (parameter, tuple(sorted(self.layouts[name].copied - unreduced)))
+            (parameter, tuple(sorted(self.layouts[name].copied)))
             for name, parameter in parameters.items()
             if self.owns(name)
         ]

@@ -220,7 +220,7 @@ def take_part(
             "leave compile away, or choose a plan without stages"
         )
     groups = Groups(parsed.mesh, 0 if devices == 1 else None)
-    world = groups.of(tuple(parsed.mesh.axes))
+    world = groups.world
     with torch.inference_mode(False):
         make_room(model, world)
         network = _network(model, parsed, groups, examples, form, options)
@@ -434,7 +434,7 @@ def _network(
     model: nn.Module, plan: Plan, groups: Groups, examples: tuple[Tensor, ...], form: Form | None, options: Options
 ) -> Network:
     """The network with its parameters placed: as one program where it can be captured, else whole on every rank."""
-    world = groups.of(tuple(groups.mesh.axes))
+    world = groups.world
     context = StepContext(_seed(options.seed, world), batch_norm=options.batch_norm)
     channels_last = _is_channels_last(model, examples, world)
     made_with = (model, plan, groups, context, options.loss, channels_last, options.compile)

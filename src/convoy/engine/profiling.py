@@ -16,7 +16,7 @@ maximum over noise mispredicts branches, and takes twice as long as one over equ
 import math
 import operator
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean as mean
@@ -229,13 +229,6 @@ class Profile:
     slowest: float
 
 
-class _NoOthers(Groups):
-    """A rank of a mesh whose other ranks are not there."""
-
-    def of(self, axes: Iterable[int]) -> None:
-        """Nobody."""
-
-
 class Profiler:
     """Runs a rank's part of a placement: the network, in training, at the batch of one pass. `microbatches` has the
     samples of each of its microbatches, by default one for all; `contents` whole parameters and buffers by name, and
@@ -258,25 +251,23 @@ class Profiler:
         self._clock = DeviceClock(device)
         self._context = StepContext(batch_norm=batch_norm)  # type: ignore[arg-type]
         self._sizes = tuple(microbatches) or (placement.batch.num_samples,)
-        mesh, values = placement.mesh, placement.graph.values
-        place = mesh.coordinates(rank)
-
+        values = placement.graph.values
+        ranks = groups or Groups(placement.mesh, rank)
+        place = ranks.coordinates
         self._placement = placement
         self._timed: list[TimedTransfer] = []
         self._ahead = 4
         self._grew = False
 
         def stand_in(steps: tuple[Step, ...], shape: tuple[int, ...]) -> Callable[[Tensor], Any]:
-            part = steps[-1].target.local_shape(shape, mesh, place)
+            part = steps[-1].target.local_shape(shape, placement.mesh, place)
             return lambda x: StandIn.apply(x, part, channels_last)
 
         def timed(steps: tuple[Step, ...], shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-            assert groups is not None
-            transfers = [TimedTransfer(self._clock, step, mesh, place, groups, shape, channels_last) for step in steps]
+            transfers = [TimedTransfer(self._clock, step, ranks, shape, channels_last) for step in steps]
             self._timed += transfers
             return chained(transfers)
 
-        ranks = groups or _NoOthers(mesh, rank)
         transfer = timed if groups else stand_in
         self._program = Program(placement, ranks, self._context, channels_last, transfer=transfer)
         self._tensors = [

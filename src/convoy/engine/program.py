@@ -411,8 +411,7 @@ class Program:
         self._instructions.append(Instruction(run, (source,), (self._slot(name, target),), alone=True, layer=layer))
 
     def _redistribution(self, steps: tuple[Step, ...], shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-        groups = self._groups
-        return redistribute(steps, self._placement.mesh, groups.coordinates, groups, shape, self._channels_last)
+        return redistribute(steps, self._groups, shape, self._channels_last)
 
     def _fold(self, places: Sequence[range], compile: bool) -> None:
         """Make one instruction of each stretch that is run again, which are at these places."""

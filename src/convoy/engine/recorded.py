@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_flatten
 
 from convoy.comm.position import current, lack_of_memory
 from convoy.engine.gradients.divided import plain
+from convoy.graph.fake import storage
 from convoy.ops.context import KeyTape, StepContext
 
 WARM_UP, TRACED = 2, 2
@@ -43,23 +44,14 @@ SMALL = 256  # numbers of a tensor of the host that are compared one by one
 _PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
 
-class RecordedGraph(Protocol):
-    """What replays some work: a CUDA graph."""
-
-    def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Record what `work` issues; its results, which have no contents before the first replay."""
-
-    def replay(self) -> None:
-        """Issue it again."""
-
-
 class CudaGraph:
-    """A CUDA graph of work on the current stream."""
+    """A CUDA graph of work on the current stream, which replays it."""
 
     def __init__(self) -> None:
         self._graph: Any = torch.cuda.CUDAGraph()
 
     def record(self, work: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Record what `work` issues; its results, which have no contents before the first replay."""
         device = torch.cuda.current_device()
         generator = torch.cuda.default_generators[device]
         state = generator.clone_state()
@@ -76,7 +68,7 @@ class CudaGraph:
         self._graph.replay()
 
 
-def graph_on(device: torch.device) -> Callable[[], RecordedGraph] | None:
+def graph_on(device: torch.device) -> Callable[[], CudaGraph] | None:
     """What makes recordings on a device; None where nothing is to be gained."""
     return CudaGraph if device.type == "cuda" else None
 
@@ -107,7 +99,7 @@ class Recorded:
         function: Callable[[int, Sequence[Tensor]], list[Tensor]],
         model: nn.Module,
         context: StepContext,
-        graph: Callable[[], RecordedGraph],
+        graph: Callable[[], CudaGraph],
         *,
         agree: Callable[[str | None], str | None] = lambda reason: reason,
         fit: Callable[[bool], bool] = lambda fits: fits,
@@ -122,7 +114,7 @@ class Recorded:
         self._inputs: list[Tensor] = []
         self._traces: list[Trace] = []
         self._tape = KeyTape()
-        self._graph: RecordedGraph | None = None
+        self._graph: CudaGraph | None = None
         self._outputs: list[Tensor] = []
         self._gradients: list[Tensor | None] = []
         self._kept: list[Tensor] = []
@@ -337,13 +329,13 @@ class Trace(TorchDispatchMode):
         if func.namespace != "profiler":
             self._look(func, name, tensors, kwargs)
             numbers = repr([_plain(x) for x in arguments if not isinstance(x, Tensor)])
-            outside = tuple((x, _contents(x)) for x in tensors if _storage(x) not in self._made)
+            outside = tuple((x, _contents(x)) for x in tensors if storage(x) not in self._made)
             self._noted.append(Noted(name, numbers, outside, _where()))
-        storages = {_storage(x) for x in tensors}
+        storages = {storage(x) for x in tensors}
         results = func(*args, **kwargs)
         for x in tree_flatten(results)[0]:
-            if isinstance(x, Tensor) and _storage(x) not in storages:
-                self._made[_storage(x)] = StorageWeakRef(x.untyped_storage())
+            if isinstance(x, Tensor) and storage(x) not in storages:
+                self._made[storage(x)] = StorageWeakRef(x.untyped_storage())
         return results
 
     def _look(self, func: Any, name: str, tensors: Sequence[Tensor], kwargs: dict[str, Any]) -> None:
@@ -395,10 +387,6 @@ def _contents(x: Tensor) -> list[Any] | None:
 def _alike(a: tuple[Tensor, list[Any] | None], b: tuple[Tensor, list[Any] | None]) -> bool:
     """Whether it is the same memory (which `a` keeps from being given away), or the same constant."""
     return a[0].shape == b[0].shape and (a[0].data_ptr() == b[0].data_ptr() or (a[1] is not None and a[1] == b[1]))
-
-
-def _storage(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
 
 
 def _state(model: nn.Module) -> list[Any]:

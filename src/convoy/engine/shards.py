@@ -77,7 +77,7 @@ def collect(tensor: Tensor, layout: Layout, shape: Sequence[int], groups: Groups
     if not steps:
         return tensor.detach().clone()
     with torch.no_grad():
-        return redistribute(steps, groups.mesh, groups.coordinates, groups, shape)(tensor.detach()).clone()
+        return redistribute(steps, groups, shape)(tensor.detach()).clone()
 
 
 def part_name(

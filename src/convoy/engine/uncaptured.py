@@ -86,9 +86,8 @@ class Uncaptured(Network):
         return self._unchanged.modules_in_other_mode(), ()
 
     def _move(self, x: Tensor, source: Layout, target: Layout, shape: Sequence[int]) -> Tensor:
-        mesh, groups = self.groups.mesh, self.groups
-        steps = transfer(source, target, mesh, shape)
-        return redistribute(steps, mesh, groups.coordinates, groups, shape, self.channels_last)(x) if steps else x
+        steps = transfer(source, target, self.groups.mesh, shape)
+        return redistribute(steps, self.groups, shape, self.channels_last)(x) if steps else x
 
 
 @contextmanager

@@ -6,7 +6,7 @@ makes of it.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
 from typing import Any, Literal
@@ -185,49 +185,37 @@ class Graph:
         since capturing takes far longer: six times ResNet-152 were 70 % of a search for cuts. None where the two differ
         in more than multiples of their numbers of samples."""
         sizes = self.shape(self.inputs[0])[0], other.shape(other.inputs[0])[0]
-        facts, other_facts = (
-            (graph.calls, graph.values, graph.output, [x.shape for x in graph.constants.values()])
-            for graph in (self, other)
-        )
+
+        def scaled(one: Any, other: Any) -> Any:
+            if one is other:
+                return one
+            if type(one) is not type(other):
+                raise _UnlikeError
+            if isinstance(one, Graph | Call | Value):
+                fields = (field.name for field in dataclass_fields(one))
+                return replace(one, **{name: scaled(getattr(one, name), getattr(other, name)) for name in fields})
+            if isinstance(one, slice):
+                return slice(*(scaled(getattr(one, end), getattr(other, end)) for end in ("start", "stop", "step")))
+            if isinstance(one, tuple | list) and len(one) == len(other):
+                parts = map(scaled, one, other)
+                return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
+            if isinstance(one, dict) and list(one) == list(other):
+                return {key: scaled(value, other[key]) for key, value in one.items()}
+            if torch.equal(one, other) if isinstance(one, Tensor) else one == other:
+                return one
+            if type(one) is int and one % sizes[0] == 0 and one // sizes[0] * sizes[1] == other:
+                return one // sizes[0] * samples
+            raise _UnlikeError
+
         try:
-            calls, values, output, shapes = _scaled(facts, other_facts, sizes, samples)
-        except UnlikeError:
+            graph: Graph = scaled(self, other)
+        except _UnlikeError:
             return None
-        if shapes != facts[-1]:
-            return None
-        return replace(self, calls=calls, values=values, output=output)
+        return graph
 
 
-class UnlikeError(Exception):
+class _UnlikeError(Exception):
     """Two graphs differ in more than their numbers of samples."""
-
-
-def _scaled(one: Any, other: Any, sizes: tuple[int, int], samples: int) -> Any:
-    """What is `one` and `other` at two numbers of samples, at a third; UnlikeError where it does not grow with them."""
-
-    def scaled(one: Any, other: Any) -> Any:
-        if one is other:
-            return one
-        if type(one) is not type(other):
-            raise UnlikeError
-        if isinstance(one, Call | Value | slice):
-            fields = (field.name for field in dataclass_fields(one)) if is_dataclass(one) else ("start", "stop", "step")
-            values = [scaled(getattr(one, name), getattr(other, name)) for name in fields]
-            return type(one)(*values)
-        if isinstance(one, tuple | list) and len(one) == len(other):
-            parts = map(scaled, one, other)
-            return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
-        if isinstance(one, dict) and list(one) == list(other):
-            return {key: scaled(value, other[key]) for key, value in one.items()}
-        if isinstance(one, Tensor):
-            raise UnlikeError
-        if one == other:
-            return one
-        if type(one) is int and one % sizes[0] == 0 and one // sizes[0] * sizes[1] == other:
-            return one // sizes[0] * samples
-        raise UnlikeError
-
-    return scaled(one, other)
 
 
 class LayerStack:

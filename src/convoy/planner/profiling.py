@@ -256,7 +256,7 @@ def measured_links(meshes: Sequence[Mesh], largest: int, device: torch.device) -
             assert groups is not None
             group = groups.of(axes)
             assert group is not None
-            links[ranks] = _Probe(group, groups.of(tuple(mesh.axes)), device).measure(sizes)
+            links[ranks] = _Probe(group, groups.world, device).measure(sizes)
     return Links(links)
 
 

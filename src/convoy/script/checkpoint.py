@@ -71,12 +71,12 @@ def save(
     network = network_of(net)
     agree("convoy.save", network.groups)
     with fail_on_all_ranks(network):
-        saveables = _saveables(net, optimizer, scheduler, anything)
-        packed = Packed({name: one.state() for name, one in saveables.items()})
-    about = {name: one.about() for name, one in saveables.items()}
+        objects, values = _given(net, optimizer, scheduler, anything)
+        packed = Packed({**{name: one.state() for name, one in objects.items()}, **values})
+    about = {name: one.about() for name, one in objects.items()} | {name: {"kind": "a value"} for name in values}
     # Of plain values rank 0's count: a time or a rank's own loss may differ. All else one rank would load from another.
     if network.groups.mesh.num_devices > 1:
-        facts = packed.facts([name for name, one in saveables.items() if type(one) is _Saveable])
+        facts = packed.facts(values)
         facts |= {f"{name} itself": json.dumps(one, sort_keys=True) for name, one in about.items()}
         check_same_on_all_ranks(network, facts)
     _write(Path(path), network, packed, {"about": about, "state": packed.values})
@@ -109,7 +109,7 @@ def load(
     """
     network = network_of(net)
     agree("convoy.load", network.groups)
-    group = network.groups.of(tuple(network.groups.mesh.axes))
+    group = network.groups.world
     checkpoint: Checkpoint | None = None
     with fail_on_all_ranks(network):
         if network.groups.rank == 0:
@@ -119,16 +119,24 @@ def load(
     with fail_on_all_ranks(network), values_explained(f"checkpoint {path}"):
         about: dict[str, Any] = values["about"]
         saved: dict[str, Any] = unpacked(values["state"], tensors)
-        saveables = _saveables(net, optimizer, scheduler, anything)
-        in_parts = {name for name, one in saveables.items() if isinstance(one, _Module | _Optimizer)}  # one by one
+        given, plain_values = _given(net, optimizer, scheduler, anything)
+        in_parts = [name for name, one in given.items() if type(one) is not _Object]  # one by one
         saved |= {name: replace(saved[name], Tensor, received) for name in saved if name not in in_parts}
-        for name, one in saveables.items():
+        for name in (*given, *plain_values):
             if name not in saved:
                 raise ConvoyError(f"{path} holds {', '.join(saved)} and no {name}: leave {name} away")
+        if plain_values:
+            raise ConvoyError(
+                f"{', '.join(plain_values)} is no object that takes a state: give the one whose state was saved, or "
+                "leave it away, as convoy.load returns plain values"
+            )
+        for name, one in given.items():
             if about[name]["kind"] != one.kind:
-                raise ConvoyError(f"{name} is {one.kind}, but {about[name]['kind']} in {path}: {one.mend}")
+                raise ConvoyError(
+                    f"{name} is {one.kind}, but {about[name]['kind']} in {path}: give what was saved under this name"
+                )
             one.check(saved[name], about[name])
-    objects = {name: one for name, one in saveables.items() if type(one) is _Object}
+    objects = {name: one for name, one in given.items() if name not in in_parts}
     old_states = {name: copy.deepcopy(one.state()) for name, one in objects.items()}
     try:
         with fail_on_all_ranks(network):
@@ -139,42 +147,22 @@ def load(
             one.load(old_states[name], about[name])
         raise
     with without_holes(network.device):
-        for name, one in saveables.items():
-            if name not in objects:
-                one.load(saved[name], about[name])
-    return {name: value for name, value in saved.items() if name not in saveables and name not in _OWN}
+        for name in in_parts:
+            given[name].load(saved[name], about[name])
+    return {name: value for name, value in saved.items() if name not in given and name not in _OWN}
 
 
 @dataclass
-class _Saveable:
-    """One of the values to save, by its name; a plain one is returned by `convoy.load`, not loaded. Subclasses are
-    objects with a state."""
+class _Object:
+    """An object with a state, by the name under which that is saved."""
 
     name: str
     value: Any
 
-    kind: ClassVar[str] = "a value"
-    mend: ClassVar[str] = "give the object whose state was saved"  # the advice where another kind was saved
+    kind: ClassVar[str] = "the state of an object"
 
     def about(self) -> dict[str, Any]:
         """What is to be known beside its state."""
-        return {"kind": self.kind}
-
-    def state(self) -> Any:
-        return self.value
-
-    def check(self, saved: Any, about: Mapping[str, Any]) -> None:
-        raise ConvoyError(f"{self.name} is no object that takes a state: leave it away, convoy.load returns it")
-
-    def load(self, saved: Any, about: Mapping[str, Any]) -> None:
-        raise NotImplementedError
-
-
-class _Object(_Saveable):
-    kind = "the state of an object"
-    mend = "give what was saved under this name"
-
-    def about(self) -> dict[str, Any]:
         return {"kind": self.kind, "of": type(self.value).__name__}
 
     def state(self) -> Any:
@@ -193,11 +181,10 @@ class _Object(_Saveable):
             raise ConvoyError(f"{self.name} does not take what was saved ({type(error).__name__}: {text})") from error
 
 
-class _Module(_Saveable):
+class _Module(_Object):
     """A network, or a module that contains some."""
 
     kind = "a network"
-    mend = _Object.mend
 
     def about(self) -> dict[str, Any]:
         networks = Parts(self.value).networks.items()
@@ -243,7 +230,10 @@ class _Optimizer(_Object):
         self.named.load(saved["state"], saved["param_groups"])
 
 
-def _saveables(net: nn.Module, optimizer: Any, scheduler: Any, anything: Mapping[str, Any]) -> dict[str, _Saveable]:
+def _given(
+    net: nn.Module, optimizer: Any, scheduler: Any, anything: Mapping[str, Any]
+) -> tuple[dict[str, _Object], dict[str, Any]]:
+    """The objects with a state, and plain values, which `convoy.load` returns."""
     given = {"optimizer": optimizer, "scheduler": scheduler}
     values = {**{name: value for name, value in given.items() if value is not None}, **anything}
     for name in _OWN[1:]:
@@ -251,13 +241,13 @@ def _saveables(net: nn.Module, optimizer: Any, scheduler: Any, anything: Mapping
             raise ConvoyError(f"{name} has no state_dict and load_state_dict: give the {name} itself")
     modules: dict[str, nn.Module] = {"net": network_of(net).model}
     modules |= {name: value for name, value in values.items() if isinstance(value, nn.Module)}
-    saveables: dict[str, _Saveable] = {name: _Module(name, module) for name, module in modules.items()}
+    objects: dict[str, _Object] = {name: _Module(name, module) for name, module in modules.items()}
     for name, value in values.items():
         if hasattr(value, "param_groups"):
-            saveables[name] = _Optimizer(name, value, _named(value, modules))
-        elif not isinstance(value, nn.Module):
-            saveables[name] = _Object(name, value) if _has_state(value) else _Saveable(name, value)
-    return saveables
+            objects[name] = _Optimizer(name, value, _named(value, modules))
+        elif name not in modules and _has_state(value):
+            objects[name] = _Object(name, value)
+    return objects, {name: value for name, value in values.items() if name not in objects}
 
 
 def _named(optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> NamedOptimizer:
@@ -377,7 +367,7 @@ def _join(place: str, key: str) -> str:
 
 def _write(path: Path, network: Network, packed: Packed, values: Mapping[str, Any]) -> None:
     """Write a checkpoint, every rank that sees its folder a share."""
-    group, rank = network.groups.of(tuple(network.groups.mesh.axes)), network.groups.rank
+    group, rank = network.groups.world, network.groups.rank
     place = Path(broadcast_object(str(path.resolve()), group))
     folder = place.with_name(f".{place.name}.{broadcast_object(uuid.uuid4().hex, group)}.tmp")
     with fail_on_all_ranks(network), writing(place, _AS_BEFORE):

@@ -16,6 +16,7 @@ from convoy.data.order import Order
 from convoy.engine.agreement import agree
 from convoy.engine.network import network_of
 from convoy.errors import ConvoyError
+from convoy.graph.tree import replace
 from convoy.plans.layout import balanced, consecutive, proportional
 
 
@@ -117,7 +118,7 @@ class BatchSampler(Sampler[list[int]]):
     def _check(self, groups: Groups) -> None:
         arguments = (self.num_samples, self.global_batch, self.shuffle, self.seed, self.drop_last, self.shares)
         numbers = [zlib.crc32(repr(arguments).encode()), self.num_samples]
-        rows = gather_ints(numbers, groups.of(groups.mesh.axes))
+        rows = gather_ints(numbers, groups.world)
         for other, row in enumerate(rows):
             if row != rows[groups.rank]:
                 many = f"{row[1]} samples where this one has {self.num_samples}"
@@ -191,7 +192,8 @@ def evaluate(
                     "evaluate: the loader must give pairs (inputs, targets): put several of either into a tuple, by a "
                     "collate_fn of the DataLoader"
                 )
-            inputs, targets = (_moved(part, device) for part in batch)
+            parts = (dict(part) if isinstance(part, Mapping) else part for part in batch)  # also one of transformers
+            inputs, targets = replace(tuple(parts), Tensor, lambda x: x.to(device, non_blocking=True))
             size, outputs = _run(net, inputs)
             num_samples += size
             measures = measure(outputs, targets)
@@ -227,7 +229,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def _in_step(loader: Iterable[Any], groups: Groups) -> Iterator[Any]:
     """The loader's batches, as many as on all other ranks. Raises ConvoyError where ranks get different numbers of
     them, or the loader is known not to give every sample once."""
-    world = groups.of(groups.mesh.axes)
+    world = groups.world
     shown = getattr(loader, "iterable", loader)  # that a progress bar is around
     sampler = getattr(shown, "batch_sampler", None)
     if isinstance(sampler, BatchSampler):
@@ -265,14 +267,6 @@ def _in_step(loader: Iterable[Any], groups: Groups) -> Iterator[Any]:
 
 
 _END = object()
-
-
-def _moved(x: Any, device: torch.device) -> Any:
-    if isinstance(x, Tensor):
-        return x.to(device, non_blocking=True)
-    if isinstance(x, Mapping):
-        return {name: _moved(value, device) for name, value in x.items()}
-    return [_moved(value, device) for value in x] if isinstance(x, (tuple, list)) else x
 
 
 def _run(net: nn.Module, inputs: Any) -> tuple[int, Any]:

@@ -1,8 +1,6 @@
 """The ranks of a script: their numbers, what is printed once, and that they are refused alike."""
 
 import builtins
-import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -54,7 +52,7 @@ def print(*values: object, **options: Any) -> None:
 @contextmanager
 def fail_on_all_ranks(network: Network) -> Iterator[None]:
     """Run a block that fails on all ranks where one is refused, with the first rank's sentence. All ranks enter it."""
-    group = network.groups.of(tuple(network.groups.mesh.axes))
+    group = network.groups.world
     failure: Exception | None = None
     sentence = None
     try:
@@ -73,12 +71,12 @@ def fail_on_all_ranks(network: Network) -> Iterator[None]:
 
 def check_same_on_all_ranks(network: Network, facts: Mapping[str, str]) -> None:
     """See that all ranks have the same facts; a ConvoyError names the first that is not the same. All ranks call it."""
-    group = network.groups.of(tuple(network.groups.mesh.axes))
-    digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).hexdigest()
-    if len(set(gather_objects(digest, group))) == 1:
+    rows = gather_objects(list(facts.items()), network.groups.world)
+    if all(row == rows[0] for row in rows):
         return
-    for rank, other in enumerate(rows := gather_objects(dict(facts), group)):
-        key = next((name for name in {**rows[0], **other} if other.get(name) != rows[0].get(name)), None)
+    first, *_ = every = [dict(row) for row in rows]
+    for rank, other in enumerate(every):
+        key = next((name for name in {**first, **other} if other.get(name) != first.get(name)), None)
         if key is not None:
             raise ConvoyError(
                 f"{key} is not the same on rank {rank} as on rank 0, but a checkpoint holds one for all ranks: let all "

@@ -73,7 +73,7 @@ class _Step:
         self._recorded: Recorded | None = None
         self._stream: torch.cuda.Stream | None = None
         groups = network.groups
-        world = groups.of(tuple(groups.mesh.axes))
+        world = groups.world
         graph = graph_on(network.device)
         if graph is None:
             return

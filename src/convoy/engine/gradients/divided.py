@@ -226,8 +226,7 @@ def _answer(func: Callable, name: str, args: tuple, kwargs: dict[str, Any]) -> A
         return parts[0].whole_numel
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         func(*args, **kwargs)
-        world = parts[0].groups.of(tuple(parts[0].groups.mesh.axes))
-        all_reduce(args[1], world)
+        all_reduce(args[1], parts[0].groups.world)
         return None
     if name == "__deepcopy__":
         return _like(args[0].as_subclass(Tensor).clone(), parts)

@@ -22,7 +22,6 @@ from convoy.comm.groups import Groups
 from convoy.comm.position import current
 from convoy.engine.gradients.reducer import Reducer, at_end_of_backward
 from convoy.plans.buckets import Bucket, Sizes
-from convoy.plans.layout import balanced
 from convoy.plans.mesh import Axes
 
 Span = tuple[int, int]
@@ -69,11 +68,6 @@ class TreeSum(Generic[T]):
         return parts
 
 
-def pieces_of(elements: Tensor, group: Group) -> list[Tensor]:
-    """Views of flat elements, the piece of each rank, as even as can be."""
-    return list(elements.split([len(part) for part in balanced(len(elements), size(group))]))
-
-
 class TreeExchange:
     """Begins to send the pieces of this rank's partial sums to the pieces' owners. `parts` are this rank's sums, flat
     and of one length, and are overwritten; `spans` says which parts of the tree each rank of the group has; `out` is
@@ -88,9 +82,9 @@ class TreeExchange:
         self._group = group
         self._then = then
         self._out = out
-        self._pieces = pieces_of(out, group)
+        self._pieces = list(out.tensor_split(ranks))  # of each rank, as even as can be
         self._piece = self._pieces[own_place]
-        own_pieces = [pieces_of(part, group) for part in parts]
+        own_pieces = [list(part.tensor_split(ranks)) for part in parts]
         self._terms: list[tuple[Span, Tensor]] = []
         self._pending: list[Pending] = []
         sums: dict[Span, Tensor] = {
