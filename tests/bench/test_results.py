@@ -11,7 +11,7 @@ from bench.made_study import document, measure, new_store, rewrite, write_study,
 from convoy.bench.ask import configurations
 from convoy.bench.page import convergence_remarks
 from convoy.bench.records import Store
-from convoy.bench.results import Convergence, Results, convergence, escaped, of_trainings
+from convoy.bench.results import Convergence, Results, convergence, of_trainings
 from convoy.errors import ConvoyError
 from convoy.files import csv_of
 from convoy.units import SPACE
@@ -42,13 +42,11 @@ def test_speed_up_efficiency_and_days(tmp_path: Path) -> None:
     assert (unequal.ideal, unequal.efficiency) == pytest.approx((1.5, 1.25 / 1.5))
 
 
-def test_spreadsheets_find_no_formula_and_latex_no_command() -> None:
+def test_spreadsheets_find_no_formula() -> None:
     for text in ("=cmd|' /C calc'!A0", "+1+1", "-2+3", "@SUM(A1)"):
         (row,) = csv.DictReader(io.StringIO(csv_of([{"configuration": text, "step_s": "-0.500000"}]), newline=""))
         assert row == {"configuration": f"'{text}", "step_s": "-0.500000"}
     assert csv_of([{"configuration": "\t=1\r=2\x1b"}]) == "configuration\n\\t=1\\r=2\\x1b\n"
-    assert escaped(r"\input{/etc/passwd}") == r"\textbackslash{}input\{/etc/passwd\}"
-    assert escaped("50% & $x_1^2$ #~") == r"50\% \& \$x\_1\textasciicircum{}2\$ \#\textasciitilde{}"
 
 
 # How far the curves of a study are from each other.

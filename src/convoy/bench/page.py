@@ -2,26 +2,21 @@
 sentences beside the tables: devices and work, certainty, cost, distances between curves, and gaps."""
 
 import math
-import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from convoy import units
 from convoy.bench.ask import parts_of
 from convoy.bench.plots import convergence_panels, panels
 from convoy.bench.records import CONVOY, Store, StudyFacts, TrainingStudy
 from convoy.bench.results import (
-    TEXTS,
     Convergence,
     ErrorCurve,
     Named,
     Results,
-    StudyRow,
     Table,
     convergence,
     of_trainings,
@@ -56,18 +51,18 @@ def write_files(folder: Path) -> Written:
     warnings, gaps, of_times, of_trained, untrained = doubts(results), missing(results), [], [], []
     if is_timed := bool(results.rows) or trained is None:
         drawn += panels(results)
-        texts |= {"table.csv": tables["configurations"].csv(), "table.tex": tables["configurations"].latex()}
+        texts["table.csv"] = tables["configurations"].csv()
         of_times = remarks(store, results)
     if trained is not None:
         table = tables["convergence"] = of_trainings(trained, store)
         drawn += convergence_panels(trained)
-        texts |= {"convergence.csv": table.csv(), "convergence.tex": table.latex()}
-        texts["curves.csv"] = csv_of([test for curve in trained.curves for test in curve.records])
+        curves = csv_of([test for curve in trained.curves for test in curve.records])
+        texts |= {"convergence.csv": table.csv(), "curves.csv": curves}
         of_trained, untrained = list(convergence_remarks(trained)), missing(trained)
     content = {
         **_content(store, results, trained),
         "timed": is_timed,
-        "table": _shown(tables["configurations"], _row_names(results.rows)),
+        "table": tables["configurations"],
         "remarks": of_times,
         "trained_remarks": of_trained,
         "missing": [*warnings, *gaps, *untrained],
@@ -112,7 +107,7 @@ def render(
         ("report.css", "bench.css"),
         ("copy.js",),
         **content,
-        trained=_shown(trained) if trained is not None else None,
+        trained=trained,
         panels=figures,
         downloads=downloads,
     )
@@ -121,42 +116,6 @@ def render(
         for key, raw in files.items():
             write_atomically(folder / key, lambda path, raw=raw: path.write_bytes(raw))  # type: ignore[misc]
     return folder / "report.html"
-
-
-def _row_names(rows: Sequence[StudyRow]) -> list[tuple[str, str, str]]:
-    """The name of each row on the page, the plan that stands below it, and its look."""
-    best, previous_rows, names = max(rows, key=lambda row: row.speedup, default=None), rows[:1], []
-    for row in rows:
-        looks = {"best": row is best, "peer": row.kind != CONVOY, "group": previous_rows[0].devices != row.devices}
-        plan = "layer by layer, below" if "\n" in row.found_plan else row.found_plan
-        names.append((row.name, plan, " ".join(look for look, holds in looks.items() if holds)))
-        previous_rows = [row]
-    return names
-
-
-# A number, what it may differ by, its unit, and by how much a prediction is off.
-_CELL = re.compile(r"([^ ]+)(?: (± [^ ]+))?( [^ ]+)?(?: \((.*)\))?")
-
-
-def _shown(table: Table, names: Sequence[tuple[str, str, str]] = ()) -> dict[str, Any]:
-    """A table for the page: what is less important is small, and stands last in a cell."""
-
-    def cell(word: str, text: str) -> tuple[str, Markup | str]:
-        match = _CELL.fullmatch(units.UNKNOWN if text == "-" else text)
-        if word in TEXTS or match is None:
-            return "", text
-        number, spread, unit, error = match.groups()
-        small = Markup(" <small>{}</small>").format(spread or error) if spread or error else ""
-        return f"number{' speedup' * (word == 'speed-up')}", Markup("{}{}{}").format(number, unit or "", small)
-
-    words = list(table.rows[0]) if table.rows else []
-    titles = {"step": "An update", "exposed": Markup("Exposed com&shy;munication")}
-    names = names or [(next(iter(row.values())), "", "") for row in table.rows]
-    rows = [(*of, [cell(word, row[word]) for word in words[1:]]) for of, row in zip(names, table.rows, strict=True)]
-    return {
-        "columns": [("" if word in TEXTS else "#") + titles.get(word, word.capitalize()) for word in words],
-        "rows": rows,
-    }
 
 
 def _content(store: Store, results: Results, trained: Convergence | None) -> dict[str, Any]:

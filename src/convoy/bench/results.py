@@ -1,5 +1,5 @@
-"""From the file of a study to the rows of its tables, how far a median of a few rounds can be trusted, and the tables
-for a terminal, as CSV, and as LaTeX for a paper.
+"""From the file of a study to the rows of its tables, how far a median of a few rounds can be trusted, and the tables,
+which are the same on a terminal and on a page.
 
 What a row is called here it is called in JSON and CSV too.
 """
@@ -279,22 +279,7 @@ def convergence(store: Store) -> Convergence | None:
     return Convergence(store, store.training["epochs"]) if store.training is not None else None
 
 
-TEXTS = ("configuration", "trained", "final weights")  # columns that are not of numbers, which are aligned to the right
-# What a terminal leaves out, and LaTeX too, as a page is not so wide.
-_ON_PAGES = ("optimizer",)
-_WIDE = ("exposed", "data wait", "memory", *_ON_PAGES)
-_LATEX: dict[str, str | int | None] = {
-    "\\": r"\textbackslash{}",
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "±": r"$\pm$",
-    units.MINUS: "$-$",
-    units.SPACE: r"\,",
-    "×": r"$\times$",
-    "µ": r"\textmu{}",
-    "–": "--",
-}
+_TEXTS = ("configuration", "trained", "final weights")  # columns that are not of numbers
 
 
 @dataclass(frozen=True)
@@ -305,38 +290,22 @@ class Table:
     records: list[dict[str, Any]]
     note: str  # what it is of
 
-    def _columns(self, without: Sequence[str]) -> list[str]:
-        return [name for name in (self.rows[0] if self.rows else {"configuration": ""}) if name not in without]
+    @property
+    def columns(self) -> dict[str, bool]:
+        """Their names, and whether they are of numbers, which are aligned to the right."""
+        return {name: name not in _TEXTS for row in self.rows[:1] for name in row}
+
+    @property
+    def headings(self) -> list[str]:
+        """For a page, whose macro `table` takes those of numbers with a `#`."""
+        return ["#" * is_number + name.capitalize() for name, is_number in self.columns.items()]
 
     def lines(self) -> list[str]:
-        columns = self._columns(_ON_PAGES)
-        right = [name for name in columns if name not in TEXTS]
-        return table(columns, [[row[name] for name in columns] for row in self.rows], right) if self.rows else []
+        right = [name for name, is_number in self.columns.items() if is_number]
+        return table(list(self.columns), [list(row.values()) for row in self.rows], right) if self.rows else []
 
     def csv(self) -> str:
         return csv_of(self.records)
-
-    def latex(self) -> str:
-        """For the package booktabs."""
-        columns = self._columns(_WIDE)
-        return "\n".join(
-            [
-                f"% {self.note}; made by convoy bench; needs \\usepackage{{booktabs}}",
-                rf"\begin{{tabular}}{{{''.join('l' if name in TEXTS else 'r' for name in columns)}}}",
-                r"\toprule",
-                " & ".join(columns) + r" \\",
-                r"\midrule",
-                *(" & ".join(escaped(row[name]) for name in columns) + r" \\" for row in self.rows),
-                r"\bottomrule",
-                r"\end{tabular}",
-                "",
-            ]
-        )
-
-
-def escaped(text: str) -> str:
-    """Text for LaTeX."""
-    return printable(text).translate(str.maketrans(_LATEX))
 
 
 def of_updates(results: Results, store: Store) -> Table:
@@ -357,7 +326,6 @@ def _cells(row: StudyRow) -> dict[str, str]:
         **({} if row.days is None else {"days": units.significant(row.days)}),
         "exposed": time_of(row.parts[COMMUNICATION]),
         "data wait": time_of(row.parts[INPUT]),
-        "optimizer": time_of(row.parts[OPTIMIZER]),
         "memory": size(row.memory_bytes),
         "predicted": predicted or units.UNKNOWN,
     }
