@@ -178,7 +178,6 @@ class Row:
     barrier: Callable[[], None]
     losses: list[Tensor] = field(default_factory=list)  # of the first update: parts of the sum over all ranks
     done: int = 0  # updates so far
-    microbatches: int = 0  # of an update, on this rank; 0 where that is not known
     unfinished: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # of updates without an exchange
 
     def time(self, warm_up: int, updates: int) -> dict[str, Any]:
@@ -216,7 +215,7 @@ def measure_rank(task: MeasurementTask, say: Say) -> RankTimes:
     """A rank's part of a measurement. All ranks call it."""
     row, memory = (_of_convoy if task.kind == CONVOY else _of_peer)(task)
     times = row.time(task.warm_up, task.updates)
-    times |= {"memory": memory(), "loss": sum(map(float, row.losses)), "microbatches": row.microbatches}
+    times |= {"memory": memory(), "loss": sum(map(float, row.losses))}
     if task.kind in PEERS:  # the exchange is timed by updates without it
         times["without"] = row.time_unfinished(task.updates)
     return RankTimes(**times)
@@ -235,8 +234,7 @@ def _of_convoy(task: MeasurementTask) -> tuple[Row, Callable[[], int]]:
         if number == 0 and ranks.is_group_leader:
             row.losses.extend(result.losses)
 
-    microbatches = session.division.counts[ranks.sample_rank]
-    row = Row(device, session.batches, update, ranks.barrier, microbatches=microbatches)
+    row = Row(device, session.batches, update, ranks.barrier)
     return row, memory
 
 

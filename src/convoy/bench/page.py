@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from convoy import units
-from convoy.bench.ask import parts_of
 from convoy.bench.plots import convergence_panels, panels
 from convoy.bench.records import CONVOY, Store, StudyFacts, TrainingStudy
 from convoy.bench.results import (
@@ -207,7 +206,7 @@ def remarks(store: Store, results: Results) -> list[str]:
         *_measuring(store.study, results),
         *(_unequal(store.study, results) if results.alone else ()),
         *_predictions(results),
-        *_beside_one(results, store.study.weak),
+        *_beside_one(results),
     ]
 
 
@@ -262,11 +261,10 @@ def _names(rows: Sequence[Named]) -> str:
 
 def _measuring(study: StudyFacts, results: Results) -> Iterator[str]:
     batch = f"{units.count(study.batch)} images {'on each device' if study.weak else 'on all devices together'}"
-    recipe, source = study.recipe, study.recipe["data"].get("path")
+    source = study.recipe["data"].get("path")
     if study.images is not None:
         source = f"made-up ones of {'×'.join(map(str, study.images.shape))} in memory"
-    size = recipe["microbatch"] or -(-recipe["batch"] // recipe["microbatches"])
-    yield f"An update is {batch}, in microbatches of {size} at most; the images are {source}."
+    yield f"An update is {batch}, in microbatches of {_microbatch(study)} at most; the images are {source}."
     rounds = [row.rounds for row in results.rows]
     if max(rounds, default=0) < 2:
         yield "± needs two rounds at least."
@@ -290,6 +288,11 @@ def _measuring(study: StudyFacts, results: Results) -> Iterator[str]:
         yield f"The first update's loss {by} in all rows of Convoy: they do the same work."
 
 
+def _microbatch(study: StudyFacts) -> int:
+    recipe = study.recipe
+    return int(recipe["microbatch"] or -(-recipe["batch"] // recipe["microbatches"]))
+
+
 def _unequal(study: StudyFacts, results: Results) -> Iterator[str]:
     speeds = results.alone
     rates = ", ".join(units.significant(speed) for speed in speeds)
@@ -299,20 +302,12 @@ def _unequal(study: StudyFacts, results: Results) -> Iterator[str]:
         f"Alone the devices train {rates} images/s, {units.significant(sum(speeds))} together, which efficiency is "
         f"measured by{f': of that {reached}' if reached else ''}."
     )
-    even_rows = {row.plan: row for row in rows if not row.uneven}
-    for row in rows:
-        even_row = even_rows.get(row.plan, row)
-        if row is not even_row and even_row.series == row.series.partition(", shares")[0]:
-            parts = f", with {', '.join(map(str, row.microbatches))} microbatches" if any(row.microbatches) else ""
-            yield f"{row.plan_label} is {even_row.step_s / row.step_s:.2f} times as fast as even parts{parts}."
-    divided_rows = [row for row in rows if row.plan is not None and parts_of(row.plan, row.devices) == row.devices]
-    num = sum(next((row.microbatches for row in divided_rows), ()))
-    if num and any(row.uneven for row in divided_rows) and (coarse := too_coarse(study.batch, num, speeds)):
+    if coarse := too_coarse(study.batch, study.recipe["microbatches"] or -(-study.batch // _microbatch(study)), speeds):
         yield coarse
 
 
 def _predictions(results: Results) -> Iterator[str]:
-    """How good predictions were, and which rows of Convoy have none where others have."""
+    """How good predictions were."""
     errors = [abs(row.prediction_error) for row in results.rows if row.prediction_error is not None]
     if not errors:
         return
@@ -322,14 +317,10 @@ def _predictions(results: Results) -> Iterator[str]:
         f"{units.percent(statistics.mean(errors))} in the mean, by {units.percent(max(errors), 0)} at most{doubt}; "
         "they were made before anything was measured, as if nothing else ran here."
     )
-    uneven_rows = [row for row in results.rows if row.kind == CONVOY and row.uneven]
-    if unpredicted_rows := [row for row in uneven_rows if row.predicted_s is None]:
-        but = ", that of auto of the planner's own" if len(unpredicted_rows) < len(uneven_rows) else ""
-        yield f"Predictions are of even parts of the batch{but}; not predicted: {_names(unpredicted_rows)}."
 
 
-def _beside_one(results: Results, weak: bool) -> Iterator[str]:
-    """What speed-up is over, who is slower than one device, and what efficiency above 100 % means."""
+def _beside_one(results: Results) -> Iterator[str]:
+    """What speed-up is over."""
     reference = results.reference
     if reference is None:
         return
@@ -341,20 +332,6 @@ def _beside_one(results: Results, weak: bool) -> Iterator[str]:
         return
     if not results.has_one_reference:
         yield f"Speed-up is over the fastest row on one device: {reference.plan_label}."
-    several = [row for row in results.rows if row.devices > 1]
-    if slower_rows := [row for row in several if row.speedup < 1 - (row.speedup_spread or 0)]:
-        yield f"Slower than one device: {_names(slower_rows)}."
-    if rows_alike := [row for row in several if abs(row.speedup - 1) <= (row.speedup_spread or 0)]:
-        yield (
-            f"Not told apart from one device, by their ±: {_names(rows_alike)}; more --rounds tell more, on a machine "
-            "that does nothing else."
-        )
-    if high_rows := [row for row in several if round(100 * (row.efficiency or 0)) > 100]:
-        caches = "" if weak else "a device's smaller part of the work may fit its caches better, or "
-        yield (
-            f"Efficiency above {units.percent(1, 0)} ({_names(high_rows)}): {caches}one device alone was slow when it "
-            "was measured; where the speed-up is above the ideal one by less than its ±, it may be chance."
-        )
 
 
 def convergence_remarks(convergence: Convergence) -> Iterator[str]:

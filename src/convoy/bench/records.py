@@ -127,7 +127,6 @@ class RankTimes(Record):
     optimizer: list[Seconds]
     memory: int  # bytes at the peak, beyond those before the network was built
     overhead: Seconds  # seconds that timing adds to an update
-    microbatches: int = 0  # of an update, on this rank
     without: list[Seconds] = []  # seconds of updates without exchange of gradients; empty where that is timed directly
     # this rank's part of the first update's mean loss, which is the sum of all parts
     loss: float = Field(0.0, exclude=True)

@@ -109,8 +109,6 @@ class StudyRow(Named):
         ranks = [rank for measurement in row.visits for rank in measurement.ranks]
         self.memory_bytes = max(rank.memory for rank in ranks)
         self.overhead_s = statistics.median(rank.overhead for rank in ranks)  # that timing adds
-        self.microbatches = [rank.microbatches for rank in row.visits[-1].ranks]  # 0 where that is not known
-        self.uneven = ", shares" in row.series or store.found_shares(row) is not None
         prediction = store.prediction_of(row)
         self.predicted_s = prediction.seconds if prediction else None
         self.predicted_memory_bytes = prediction.memory if prediction else None
