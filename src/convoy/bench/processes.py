@@ -11,7 +11,6 @@ import faulthandler
 import multiprocessing
 import os
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from convoy import interfaces, resources
+from convoy.data.processes import follow_parent
 from convoy.errors import ConvoyError
 from convoy.failure import end_of
-from convoy.launch.rank import end_with_parent, private_folder
+from convoy.launch.rank import private_folder
 
 Say = Callable[[str, int, int], None]  # is told of long work: what, done, of how many
 
@@ -192,15 +192,6 @@ def give_up(sentence: str) -> None:
     os._exit(1)
 
 
-def _follow_parent() -> None:
-    """End with whoever started this rank: the server that forked it stays as long as it has such children, so its end
-    is none of theirs."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
 def _variables(rank: int, num: int, store: Path) -> dict[str, str]:
     """Those of `convoy.launch.start` where there are other ranks, which meet in the file `store`; all count as local,
     since they share the machine."""
@@ -230,7 +221,6 @@ def _serve(
         os.close(nowhere)
     os.dup2(2, 1)  # the standard output is for the table
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it decides when it ends
-    end_with_parent()
     faulthandler.enable()
 
     def say(*work: Any) -> None:
@@ -240,7 +230,7 @@ def _serve(
     try:
         os.environ.update(variables)
         place()
-        threading.Thread(target=_follow_parent, daemon=True, name="convoy-follow").start()
+        follow_parent()  # by a thread, which is to run there, too
         import torch
         import torch.distributed as dist
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, left_out, needs_package, suffixes
 from convoy.data.processes import SharedBytes
-from convoy.data.sources import NUM_SIZES, EncodedSource, Opened, Source, reading, relabel, shown, split_of, spread
+from convoy.data.sources import EncodedSource, Opened, Source, reading, relabel, shown, split_of, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import listed, printable
 
@@ -37,7 +37,7 @@ class FolderSource(EncodedSource):
 
     def _marks(self) -> dict[str, Any]:
         with reading(Path(self._root)):
-            sizes = [os.stat(self._path(sample)).st_size for sample in spread(len(self), NUM_SIZES)]  # noqa: PTH116
+            sizes = [os.stat(self._path(sample)).st_size for sample in spread(len(self))]  # noqa: PTH116
         return {"names": self._files.checksum(), "sizes": sizes}
 
     def read(self, sample: int) -> bytes:
