@@ -25,7 +25,7 @@ from convoy.bench.records import (
     Store,
     TableOptions,
 )
-from convoy.bench.study import assumed, coarse, opened, prepare, recipe_for
+from convoy.bench.study import opened, prepare, recipe_for
 from convoy.errors import ConvoyError
 from convoy.recipe.recipe import Recipe
 from convoy.recipe.schema import Duration
@@ -215,8 +215,6 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
     study, recipe = prepared.study, prepared.recipe
     facts: dict[str, Any] = {"study": study, "machine": prepared.machine}
     Store.open(ask.folder, **facts)
-    if study.images is not None and (sentence := assumed(recipe, study.images, ask.image_size)):
-        tell(sentence)
     data = opened(recipe, progress) if study.images is None else None
     if data is not None and ask.train_epochs is not None and data.task != "classification":
         raise ConvoyError(f"--train-epochs compares test errors, and {data.name} is for {data.task}: leave it out")
@@ -229,7 +227,7 @@ def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:
             store.begin_training(ask.train_epochs)
         started = datetime.now(UTC).isoformat(timespec="seconds")
         store.sessions.append(Session(command=ask.command, started=started))
-        for sentence in coarse(prepared):
+        for sentence in prepared.notes:
             tell(sentence)
         places = Places(study.cores_per_device, emulated)
         course = Course(recipe, store.add(prepared.rows), store, places, ask.timeout, progress, tell)

@@ -180,8 +180,10 @@ class Row:
     done: int = 0  # updates so far
     unfinished: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # of updates without an exchange
 
-    def time(self, warm_up: int, updates: int) -> dict[str, Any]:
-        """Do updates, and take the time of those after the warm-up."""
+    def time(
+        self, warm_up: int, updates: int, within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    ) -> dict[str, Any]:
+        """Do updates, each `within` a context, and take the time of those after the warm-up."""
         stopwatch = Stopwatch(self.device)
         with stopwatch.watch(), closing(self.batches(self.done, warm_up + updates)) as batches:
             for number in range(warm_up + updates):
@@ -192,23 +194,11 @@ class Row:
                 stopwatch.enter(INPUT)
                 batch = next(batches)
                 stopwatch.leave()
-                self.update(batch, self.done)
+                with within():
+                    self.update(batch, self.done)
                 self.done += 1
             stopwatch.lap()
             return stopwatch.times()
-
-    def time_unfinished(self, updates: int) -> list[float]:
-        """Seconds of updates without an exchange of gradients."""
-        clock, seconds = DeviceClock(self.device), list[float]()
-        with closing(self.batches(self.done, updates)) as batches:
-            for _ in range(updates):
-                began = time.perf_counter()
-                with self.unfinished():
-                    self.update(next(batches), self.done)
-                clock.wait()
-                seconds.append(time.perf_counter() - began)
-                self.done += 1
-        return seconds
 
 
 def measure_rank(task: MeasurementTask, say: Say) -> RankTimes:
@@ -217,7 +207,7 @@ def measure_rank(task: MeasurementTask, say: Say) -> RankTimes:
     times = row.time(task.warm_up, task.updates)
     times |= {"memory": memory(), "loss": sum(map(float, row.losses))}
     if task.kind in PEERS:  # the exchange is timed by updates without it
-        times["without"] = row.time_unfinished(task.updates)
+        times["without"] = row.time(0, task.updates, row.unfinished)["seconds"]
     return RankTimes(**times)
 
 

@@ -120,16 +120,16 @@ def render(
 def _content(store: Store, results: Results, trained: Convergence | None) -> dict[str, Any]:
     study, table = store.study, store.table
     whole = not any((part.waiting or part.failed) for part in (results, trained) if part is not None)
+    numbers = sorted({row.devices for row in store.configurations})
     own_plans = {row.devices: row.found_plan for row in results.rows if "\n" in row.found_plan}
     return {
         "name": "scaling study",
         "title": units.shorten(study.model, 60),
-        "subject": _device_facts(sorted({row.devices for row in store.configurations})),
+        "subject": f"{', '.join(map(str, numbers))} device{'s' * (numbers != [1])}",
         "status": "complete" if whole else "incomplete",
         "status_kind": "good" if whole else "warn",
         "facts": _facts(store),
         "tiles": [*_tiles(results), *(_convergence_tiles(trained) if trained else ())],
-        "reference": _reference(results),
         "epochs": None if table.epochs is None else units.value(table.epochs),
         "dataset_size": table.dataset_size,
         "notes": results.notes,
@@ -141,27 +141,12 @@ def _content(store: Store, results: Results, trained: Convergence | None) -> dic
     }
 
 
-def _device_facts(numbers: list[int]) -> str:
-    if len(numbers) < 2:
-        return units.plural(numbers[0] if numbers else 1, "device")
-    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]} devices"
-
-
 def _facts(store: Store) -> list[str]:
     study, machine = store.study, store.machine
     batch = f"batch {units.count(study.batch)}{' a device' if study.weak else ''}"
     started = next((session.started[:16].replace("T", " ") for session in store.sessions), "")
     facts = ["weak scaling" if study.weak else "strong scaling", batch, f"{machine['machine']}"]
     return [*facts, f"PyTorch {machine['torch']}", *([f"started {started} UTC"] if started else [])]
-
-
-def _reference(results: Results) -> str:
-    reference = results.reference
-    if reference is None or results.has_one_reference:
-        return "one device"
-    if reference.devices == 1:
-        return f"the fastest row on one device ({reference.name})"
-    return f"{reference.name}, as nothing was measured on one device"
 
 
 def _tiles(results: Results) -> list[Tile]:
@@ -206,7 +191,7 @@ def remarks(store: Store, results: Results) -> list[str]:
         *_measuring(store.study, results),
         *(_unequal(store.study, results) if results.alone else ()),
         *_predictions(results),
-        *_beside_one(results),
+        *_reference(results),
     ]
 
 
@@ -319,19 +304,19 @@ def _predictions(results: Results) -> Iterator[str]:
     )
 
 
-def _beside_one(results: Results) -> Iterator[str]:
-    """What speed-up is over."""
+def _reference(results: Results) -> Iterator[str]:
+    """What speed-up is over, where that is not the only row on one device."""
     reference = results.reference
-    if reference is None:
+    ones = [row for row in results.rows if row.devices == 1 and not row.place]
+    if reference is None or ones == [reference]:
         return
+    where = f"the fastest row on one device: {reference.plan_label}"
     if reference.devices > 1:
-        yield (
-            f"Nothing was measured on one device, so that speed-up is over {reference.plan_label} on "
-            f"{reference.devices} devices and efficiency not known: a 1 in --devices adds it."
+        where = (
+            f"{reference.plan_label} on {reference.devices} devices, as nothing was measured on one, and efficiency is "
+            "not known: a 1 in --devices adds it"
         )
-        return
-    if not results.has_one_reference:
-        yield f"Speed-up is over the fastest row on one device: {reference.plan_label}."
+    yield f"Speed-up is over {where}."
 
 
 def convergence_remarks(convergence: Convergence) -> Iterator[str]:
@@ -366,36 +351,31 @@ def _distance(convergence: Convergence, reference: ErrorCurve, count: str) -> st
     curve = max(compared, key=lambda curve: curve.distance_error or 0.0)
     of_loss = max(compared, key=lambda curve: curve.distance_loss or 0.0)
     number = _to([curve.compared for curve in compared])
-    curves_alone = [curve for curve in convergence.curves if not curve.compared and curve is not reference]
-    uncompared = (
-        f" Not compared, as no evaluation was after as many updates: {_names(curves_alone)}." if curves_alone else ""
-    )
     base = "the serial run's" if reference.devices == 1 else f"those of {reference.where}"
     if not curve.distance_error and not of_loss.distance_loss:
         return (
             f"Over updates the curves are one: in all {number} evaluations of {count} test error and test loss are "
-            f"{base} to the last bit, distance 0.{uncompared}"
+            f"{base} to the last bit, distance 0."
         )
     return (
         f"Over updates the test error is never farther from {base} than {points(curve.distance_error or 0.0)} "
         f"({curve.where}, after {units.count(curve.distance_error_at or 0)} updates), the test loss never farther than "
         f"{units.significant(of_loss.distance_loss, 2)} ({of_loss.where}, after "
         f"{units.count(of_loss.distance_loss_at or 0)}), over {number} "
-        f"evaluations of {units.plural(len(compared), 'other configuration')}.{uncompared}"
+        f"evaluations of {units.plural(len(compared), 'other configuration')}."
     )
 
 
 def _bits(convergence: Convergence, reference: ErrorCurve, finished: Sequence[ErrorCurve], count: str) -> str:
     same = [curve for curve in finished if convergence.same_weights(curve)]
-    checksum = f"SHA-256 {reference.weights_sha256}"
     if not same:
         return (
             "No final weights are the reference's bit for bit; reproducible=true makes them so under plans by sample."
         )
-    if len(same) == len(finished):
+    checksum, unlike = f"SHA-256 {reference.weights_sha256}", [curve for curve in finished if curve not in same]
+    if not unlike:
         return f"The final weights of {count} are the same bit for bit: {checksum}."
-    exact = ", the reproducible mode's promise being for plans by sample" if convergence.reproducible else ""
     return (
-        f"The final weights of {_names(same)} are the reference's bit for bit, "
-        f"{checksum}; those of {_names([curve for curve in finished if curve not in same])} are not{exact}."
+        f"The final weights of {_names(same)} are the reference's bit for bit, {checksum}; those of {_names(unlike)} "
+        "are not."
     )

@@ -218,7 +218,7 @@ class StudyFacts(Record):
     """Facts that all configurations share; they tell whether two studies can be in one file."""
 
     model: str
-    recipe: Annotated[dict[str, Any], _with("batch", "microbatch", "microbatches", "reproducible", "data", "parallel")]
+    recipe: Annotated[dict[str, Any], _with("batch", "microbatch", "microbatches", "data", "parallel")]
     images: Made | None  # None where the recipe's data are read
     weak: bool  # weak scaling: `batch` is that of one device
     batch: int

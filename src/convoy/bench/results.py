@@ -137,8 +137,6 @@ class Results:
         self.alone = _alone(store, measured_rows)  # images per second of each device by itself
         self.rows = [StudyRow(store, row, reference, self.alone) for row in measured_rows if reference is not None]
         self.reference = next((row for row in self.rows if reference is not None and row.key == reference.key), None)
-        # whether one row alone was measured on one device, which needs no explanation as the reference
-        self.has_one_reference = sum(row.devices == 1 and not row.place for row in self.rows) == 1
         self.failed = [(row.where, row.failed) for row in store.configurations if row.failed]
         rows_left = [row.where for row in store.configurations if not row.visits and not row.failed]
         self.waiting = rows_left if store.table.rounds else []
@@ -268,7 +266,7 @@ class Convergence:
     def __init__(self, store: Store, epochs: float) -> None:
         rows = [row for row in store.configurations if row.kind == CONVOY and not row.place]
         curves = [ErrorCurve(row, store.folder / row.run, store.study.batch_on(row.devices)) for row in rows]
-        self.epochs, self.reproducible = epochs, bool(store.study.recipe["reproducible"])
+        self.epochs = epochs
         self.curves = [curve for curve in curves if curve.tests]
         # the serial run, or that on the fewest devices
         self.reference = min(self.curves, key=lambda curve: curve.devices, default=None)
