@@ -384,10 +384,6 @@ def forecast(
         result.notes.extend(planned.notes)
     except ConvoyError as error:
         result.notes.append(f"nothing is predicted: {error}")
-    chosen = result.predictions.get(result.auto or "") if AUTO in plans else None
-    for text, prediction in result.predictions.items():
-        if chosen is not None and prediction.seconds < chosen.seconds:
-            result.notes.append(f"{text} is predicted to be faster than {result.auto}, but did not win the race")
     return result
 
 

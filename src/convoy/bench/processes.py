@@ -30,8 +30,8 @@ from convoy.launch.rank import private_folder
 Say = Callable[[str, int, int], None]  # is told of long work: what, done, of how many
 
 _PATIENCE_S, _AGAIN_S = 60.0, 0.25  # in which ranks that were asked to stop save; and until they are asked again
-# Modules, as the packages of Convoy load theirs only when they are used; torch._dynamo comes with an optimizer.
-PRELOAD = ("torch", "torch._dynamo", "convoy.bench.measure", "convoy.training.trainer", "convoy.report.report")
+# What the server that forks the processes imports: torch._dynamo comes with an optimizer, `jobs` with the trainer.
+_PRELOAD = ["torch", "torch._dynamo", "convoy.bench.jobs", "convoy.report.report"]
 
 
 class RankFailed(RuntimeError):  # noqa: N818 (it is what happened)
@@ -82,18 +82,12 @@ class Group:
         self._stack = contextlib.ExitStack()
 
     def start(
-        self,
-        function: Callable[..., Any],
-        places: Sequence[Place],
-        args: tuple[Any, ...],
-        quiet: bool = False,
-        preload: Sequence[str] = PRELOAD,
+        self, function: Callable[..., Any], places: Sequence[Place], args: tuple[Any, ...], quiet: bool = False
     ) -> None:
         """Let each rank run `function(*args, say)`, of a module's top level. `quiet` drops what they print, which else
-        goes to the standard error. The server that forks the processes imports the modules of `preload` of the first
-        call."""
+        goes to the standard error."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(preload))
+        context.set_forkserver_preload(_PRELOAD)
         folder = self._stack.enter_context(private_folder())
         for rank, place in enumerate(places):
             pipe, end = context.Pipe()
@@ -159,12 +153,11 @@ def run_ranks(
     seconds: float = 600.0,
     say: Say = lambda *_: None,
     quiet: bool = False,
-    preload: Sequence[str] = PRELOAD,
 ) -> list[Any]:
     """What `function(*args, say)` gives on a rank in each of some places, which are ended after so many seconds."""
     group, deadline = Group(), time.monotonic() + seconds
     try:
-        group.start(function, places, args, quiet, preload)
+        group.start(function, places, args, quiet)
         while group.waiting:
             ready = wait(group.waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
