@@ -132,7 +132,6 @@ def _content(store: Store, results: Results, trained: Convergence | None) -> dic
         "tiles": [*_tiles(results), *(_convergence_tiles(trained) if trained else ())],
         "epochs": None if table.epochs is None else units.value(table.epochs),
         "dataset_size": table.dataset_size,
-        "notes": results.notes,
         "chosen": [(units.plural(devices, "device"), plan.strip()) for devices, plan in own_plans.items()],
         "commands": list(dict.fromkeys(session.command for session in store.sessions)),
         "machine": store.machine,
@@ -163,7 +162,6 @@ def _tiles(results: Results) -> list[Tile]:
     if best.efficiency is not None:
         ideal = f"of {units.significant(best.ideal)} times one device"
         tiles.append(Tile("Efficiency", units.percent(best.efficiency, 0), ideal))
-    tiles.append(Tile("Images per second", units.significant(best.images_per_s), where))
     if best.days is not None:
         base = f"{units.significant(reference.days)} on {units.plural(reference.devices, 'device')}"
         tiles.append(Tile("Days of training", units.significant(best.days), base))
@@ -175,8 +173,6 @@ def _convergence_tiles(trained: Convergence) -> list[Tile]:
     if not trained.compared or reference is None:
         return []
     of = "of test error from one device" if reference.devices == 1 else f"of test error from {reference.name}"
-    if all(map(trained.same_weights, trained.compared)):
-        of += ", and the same weights bit for bit"
     return [Tile("Largest distance", points(max(curve.distance_error or 0.0 for curve in trained.compared)), of)]
 
 
@@ -227,11 +223,9 @@ def _devices(store: Store) -> str:
         return f"A device is a {machine['machine']}."
     cores = study.cores_per_device
     largest = max((row.devices for row in store.configurations), default=1)
-    idle = machine["cores"] - cores * largest
-    rest = f"; {units.plural(idle, 'core')} stay idle" if idle else ""
     return (
         f"A device is {units.plural(cores, 'core')} of {machine['machine']}, also where it is alone: the machine has "
-        f"{machine['cores']}, and {units.plural(largest, 'device')} at most{rest}."
+        f"{machine['cores']}, and {units.plural(largest, 'device')} at most."
     )
 
 

@@ -150,11 +150,6 @@ class Results:
         self.planning = sum(session.planning_s for session in store.sessions)
         visits = [visit for row in measured_rows for visit in row.visits]
         self.timed = sum(max(sum(rank.seconds) + sum(rank.without) for rank in visit.ranks) for visit in visits)
-        self.notes = [
-            f"{units.plural(devices, 'device')}: {note}"
-            for devices, forecast in store.forecasts.items()
-            for note in forecast.notes
-        ]
 
 
 def _reference(rows: Sequence[Configuration]) -> Configuration | None:

@@ -63,7 +63,8 @@ class BatchMaker:
         geometry, augment = self.geometry, self.geometry.augment
         self.color = ColorAugment(augment, self.seed)
         self.own = OwnAugment(augment.function, self.seed) if augment.function is not None else None
-        in_memory = self._in_memory(geometry.resize)
+        square = geometry.resize, geometry.resize, self.channels
+        in_memory = isinstance(self.source, PixelSource) and self.source.pixels.shape[1:] == square
         # Whether an evaluation takes crops of pixels in memory, a batch at once.
         self.central = in_memory and geometry.margin % 2 == 0
         # Whether training does, with a crop and a flip at most.
@@ -121,9 +122,6 @@ class BatchMaker:
                 return used, bad
             used[places] = used[places] // num * num + (used[places] + 1) % num
         raise ConvoyError(f"none of the {num} training pictures can be read: {bad[0][1]}")
-
-    def _in_memory(self, side: int) -> bool:
-        return isinstance(self.source, PixelSource) and self.source.pixels.shape[1:] == (side, side, self.channels)
 
     def _flips(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.bool_]:
         flip = self.geometry.augment.flip
