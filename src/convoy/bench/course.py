@@ -163,6 +163,7 @@ class Course:
         updates = resolve(self.recipe, len(opened(self.recipe).train)).total_updates
         self.done, self.total = 0, len(rows) * updates
         for row in rows:
+            row.untrained = None  # one that has failed is tried again
             if RunDirectory(self.store.folder / row.run).summary().get("status") != "finished":
                 with self._spending("training_s"):
                     self._train(row, command)

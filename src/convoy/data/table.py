@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from pathlib import Path
 
@@ -234,11 +235,12 @@ def _check_classes(table: Path, kind: str, train: Sequence[_Row], test: Sequence
 
 
 def _source(root: Path, kind: str, names: Sequence[str], rows: Sequence[_Row]) -> FolderSource:
+    below = partial(os.path.join, root)  # names are to stay as they are written
     numbers = {name: number for number, name in enumerate(names)}
     labels = np.zeros(len(rows), np.int64)
     if kind == "classification":
         labels = np.array([numbers[row.labels[0]] for row in rows], np.int64)
-    source = FolderSource(root, [row.path for row in rows], labels)
+    source = FolderSource(root, [below(row.path) for row in rows], labels)
     if kind == "multi-label":
         source.values = np.zeros((len(rows), len(names)), np.float32)
         for place, row in enumerate(rows):
@@ -246,7 +248,7 @@ def _source(root: Path, kind: str, names: Sequence[str], rows: Sequence[_Row]) -
     elif kind == "regression":
         source.values = np.array([[float(label) for label in row.labels] for row in rows], np.float32)
     elif kind == "segmentation":
-        source.masks = FolderSource(root, [row.labels[0] for row in rows], labels)
+        source.masks = FolderSource(root, [below(row.labels[0]) for row in rows], labels)
     return source
 
 
