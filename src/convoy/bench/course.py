@@ -120,7 +120,7 @@ class Course:
                 plans,
                 bound,
                 predict,
-                self._keeps_times,
+                not self.store.study.cluster,  # times on a share of a core are not those of this machine
                 seconds=self.timeout,
                 say=lambda part, number, of: self._say(f"{what}: {part}, {number} of {of}"),
             )
@@ -129,11 +129,6 @@ class Course:
         for note in new.notes:
             self.tell(f"{plural(devices, 'device')}: {note}")
         self.store.forecasts[devices] = earlier | new
-
-    @property
-    def _keeps_times(self) -> bool:
-        """Times on a share of a core are not those of this machine."""
-        return not self.store.study.cluster
 
     def _measure(self, row: Configuration, round_: int) -> None:
         task, places = self._task(row), self.places.of(row.devices, round_, row.place)
@@ -179,8 +174,8 @@ class Course:
         def say(_: Job, text: str, done: int, of: int) -> None:
             self.progress(f"training {row.where}: {text}", before + done, self.total)
 
-        device_type, keeps_times = self.store.study.device_type, self._keeps_times
-        jobs = Jobs(self.places, row.devices, device_type, command, keeps_times, self.timeout, say)
+        device_type, is_machine = self.store.study.device_type, not self.store.study.cluster
+        jobs = Jobs(self.places, row.devices, device_type, command, is_machine, self.timeout, say)
         failure = jobs.train(lambda _: [job])[out].failure
         stopped = (failure or "").startswith(STOPPED)
         row.untrained = None if stopped else failure

@@ -5,17 +5,7 @@ with emulate(cluster) as places:
     ...                                # in the process of a rank, before torch starts threads:
     places[rank]()
 
-Its file describes devices, the hosts that they are in, and the links between the hosts:
-
-    devices: {count: 4, speed: 0.5}         # each in a host of its own; with `hosts: 2`, two in each
-    links: {rate: 3gbit}
-
-or, where they are unequal,
-
-    devices:
-      - {speed: 0.5, host: a}
-      - {speed: 0.25, host: b, count: 2}
-    links: {rate: 3gbit, hosts: {b: 1gbit}}
+docs/emulation.md describes its file: devices, the hosts that they are in, and the links between the hosts.
 """
 
 import os

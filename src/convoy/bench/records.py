@@ -16,7 +16,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from convoy.errors import ConvoyError
 from convoy.files import write_text, writing
 from convoy.run.directory import RunDirectory
-from convoy.units import plural
 
 CONVOY, TORCH, AUTO = "convoy", "torch", "auto"
 # Tools that PyTorch users would take instead, by their names on the command line.
@@ -166,8 +165,9 @@ class Configuration(Record):
 
     @property
     def where(self) -> str:
-        """The label with its devices."""
-        return f"{self.label} on {plural(self.devices, 'device')}"
+        """The name with its devices, where it does not say them."""
+        says_devices = self.devices == 1 or "=" in self.label
+        return short(self.label) if says_devices else f"{short(self.label)} on {self.devices}"
 
 
 def short(plan: str) -> str:

@@ -61,12 +61,7 @@ class Named:
 
     def __init__(self, row: Configuration) -> None:
         self.configuration, self.name, self.devices = row.label, short(row.label), row.devices
-
-    @property
-    def where(self) -> str:
-        """Its name with its devices, where the name does not say them."""
-        alone = self.devices == 1 or "=" in self.configuration
-        return self.name if alone else f"{self.name} on {self.devices}"
+        self.where = row.where
 
     @property
     def record(self) -> dict[str, Any]:
