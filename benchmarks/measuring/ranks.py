@@ -1,7 +1,7 @@
 """Runs a function on fresh processes, one a device, each pinned to one core and one thread, or within limits.
 
-The processes are those of `convoy bench`, forked from a server that has torch and the libraries beside which Convoy is
-measured imported. They know their places by torchrun's variables.
+The processes are those of `convoy bench`, forked from a server that has torch imported. They know their places by
+torchrun's variables.
 """
 
 import os
@@ -22,7 +22,6 @@ from convoy.errors import ConvoyError
 from convoy.resources import folders, own_cores
 from measuring import harness
 
-PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "convoy", "lightning.fabric", "accelerate")
 ENVIRONMENT = {
     "GOMP_SPINCOUNT": "10000",  # waiting threads give the core back
     "OMP_NUM_THREADS": "1",
@@ -69,7 +68,7 @@ def run_ranks(
         )
         for rank in range(num)
     ]
-    return processes.run_ranks(_call, limited, function, args, seconds=seconds, preload=PRELOAD)
+    return processes.run_ranks(_call, limited, function, args, seconds=seconds)
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], say: Say) -> Any:

@@ -13,7 +13,7 @@ from convoy.cli.bench import study
 from convoy.errors import ConvoyError
 from report.pages import HOSTILE, harmless
 
-TABLES = {"table.csv", "table.tex", "convergence.csv", "convergence.tex", "curves.csv"}
+TABLES = {"table.csv", "convergence.csv", "curves.csv"}
 PICTURES = ("speed-up", "parts", "predictions", "error-time", "error-updates")
 
 
@@ -26,7 +26,7 @@ def test_a_study_has_a_page_tables_and_pictures_and_the_same_page_again(tmp_path
         study(work, write_files, tmp_path, False)
     report = tmp_path / "report.html"
     files = {"bench.json", *TABLES, *(f"{name}.{kind}" for name in PICTURES for kind in ("svg", "png"))}
-    assert {path.name for path in tmp_path.iterdir()} == files | {"report.html"}
+    assert {path.name for path in tmp_path.iterdir()} == files | {"report.html", "training"}
     with Image.open(tmp_path / "speed-up.png") as picture:
         assert picture.width > 1200
     html = report.read_text(encoding="utf-8")
@@ -41,5 +41,3 @@ def test_names_of_others_are_text(tmp_path: Path) -> None:
         text = text.replace(known, inside)
     (folder / "bench.json").write_text(text)
     assert harmless(write_files(folder).report.read_text(encoding="utf-8")).all("b") == []
-    first, begin = (folder / "table.tex").read_bytes().decode("utf-8", "replace").splitlines()[:2]
-    assert first.startswith("% ") and begin == r"\begin{tabular}{lrrrrrrr}"

@@ -5,17 +5,7 @@ with emulate(cluster) as places:
     ...                                # in the process of a rank, before torch starts threads:
     places[rank]()
 
-Its file describes devices, the hosts that they are in, and the links between the hosts:
-
-    devices: {count: 4, speed: 0.5}         # each in a host of its own; with `hosts: 2`, two in each
-    links: {rate: 3gbit}
-
-or, where they are unequal,
-
-    devices:
-      - {speed: 0.5, host: a}
-      - {speed: 0.25, host: b, count: 2}
-    links: {rate: 3gbit, hosts: {b: 1gbit}}
+docs/emulation.md describes its file: devices, the hosts that they are in, and the links between the hosts.
 """
 
 import os
@@ -163,13 +153,11 @@ class Cluster:
         return self.rates.get(host, self.rate)
 
     def __str__(self) -> str:
-        speeds, rates = [f"{device.speed:g}" for device in self.devices], [self.rate_of(host) for host in self.hosts]
-        devices = f"{units.plural(len(speeds), 'device')} with {', '.join(speeds)} of a core"
-        if len(speeds) > 1 and len(set(speeds)) == 1:
-            devices = f"{len(speeds)} devices with {speeds[0]} of a core each"
-        if len(rates) == 1:
+        speeds = ", ".join(f"{device.speed:g}" for device in self.devices)
+        devices = f"{units.plural(len(self.devices), 'device')} with {speeds} of a core"
+        if len(self.hosts) == 1:
             return f"{devices} in one host"
-        return f"{devices} in {len(rates)} hosts, links of {', '.join(rates if len(set(rates)) > 1 else rates[:1])}"
+        return f"{devices} in {len(self.hosts)} hosts, links of {', '.join(map(self.rate_of, self.hosts))}"
 
 
 PORT = 29_500
@@ -204,9 +192,15 @@ class EmulatedDevice:
         To be called before torch starts threads, by a process of the user root. All threads of the process together
         have the share, those of gloo too.
         """
-        if self.group is not None:
-            namespaces.enter_group(self.group)
-        self.host.enter()
+        try:
+            if self.group is not None:
+                (self.group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+            self.host.enter()
+        except OSError as error:
+            raise ConvoyError(
+                f"the emulated device {self.rank} cannot be entered ({error}): enter it as root, before its cluster is "
+                "removed"
+            ) from error
         resources.pin([self.core])
         # gloo's thread tries again and again for a lock that the thread which it has just pushed off the core holds,
         # until Linux's clock ticks: milliseconds for every small message. In this class nobody pushes others off.

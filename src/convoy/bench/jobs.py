@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from convoy.bench.measure import MeasurementTask
-from convoy.bench.processes import PRELOAD, Group, Places, RankFailed, Say, end_softly, give_up, reason_of
+from convoy.bench.processes import Group, Places, RankFailed, Say, end_softly, give_up, reason_of
 from convoy.bench.records import CONVOY
 from convoy.comm.joining import meeting_store
 from convoy.doctor.updates import RunDoctor
@@ -119,7 +119,7 @@ class Jobs:
         arguments = task, job.out, self.command, self.keeps_times, self.timeout_s
         _, group, _ = running[job.out] = job, Group(), block
         places, quiet = self.places.of(job.devices, first=block.start), job.devices < self.number
-        group.start(train_rank, places, arguments, quiet, [*PRELOAD, __name__])
+        group.start(train_rank, places, arguments, quiet)
         return True
 
     def _listen(self, running: Running, outcomes: dict[Path, Outcome]) -> None:

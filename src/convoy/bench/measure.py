@@ -178,11 +178,12 @@ class Row:
     barrier: Callable[[], None]
     losses: list[Tensor] = field(default_factory=list)  # of the first update: parts of the sum over all ranks
     done: int = 0  # updates so far
-    microbatches: int = 0  # of an update, on this rank; 0 where that is not known
     unfinished: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext  # of updates without an exchange
 
-    def time(self, warm_up: int, updates: int) -> dict[str, Any]:
-        """Do updates, and take the time of those after the warm-up."""
+    def time(
+        self, warm_up: int, updates: int, within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    ) -> dict[str, Any]:
+        """Do updates, each `within` a context, and take the time of those after the warm-up."""
         stopwatch = Stopwatch(self.device)
         with stopwatch.watch(), closing(self.batches(self.done, warm_up + updates)) as batches:
             for number in range(warm_up + updates):
@@ -193,32 +194,20 @@ class Row:
                 stopwatch.enter(INPUT)
                 batch = next(batches)
                 stopwatch.leave()
-                self.update(batch, self.done)
+                with within():
+                    self.update(batch, self.done)
                 self.done += 1
             stopwatch.lap()
             return stopwatch.times()
-
-    def time_unfinished(self, updates: int) -> list[float]:
-        """Seconds of updates without an exchange of gradients."""
-        clock, seconds = DeviceClock(self.device), list[float]()
-        with closing(self.batches(self.done, updates)) as batches:
-            for _ in range(updates):
-                began = time.perf_counter()
-                with self.unfinished():
-                    self.update(next(batches), self.done)
-                clock.wait()
-                seconds.append(time.perf_counter() - began)
-                self.done += 1
-        return seconds
 
 
 def measure_rank(task: MeasurementTask, say: Say) -> RankTimes:
     """A rank's part of a measurement. All ranks call it."""
     row, memory = (_of_convoy if task.kind == CONVOY else _of_peer)(task)
     times = row.time(task.warm_up, task.updates)
-    times |= {"memory": memory(), "loss": sum(map(float, row.losses)), "microbatches": row.microbatches}
+    times |= {"memory": memory(), "loss": sum(map(float, row.losses))}
     if task.kind in PEERS:  # the exchange is timed by updates without it
-        times["without"] = row.time_unfinished(task.updates)
+        times["without"] = row.time(0, task.updates, row.unfinished)["seconds"]
     return RankTimes(**times)
 
 
@@ -235,8 +224,7 @@ def _of_convoy(task: MeasurementTask) -> tuple[Row, Callable[[], int]]:
         if number == 0 and ranks.is_group_leader:
             row.losses.extend(result.losses)
 
-    microbatches = session.division.counts[ranks.sample_rank]
-    row = Row(device, session.batches, update, ranks.barrier, microbatches=microbatches)
+    row = Row(device, session.batches, update, ranks.barrier)
     return row, memory
 
 
@@ -396,10 +384,6 @@ def forecast(
         result.notes.extend(planned.notes)
     except ConvoyError as error:
         result.notes.append(f"nothing is predicted: {error}")
-    chosen = result.predictions.get(result.auto or "") if AUTO in plans else None
-    for text, prediction in result.predictions.items():
-        if chosen is not None and prediction.seconds < chosen.seconds:
-            result.notes.append(f"{text} is predicted to be faster than {result.auto}, but did not win the race")
     return result
 
 

@@ -65,16 +65,9 @@ class EmulatedHost:
 
     def enter(self) -> None:
         """Let the calling thread, and all that it starts, use this host's network."""
-        try:
-            with (_FOLDER / self.namespace).open() as file:
-                if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
-                    number = ctypes.get_errno()
-                    raise OSError(number, os.strerror(number))
-        except OSError as error:
-            raise ConvoyError(
-                f"the emulated host {self.namespace} cannot be entered ({error.strerror}): "
-                "enter it as root, before its cluster is removed"
-            ) from error
+        with (_FOLDER / self.namespace).open() as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 @contextmanager
@@ -195,17 +188,6 @@ def made_groups(prefix: str, shares: Sequence[float]) -> Iterator[list[Path | No
         for group in made:
             if group is not None:
                 _remove(group)
-
-
-def enter_group(group: Path) -> None:
-    """Give the calling process, and all that it starts, the share of a group."""
-    try:
-        (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
-    except OSError as error:
-        raise ConvoyError(
-            f"the share of an emulated device cannot be taken ({error}): "
-            "enter it as root, before its cluster is removed"
-        ) from error
 
 
 def _remove(group: Path, patience: float = _PATIENCE_S) -> None:

@@ -2,26 +2,20 @@
 sentences beside the tables: devices and work, certainty, cost, distances between curves, and gaps."""
 
 import math
-import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from convoy import units
-from convoy.bench.ask import parts_of
 from convoy.bench.plots import convergence_panels, panels
 from convoy.bench.records import CONVOY, Store, StudyFacts, TrainingStudy
 from convoy.bench.results import (
-    TEXTS,
     Convergence,
     ErrorCurve,
     Named,
     Results,
-    StudyRow,
     Table,
     convergence,
     of_trainings,
@@ -56,18 +50,18 @@ def write_files(folder: Path) -> Written:
     warnings, gaps, of_times, of_trained, untrained = doubts(results), missing(results), [], [], []
     if is_timed := bool(results.rows) or trained is None:
         drawn += panels(results)
-        texts |= {"table.csv": tables["configurations"].csv(), "table.tex": tables["configurations"].latex()}
+        texts["table.csv"] = tables["configurations"].csv()
         of_times = remarks(store, results)
     if trained is not None:
         table = tables["convergence"] = of_trainings(trained, store)
         drawn += convergence_panels(trained)
-        texts |= {"convergence.csv": table.csv(), "convergence.tex": table.latex()}
-        texts["curves.csv"] = csv_of([test for curve in trained.curves for test in curve.records])
+        curves = csv_of([test for curve in trained.curves for test in curve.records])
+        texts |= {"convergence.csv": table.csv(), "curves.csv": curves}
         of_trained, untrained = list(convergence_remarks(trained)), missing(trained)
     content = {
         **_content(store, results, trained),
         "timed": is_timed,
-        "table": _shown(tables["configurations"], _row_names(results.rows)),
+        "table": tables["configurations"],
         "remarks": of_times,
         "trained_remarks": of_trained,
         "missing": [*warnings, *gaps, *untrained],
@@ -112,7 +106,7 @@ def render(
         ("report.css", "bench.css"),
         ("copy.js",),
         **content,
-        trained=_shown(trained) if trained is not None else None,
+        trained=trained,
         panels=figures,
         downloads=downloads,
     )
@@ -123,58 +117,21 @@ def render(
     return folder / "report.html"
 
 
-def _row_names(rows: Sequence[StudyRow]) -> list[tuple[str, str, str]]:
-    """The name of each row on the page, the plan that stands below it, and its look."""
-    best, previous_rows, names = max(rows, key=lambda row: row.speedup, default=None), rows[:1], []
-    for row in rows:
-        looks = {"best": row is best, "peer": row.kind != CONVOY, "group": previous_rows[0].devices != row.devices}
-        plan = "layer by layer, below" if "\n" in row.found_plan else row.found_plan
-        names.append((row.name, plan, " ".join(look for look, holds in looks.items() if holds)))
-        previous_rows = [row]
-    return names
-
-
-# A number, what it may differ by, its unit, and by how much a prediction is off.
-_CELL = re.compile(r"([^ ]+)(?: (± [^ ]+))?( [^ ]+)?(?: \((.*)\))?")
-
-
-def _shown(table: Table, names: Sequence[tuple[str, str, str]] = ()) -> dict[str, Any]:
-    """A table for the page: what is less important is small, and stands last in a cell."""
-
-    def cell(word: str, text: str) -> tuple[str, Markup | str]:
-        match = _CELL.fullmatch(units.UNKNOWN if text == "-" else text)
-        if word in TEXTS or match is None:
-            return "", text
-        number, spread, unit, error = match.groups()
-        small = Markup(" <small>{}</small>").format(spread or error) if spread or error else ""
-        return f"number{' speedup' * (word == 'speed-up')}", Markup("{}{}{}").format(number, unit or "", small)
-
-    words = list(table.rows[0]) if table.rows else []
-    titles = {"step": "An update", "exposed": Markup("Exposed com&shy;munication")}
-    names = names or [(next(iter(row.values())), "", "") for row in table.rows]
-    rows = [(*of, [cell(word, row[word]) for word in words[1:]]) for of, row in zip(names, table.rows, strict=True)]
-    return {
-        "columns": [("" if word in TEXTS else "#") + titles.get(word, word.capitalize()) for word in words],
-        "rows": rows,
-    }
-
-
 def _content(store: Store, results: Results, trained: Convergence | None) -> dict[str, Any]:
     study, table = store.study, store.table
     whole = not any((part.waiting or part.failed) for part in (results, trained) if part is not None)
+    numbers = sorted({row.devices for row in store.configurations})
     own_plans = {row.devices: row.found_plan for row in results.rows if "\n" in row.found_plan}
     return {
         "name": "scaling study",
         "title": units.shorten(study.model, 60),
-        "subject": _device_facts(sorted({row.devices for row in store.configurations})),
+        "subject": f"{', '.join(map(str, numbers))} device{'s' * (numbers != [1])}",
         "status": "complete" if whole else "incomplete",
         "status_kind": "good" if whole else "warn",
         "facts": _facts(store),
         "tiles": [*_tiles(results), *(_convergence_tiles(trained) if trained else ())],
-        "reference": _reference(results),
         "epochs": None if table.epochs is None else units.value(table.epochs),
         "dataset_size": table.dataset_size,
-        "notes": results.notes,
         "chosen": [(units.plural(devices, "device"), plan.strip()) for devices, plan in own_plans.items()],
         "commands": list(dict.fromkeys(session.command for session in store.sessions)),
         "machine": store.machine,
@@ -183,27 +140,12 @@ def _content(store: Store, results: Results, trained: Convergence | None) -> dic
     }
 
 
-def _device_facts(numbers: list[int]) -> str:
-    if len(numbers) < 2:
-        return units.plural(numbers[0] if numbers else 1, "device")
-    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]} devices"
-
-
 def _facts(store: Store) -> list[str]:
     study, machine = store.study, store.machine
     batch = f"batch {units.count(study.batch)}{' a device' if study.weak else ''}"
     started = next((session.started[:16].replace("T", " ") for session in store.sessions), "")
     facts = ["weak scaling" if study.weak else "strong scaling", batch, f"{machine['machine']}"]
     return [*facts, f"PyTorch {machine['torch']}", *([f"started {started} UTC"] if started else [])]
-
-
-def _reference(results: Results) -> str:
-    reference = results.reference
-    if reference is None or results.has_one_reference:
-        return "one device"
-    if reference.devices == 1:
-        return f"the fastest row on one device ({reference.name})"
-    return f"{reference.name}, as nothing was measured on one device"
 
 
 def _tiles(results: Results) -> list[Tile]:
@@ -220,7 +162,6 @@ def _tiles(results: Results) -> list[Tile]:
     if best.efficiency is not None:
         ideal = f"of {units.significant(best.ideal)} times one device"
         tiles.append(Tile("Efficiency", units.percent(best.efficiency, 0), ideal))
-    tiles.append(Tile("Images per second", units.significant(best.images_per_s), where))
     if best.days is not None:
         base = f"{units.significant(reference.days)} on {units.plural(reference.devices, 'device')}"
         tiles.append(Tile("Days of training", units.significant(best.days), base))
@@ -232,8 +173,6 @@ def _convergence_tiles(trained: Convergence) -> list[Tile]:
     if not trained.compared or reference is None:
         return []
     of = "of test error from one device" if reference.devices == 1 else f"of test error from {reference.name}"
-    if all(map(trained.same_weights, trained.compared)):
-        of += ", and the same weights bit for bit"
     return [Tile("Largest distance", points(max(curve.distance_error or 0.0 for curve in trained.compared)), of)]
 
 
@@ -248,7 +187,7 @@ def remarks(store: Store, results: Results) -> list[str]:
         *_measuring(store.study, results),
         *(_unequal(store.study, results) if results.alone else ()),
         *_predictions(results),
-        *_beside_one(results, store.study.weak),
+        *_reference(results),
     ]
 
 
@@ -284,11 +223,9 @@ def _devices(store: Store) -> str:
         return f"A device is a {machine['machine']}."
     cores = study.cores_per_device
     largest = max((row.devices for row in store.configurations), default=1)
-    idle = machine["cores"] - cores * largest
-    rest = f"; {units.plural(idle, 'core')} stay idle" if idle else ""
     return (
         f"A device is {units.plural(cores, 'core')} of {machine['machine']}, also where it is alone: the machine has "
-        f"{machine['cores']}, and {units.plural(largest, 'device')} at most{rest}."
+        f"{machine['cores']}, and {units.plural(largest, 'device')} at most."
     )
 
 
@@ -303,11 +240,10 @@ def _names(rows: Sequence[Named]) -> str:
 
 def _measuring(study: StudyFacts, results: Results) -> Iterator[str]:
     batch = f"{units.count(study.batch)} images {'on each device' if study.weak else 'on all devices together'}"
-    recipe, source = study.recipe, study.recipe["data"].get("path")
+    source = study.recipe["data"].get("path")
     if study.images is not None:
         source = f"made-up ones of {'×'.join(map(str, study.images.shape))} in memory"
-    size = recipe["microbatch"] or -(-recipe["batch"] // recipe["microbatches"])
-    yield f"An update is {batch}, in microbatches of {size} at most; the images are {source}."
+    yield f"An update is {batch}, in microbatches of {_microbatch(study)} at most; the images are {source}."
     rounds = [row.rounds for row in results.rows]
     if max(rounds, default=0) < 2:
         yield "± needs two rounds at least."
@@ -331,6 +267,11 @@ def _measuring(study: StudyFacts, results: Results) -> Iterator[str]:
         yield f"The first update's loss {by} in all rows of Convoy: they do the same work."
 
 
+def _microbatch(study: StudyFacts) -> int:
+    recipe = study.recipe
+    return int(recipe["microbatch"] or -(-recipe["batch"] // recipe["microbatches"]))
+
+
 def _unequal(study: StudyFacts, results: Results) -> Iterator[str]:
     speeds = results.alone
     rates = ", ".join(units.significant(speed) for speed in speeds)
@@ -340,20 +281,12 @@ def _unequal(study: StudyFacts, results: Results) -> Iterator[str]:
         f"Alone the devices train {rates} images/s, {units.significant(sum(speeds))} together, which efficiency is "
         f"measured by{f': of that {reached}' if reached else ''}."
     )
-    even_rows = {row.plan: row for row in rows if not row.uneven}
-    for row in rows:
-        even_row = even_rows.get(row.plan, row)
-        if row is not even_row and even_row.series == row.series.partition(", shares")[0]:
-            parts = f", with {', '.join(map(str, row.microbatches))} microbatches" if any(row.microbatches) else ""
-            yield f"{row.plan_label} is {even_row.step_s / row.step_s:.2f} times as fast as even parts{parts}."
-    divided_rows = [row for row in rows if row.plan is not None and parts_of(row.plan, row.devices) == row.devices]
-    num = sum(next((row.microbatches for row in divided_rows), ()))
-    if num and any(row.uneven for row in divided_rows) and (coarse := too_coarse(study.batch, num, speeds)):
+    if coarse := too_coarse(study.batch, study.recipe["microbatches"] or -(-study.batch // _microbatch(study)), speeds):
         yield coarse
 
 
 def _predictions(results: Results) -> Iterator[str]:
-    """How good predictions were, and which rows of Convoy have none where others have."""
+    """How good predictions were."""
     errors = [abs(row.prediction_error) for row in results.rows if row.prediction_error is not None]
     if not errors:
         return
@@ -363,39 +296,21 @@ def _predictions(results: Results) -> Iterator[str]:
         f"{units.percent(statistics.mean(errors))} in the mean, by {units.percent(max(errors), 0)} at most{doubt}; "
         "they were made before anything was measured, as if nothing else ran here."
     )
-    uneven_rows = [row for row in results.rows if row.kind == CONVOY and row.uneven]
-    if unpredicted_rows := [row for row in uneven_rows if row.predicted_s is None]:
-        but = ", that of auto of the planner's own" if len(unpredicted_rows) < len(uneven_rows) else ""
-        yield f"Predictions are of even parts of the batch{but}; not predicted: {_names(unpredicted_rows)}."
 
 
-def _beside_one(results: Results, weak: bool) -> Iterator[str]:
-    """What speed-up is over, who is slower than one device, and what efficiency above 100 % means."""
+def _reference(results: Results) -> Iterator[str]:
+    """What speed-up is over, where that is not the only row on one device."""
     reference = results.reference
-    if reference is None:
+    ones = [row for row in results.rows if row.devices == 1 and not row.place]
+    if reference is None or ones == [reference]:
         return
+    where = f"the fastest row on one device: {reference.plan_label}"
     if reference.devices > 1:
-        yield (
-            f"Nothing was measured on one device, so that speed-up is over {reference.plan_label} on "
-            f"{reference.devices} devices and efficiency not known: a 1 in --devices adds it."
+        where = (
+            f"{reference.plan_label} on {reference.devices} devices, as nothing was measured on one, and efficiency is "
+            "not known: a 1 in --devices adds it"
         )
-        return
-    if not results.has_one_reference:
-        yield f"Speed-up is over the fastest row on one device: {reference.plan_label}."
-    several = [row for row in results.rows if row.devices > 1]
-    if slower_rows := [row for row in several if row.speedup < 1 - (row.speedup_spread or 0)]:
-        yield f"Slower than one device: {_names(slower_rows)}."
-    if rows_alike := [row for row in several if abs(row.speedup - 1) <= (row.speedup_spread or 0)]:
-        yield (
-            f"Not told apart from one device, by their ±: {_names(rows_alike)}; more --rounds tell more, on a machine "
-            "that does nothing else."
-        )
-    if high_rows := [row for row in several if round(100 * (row.efficiency or 0)) > 100]:
-        caches = "" if weak else "a device's smaller part of the work may fit its caches better, or "
-        yield (
-            f"Efficiency above {units.percent(1, 0)} ({_names(high_rows)}): {caches}one device alone was slow when it "
-            "was measured; where the speed-up is above the ideal one by less than its ±, it may be chance."
-        )
+    yield f"Speed-up is over {where}."
 
 
 def convergence_remarks(convergence: Convergence) -> Iterator[str]:
@@ -430,36 +345,31 @@ def _distance(convergence: Convergence, reference: ErrorCurve, count: str) -> st
     curve = max(compared, key=lambda curve: curve.distance_error or 0.0)
     of_loss = max(compared, key=lambda curve: curve.distance_loss or 0.0)
     number = _to([curve.compared for curve in compared])
-    curves_alone = [curve for curve in convergence.curves if not curve.compared and curve is not reference]
-    uncompared = (
-        f" Not compared, as no evaluation was after as many updates: {_names(curves_alone)}." if curves_alone else ""
-    )
     base = "the serial run's" if reference.devices == 1 else f"those of {reference.where}"
     if not curve.distance_error and not of_loss.distance_loss:
         return (
             f"Over updates the curves are one: in all {number} evaluations of {count} test error and test loss are "
-            f"{base} to the last bit, distance 0.{uncompared}"
+            f"{base} to the last bit, distance 0."
         )
     return (
         f"Over updates the test error is never farther from {base} than {points(curve.distance_error or 0.0)} "
         f"({curve.where}, after {units.count(curve.distance_error_at or 0)} updates), the test loss never farther than "
         f"{units.significant(of_loss.distance_loss, 2)} ({of_loss.where}, after "
         f"{units.count(of_loss.distance_loss_at or 0)}), over {number} "
-        f"evaluations of {units.plural(len(compared), 'other configuration')}.{uncompared}"
+        f"evaluations of {units.plural(len(compared), 'other configuration')}."
     )
 
 
 def _bits(convergence: Convergence, reference: ErrorCurve, finished: Sequence[ErrorCurve], count: str) -> str:
     same = [curve for curve in finished if convergence.same_weights(curve)]
-    checksum = f"SHA-256 {reference.weights_sha256}"
     if not same:
         return (
             "No final weights are the reference's bit for bit; reproducible=true makes them so under plans by sample."
         )
-    if len(same) == len(finished):
+    checksum, unlike = f"SHA-256 {reference.weights_sha256}", [curve for curve in finished if curve not in same]
+    if not unlike:
         return f"The final weights of {count} are the same bit for bit: {checksum}."
-    exact = ", the reproducible mode's promise being for plans by sample" if convergence.reproducible else ""
     return (
-        f"The final weights of {_names(same)} are the reference's bit for bit, "
-        f"{checksum}; those of {_names([curve for curve in finished if curve not in same])} are not{exact}."
+        f"The final weights of {_names(same)} are the reference's bit for bit, {checksum}; those of {_names(unlike)} "
+        "are not."
     )

@@ -11,7 +11,6 @@ import faulthandler
 import multiprocessing
 import os
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,15 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from convoy import interfaces, resources
+from convoy.data.processes import follow_parent
 from convoy.errors import ConvoyError
 from convoy.failure import end_of
-from convoy.launch.rank import end_with_parent, private_folder
+from convoy.launch.rank import private_folder
 
 Say = Callable[[str, int, int], None]  # is told of long work: what, done, of how many
 
 _PATIENCE_S, _AGAIN_S = 60.0, 0.25  # in which ranks that were asked to stop save; and until they are asked again
-# Modules, as the packages of Convoy load theirs only when they are used; torch._dynamo comes with an optimizer.
-PRELOAD = ("torch", "torch._dynamo", "convoy.bench.measure", "convoy.training.trainer", "convoy.report.report")
+# What the server that forks the processes imports: torch._dynamo comes with an optimizer, `jobs` with the trainer.
+_PRELOAD = ["torch", "torch._dynamo", "convoy.bench.jobs", "convoy.report.report"]
 
 
 class RankFailed(RuntimeError):  # noqa: N818 (it is what happened)
@@ -82,18 +82,12 @@ class Group:
         self._stack = contextlib.ExitStack()
 
     def start(
-        self,
-        function: Callable[..., Any],
-        places: Sequence[Place],
-        args: tuple[Any, ...],
-        quiet: bool = False,
-        preload: Sequence[str] = PRELOAD,
+        self, function: Callable[..., Any], places: Sequence[Place], args: tuple[Any, ...], quiet: bool = False
     ) -> None:
         """Let each rank run `function(*args, say)`, of a module's top level. `quiet` drops what they print, which else
-        goes to the standard error. The server that forks the processes imports the modules of `preload` of the first
-        call."""
+        goes to the standard error."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(preload))
+        context.set_forkserver_preload(_PRELOAD)
         folder = self._stack.enter_context(private_folder())
         for rank, place in enumerate(places):
             pipe, end = context.Pipe()
@@ -159,12 +153,11 @@ def run_ranks(
     seconds: float = 600.0,
     say: Say = lambda *_: None,
     quiet: bool = False,
-    preload: Sequence[str] = PRELOAD,
 ) -> list[Any]:
     """What `function(*args, say)` gives on a rank in each of some places, which are ended after so many seconds."""
     group, deadline = Group(), time.monotonic() + seconds
     try:
-        group.start(function, places, args, quiet, preload)
+        group.start(function, places, args, quiet)
         while group.waiting:
             ready = wait(group.waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -189,15 +182,6 @@ def _answer(kind: str, value: Any) -> None:
 def give_up(sentence: str) -> None:
     """End this rank, from any thread, with a sentence for whoever started it."""
     _answer("failed", RankFailed(sentence))
-    os._exit(1)
-
-
-def _follow_parent() -> None:
-    """End with whoever started this rank: the server that forked it stays as long as it has such children, so its end
-    is none of theirs."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
     os._exit(1)
 
 
@@ -230,7 +214,6 @@ def _serve(
         os.close(nowhere)
     os.dup2(2, 1)  # the standard output is for the table
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it decides when it ends
-    end_with_parent()
     faulthandler.enable()
 
     def say(*work: Any) -> None:
@@ -240,7 +223,7 @@ def _serve(
     try:
         os.environ.update(variables)
         place()
-        threading.Thread(target=_follow_parent, daemon=True, name="convoy-follow").start()
+        follow_parent()  # by a thread, which is to run there, too
         import torch
         import torch.distributed as dist
 

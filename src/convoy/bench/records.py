@@ -4,8 +4,10 @@ Ranks return these records, and tables, sentences and pages are computed from th
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -14,7 +16,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from convoy.errors import ConvoyError
 from convoy.files import write_text, writing
 from convoy.run.directory import RunDirectory
-from convoy.units import plural
 
 CONVOY, TORCH, AUTO = "convoy", "torch", "auto"
 # Tools that PyTorch users would take instead, by their names on the command line.
@@ -127,7 +128,6 @@ class RankTimes(Record):
     optimizer: list[Seconds]
     memory: int  # bytes at the peak, beyond those before the network was built
     overhead: Seconds  # seconds that timing adds to an update
-    microbatches: int = 0  # of an update, on this rank
     without: list[Seconds] = []  # seconds of updates without exchange of gradients; empty where that is timed directly
     # this rank's part of the first update's mean loss, which is the sum of all parts
     loss: float = Field(0.0, exclude=True)
@@ -139,27 +139,6 @@ class Measurement(Record):
     round: int
     loss: float
     ranks: list[RankTimes]
-
-
-class Evaluation(Record):
-    """A test within a training, after `step` updates and `train_s` seconds of training; the error is from 0 to 1."""
-
-    step: int
-    epoch: float | None
-    error: float | None
-    loss: float | None
-    train_s: float
-
-
-class Training(Record):
-    """A configuration's training, as far as it has come; `images` are those of the test split."""
-
-    run: str = ""
-    finished: bool = False
-    images: int = 0
-    sha256: str = ""
-    evaluations: list[Evaluation] = []
-    failed: str | None = None
 
 
 class Configuration(Record):
@@ -175,12 +154,20 @@ class Configuration(Record):
     place: int = 0  # which device it is, from 0, where one is measured alone
     failed: str | None = None  # why it could not be measured
     visits: list[Measurement] = []
-    training: Training | None = None
+    untrained: str | None = None  # why its training failed
+
+    @property
+    def run(self) -> str:
+        """The run directory of its training, below the folder of the study."""
+        name = re.sub(r"[^A-Za-z0-9=.,#-]+", "-", self.key)
+        is_short = len(name) <= 80 and "\n" not in self.key
+        return f"training/{name if is_short else f'{name[:30]}-{sha256(self.key.encode()).hexdigest()[:10]}'}"
 
     @property
     def where(self) -> str:
-        """The label with its devices."""
-        return f"{self.label} on {plural(self.devices, 'device')}"
+        """The name with its devices, where it does not say them."""
+        says_devices = self.devices == 1 or "=" in self.label
+        return short(self.label) if says_devices else f"{short(self.label)} on {self.devices}"
 
 
 def short(plan: str) -> str:
@@ -231,7 +218,7 @@ class StudyFacts(Record):
     """Facts that all configurations share; they tell whether two studies can be in one file."""
 
     model: str
-    recipe: Annotated[dict[str, Any], _with("batch", "microbatch", "microbatches", "reproducible", "data", "parallel")]
+    recipe: Annotated[dict[str, Any], _with("batch", "microbatch", "microbatches", "data", "parallel")]
     images: Made | None  # None where the recipe's data are read
     weak: bool  # weak scaling: `batch` is that of one device
     batch: int

@@ -1,5 +1,5 @@
-"""From the file of a study to the rows of its tables, how far a median of a few rounds can be trusted, and the tables
-for a terminal, as CSV, and as LaTeX for a paper.
+"""From the file of a study to the rows of its tables, how far a median of a few rounds can be trusted, and the tables,
+which are the same on a terminal and on a page.
 
 What a row is called here it is called in JSON and CSV too.
 """
@@ -8,6 +8,8 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,10 +26,11 @@ from convoy.bench.records import (
     Configuration,
     Measurement,
     Store,
-    Training,
     short,
 )
 from convoy.files import csv_of
+from convoy.report.run import column, read_metrics
+from convoy.run.directory import RunDirectory
 from convoy.terminal import printable
 from convoy.units import seconds as time_of
 from convoy.units import size, table
@@ -58,12 +61,7 @@ class Named:
 
     def __init__(self, row: Configuration) -> None:
         self.configuration, self.name, self.devices = row.label, short(row.label), row.devices
-
-    @property
-    def where(self) -> str:
-        """Its name with its devices, where the name does not say them."""
-        alone = self.devices == 1 or "=" in self.configuration
-        return self.name if alone else f"{self.name} on {self.devices}"
+        self.where = row.where
 
     @property
     def record(self) -> dict[str, Any]:
@@ -109,8 +107,6 @@ class StudyRow(Named):
         ranks = [rank for measurement in row.visits for rank in measurement.ranks]
         self.memory_bytes = max(rank.memory for rank in ranks)
         self.overhead_s = statistics.median(rank.overhead for rank in ranks)  # that timing adds
-        self.microbatches = [rank.microbatches for rank in row.visits[-1].ranks]  # 0 where that is not known
-        self.uneven = ", shares" in row.series or store.found_shares(row) is not None
         prediction = store.prediction_of(row)
         self.predicted_s = prediction.seconds if prediction else None
         self.predicted_memory_bytes = prediction.memory if prediction else None
@@ -136,8 +132,6 @@ class Results:
         self.alone = _alone(store, measured_rows)  # images per second of each device by itself
         self.rows = [StudyRow(store, row, reference, self.alone) for row in measured_rows if reference is not None]
         self.reference = next((row for row in self.rows if reference is not None and row.key == reference.key), None)
-        # whether one row alone was measured on one device, which needs no explanation as the reference
-        self.has_one_reference = sum(row.devices == 1 and not row.place for row in self.rows) == 1
         self.failed = [(row.where, row.failed) for row in store.configurations if row.failed]
         rows_left = [row.where for row in store.configurations if not row.visits and not row.failed]
         self.waiting = rows_left if store.table.rounds else []
@@ -151,11 +145,6 @@ class Results:
         self.planning = sum(session.planning_s for session in store.sessions)
         visits = [visit for row in measured_rows for visit in row.visits]
         self.timed = sum(max(sum(rank.seconds) + sum(rank.without) for rank in visit.ranks) for visit in visits)
-        self.notes = [
-            f"{units.plural(devices, 'device')}: {note}"
-            for devices, forecast in store.forecasts.items()
-            for note in forecast.notes
-        ]
 
 
 def _reference(rows: Sequence[Configuration]) -> Configuration | None:
@@ -207,6 +196,18 @@ def _parts(row: Configuration, seconds: float) -> dict[str, float]:
     return {COMPUTE: max(0.0, seconds - sum(parts.values())), **parts}
 
 
+def evaluations_of(run: Path, batch: int) -> tuple[int, list[tuple[int, float, float, float]]]:
+    """The images of an evaluation, and of each one the updates, the seconds of training, the error from 0 to 1, and the
+    loss, as a run in a folder has written them so far; an update has `batch` images."""
+    metrics = read_metrics(run / "metrics.jsonl")
+    steps, rates = column(metrics.train, "step"), column(metrics.train, "images_per_s")
+    ends = np.cumsum(np.diff(steps, prepend=0) * batch / rates)
+    seconds = np.interp(column(metrics.test, "step"), [0, *steps], [0, *ends]).round(3).tolist()
+    pairs = list(zip(metrics.test, seconds, strict=True))
+    tests = [(x.step, s, round(1 - x.top1, 9), x.loss) for x, s in pairs if x.top1 is not None and x.loss is not None]
+    return max((line.images or 0 for line in metrics.test), default=0), tests
+
+
 class ErrorCurve(Named):
     """A configuration's training, as far as it has come, with a value for each evaluation. The largest distances from
     the reference are over all evaluations that both have, with the updates before them; None of itself."""
@@ -221,14 +222,12 @@ class ErrorCurve(Named):
     distance_loss: float | None = None
     distance_loss_at: int | None = None
 
-    def __init__(self, row: Configuration, training: Training) -> None:
+    def __init__(self, row: Configuration, run: Path, batch: int) -> None:
         super().__init__(row)
-        self.finished, self.weights_sha256 = training.finished, training.sha256
-        self.tests = [
-            (test.step, test.train_s, test.error, test.loss)
-            for test in training.evaluations
-            if test.error is not None and test.loss is not None
-        ]
+        weights = run / "weights.safetensors"
+        self.finished = RunDirectory(run).summary().get("status") == "finished"
+        self.weights_sha256 = sha256(weights.read_bytes()).hexdigest() if weights.is_file() else ""
+        self.images, self.tests = evaluations_of(run, batch)
         # Weight updates, seconds without evaluations and checkpoints, test error from 0 to 1, test loss
         self.steps, self.seconds, self.errors, self.losses = np.array(self.tests, np.float64).reshape(-1, 4).T
         last = self.tests[-1] if self.tests else (0, 0.0, 0.0, 0.0)
@@ -255,9 +254,9 @@ class Convergence:
     """All curves of a study."""
 
     def __init__(self, store: Store, epochs: float) -> None:
-        rows = [(row, row.training) for row in store.configurations if row.kind == CONVOY and row.training is not None]
-        curves = [ErrorCurve(row, training) for row, training in rows]
-        self.epochs, self.reproducible = epochs, bool(store.study.recipe["reproducible"])
+        rows = [row for row in store.configurations if row.kind == CONVOY and not row.place]
+        curves = [ErrorCurve(row, store.folder / row.run, store.study.batch_on(row.devices)) for row in rows]
+        self.epochs = epochs
         self.curves = [curve for curve in curves if curve.tests]
         # the serial run, or that on the fewest devices
         self.reference = min(self.curves, key=lambda curve: curve.devices, default=None)
@@ -265,9 +264,10 @@ class Convergence:
             if self.reference is not None and curve is not self.reference:
                 curve.compare(self.reference)
         self.compared = [curve for curve in self.curves if curve.compared]
-        self.images = max((training.images for _, training in rows), default=0)
-        self.failed = [(row.where, training.failed) for row, training in rows if training.failed]
-        self.waiting = [row.where for row, training in rows if not training.failed and not training.finished]
+        self.images = max((curve.images for curve in curves), default=0)
+        self.failed = [(row.where, row.untrained) for row in rows if row.untrained]
+        pairs = zip(rows, curves, strict=True)
+        self.waiting = [row.where for row, curve in pairs if not (row.untrained or curve.finished)]
 
     def same_weights(self, curve: ErrorCurve) -> bool:
         reference = self.reference
@@ -279,22 +279,7 @@ def convergence(store: Store) -> Convergence | None:
     return Convergence(store, store.training["epochs"]) if store.training is not None else None
 
 
-TEXTS = ("configuration", "trained", "final weights")  # columns that are not of numbers, which are aligned to the right
-# What a terminal leaves out, and LaTeX too, as a page is not so wide.
-_ON_PAGES = ("optimizer",)
-_WIDE = ("exposed", "data wait", "memory", *_ON_PAGES)
-_LATEX: dict[str, str | int | None] = {
-    "\\": r"\textbackslash{}",
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "±": r"$\pm$",
-    units.MINUS: "$-$",
-    units.SPACE: r"\,",
-    "×": r"$\times$",
-    "µ": r"\textmu{}",
-    "–": "--",
-}
+_TEXTS = ("configuration", "trained", "final weights")  # columns that are not of numbers
 
 
 @dataclass(frozen=True)
@@ -305,38 +290,22 @@ class Table:
     records: list[dict[str, Any]]
     note: str  # what it is of
 
-    def _columns(self, without: Sequence[str]) -> list[str]:
-        return [name for name in (self.rows[0] if self.rows else {"configuration": ""}) if name not in without]
+    @property
+    def columns(self) -> dict[str, bool]:
+        """Their names, and whether they are of numbers, which are aligned to the right."""
+        return {name: name not in _TEXTS for row in self.rows[:1] for name in row}
+
+    @property
+    def headings(self) -> list[str]:
+        """For a page, whose macro `table` takes those of numbers with a `#`."""
+        return ["#" * is_number + name.capitalize() for name, is_number in self.columns.items()]
 
     def lines(self) -> list[str]:
-        columns = self._columns(_ON_PAGES)
-        right = [name for name in columns if name not in TEXTS]
-        return table(columns, [[row[name] for name in columns] for row in self.rows], right) if self.rows else []
+        right = [name for name, is_number in self.columns.items() if is_number]
+        return table(list(self.columns), [list(row.values()) for row in self.rows], right) if self.rows else []
 
     def csv(self) -> str:
         return csv_of(self.records)
-
-    def latex(self) -> str:
-        """For the package booktabs."""
-        columns = self._columns(_WIDE)
-        return "\n".join(
-            [
-                f"% {self.note}; made by convoy bench; needs \\usepackage{{booktabs}}",
-                rf"\begin{{tabular}}{{{''.join('l' if name in TEXTS else 'r' for name in columns)}}}",
-                r"\toprule",
-                " & ".join(columns) + r" \\",
-                r"\midrule",
-                *(" & ".join(escaped(row[name]) for name in columns) + r" \\" for row in self.rows),
-                r"\bottomrule",
-                r"\end{tabular}",
-                "",
-            ]
-        )
-
-
-def escaped(text: str) -> str:
-    """Text for LaTeX."""
-    return printable(text).translate(str.maketrans(_LATEX))
 
 
 def of_updates(results: Results, store: Store) -> Table:
@@ -357,7 +326,6 @@ def _cells(row: StudyRow) -> dict[str, str]:
         **({} if row.days is None else {"days": units.significant(row.days)}),
         "exposed": time_of(row.parts[COMMUNICATION]),
         "data wait": time_of(row.parts[INPUT]),
-        "optimizer": time_of(row.parts[OPTIMIZER]),
         "memory": size(row.memory_bytes),
         "predicted": predicted or units.UNKNOWN,
     }

@@ -49,17 +49,6 @@ def made_for(recipe: Recipe, image_size: int | None, classes: int | None) -> Mad
     return Made(shape=(channels, size, size), classes=num_classes)
 
 
-def assumed(recipe: Recipe, made: Made, image_size: int | None) -> str:
-    """A sentence where nobody has said how large the pictures are; empty elsewhere."""
-    if image_size or recipe.data.image_size or models.describe(recipe.model.name).input_shape is not None:
-        return ""
-    channels, height, width = made.shape
-    return (
-        f"{recipe.model.name} does not say what pictures it takes: {channels}×{height}×{width} and {made.classes} "
-        "classes are assumed (--image-size and --classes say otherwise)"
-    )
-
-
 def data_of(made: Made | None, recipe: Recipe) -> DataSet | None:
     """Random pictures of an update with random labels, the same in every process, of which nothing is evaluated; None
     where the recipe's data are read."""
@@ -187,6 +176,7 @@ class Prepared:
     recipe: Recipe  # with the batch of one device under weak scaling
     study: StudyFacts
     rows: list[Configuration]  # in the order of the table
+    notes: list[str]  # sentences for the user
     machine: dict[str, Any]  # facts by name
     cluster: Cluster | None  # to be emulated; None for this machine's devices
 
@@ -229,7 +219,17 @@ def prepare(ask: Ask) -> Prepared:
     )
     if (batch := study.batch_on(largest)) < largest:  # not after the rows on fewer devices were measured
         raise ConvoyError(f"a batch of {batch} is too small for {largest} devices: raise --batch")
-    return Prepared(recipe, study, rows, machine_facts(device), cluster)
+    usual, notes = models.describe(recipe.model.name).input_shape, list[str]()
+    if pictures is not None and not (ask.image_size or recipe.data.image_size or usual):
+        notes.append(
+            f"{recipe.model.name} does not say what pictures it takes: {units.shape(pictures.shape)} and "
+            f"{pictures.classes} classes are assumed (--image-size and --classes say otherwise)"
+        )
+    for row in rows if speeds else ():
+        if row.shares and parts_of(row.plan or "serial", row.devices) == row.devices:
+            coarse = too_coarse(study.batch_on(row.devices), num_microbatches(recipe), speeds[: row.devices])
+            notes += [coarse] if coarse and coarse not in notes else []
+    return Prepared(recipe, study, rows, notes, machine_facts(device), cluster)
 
 
 def _check_peers(recipe: Recipe) -> None:
@@ -242,12 +242,3 @@ def _check_peers(recipe: Recipe) -> None:
     ):
         if asked:
             raise ConvoyError(f"--peers do not train with {what}: leave that or --peers out")
-
-
-def coarse(prepared: Prepared) -> list[str]:
-    """Sentences on batches that cannot be divided by the speeds of an emulated cluster's devices."""
-    study, microbatches = prepared.study, num_microbatches(prepared.recipe)
-    by_speed = [row for row in prepared.rows if row.shares and study.speeds]
-    numbers = [row.devices for row in by_speed if parts_of(row.plan or "serial", row.devices) == row.devices]
-    sentences = [too_coarse(study.batch_on(number), microbatches, study.speeds[:number]) for number in numbers]
-    return list(dict.fromkeys(filter(None, sentences)))

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
-from typing import Any
 
 import numpy as np
 import torch
@@ -47,33 +46,32 @@ class Batch:
 Filled = tuple[NDArray[np.int64], list[tuple[int, str]]]
 
 
+@dataclass
 class BatchMaker:
     """Makes the batches of one source; a sample's picture depends on nothing but (seed, epoch, sample). Further views
     of a sample have numbers of their own, as `Order.update` says."""
 
-    def __init__(
-        self,
-        source: Source,
-        geometry: Geometry,
-        channels: int,
-        *,
-        seed: int,
-        skip_bad: bool,
-        decoder: str = "pillow",
-        ignored: int = UNLABELLED,
-    ) -> None:
-        self.source, self.geometry, self.channels, self.seed = source, geometry, channels, seed
-        self.skip_bad, self.decoder, self.ignored = skip_bad, decoder, ignored
-        self.color = ColorAugment(geometry.augment, seed)
-        self.own = OwnAugment(geometry.augment.function, seed) if geometry.augment.function is not None else None
-        crop, in_memory = geometry.augment.crop, self._in_memory(geometry.resize)
+    source: Source
+    geometry: Geometry
+    channels: int
+    seed: int
+    skip_bad: bool = False
+    decoder: str = "pillow"
+    ignored: int = UNLABELLED
+
+    def __post_init__(self) -> None:
+        geometry, augment = self.geometry, self.geometry.augment
+        self.color = ColorAugment(augment, self.seed)
+        self.own = OwnAugment(augment.function, self.seed) if augment.function is not None else None
+        square = geometry.resize, geometry.resize, self.channels
+        in_memory = isinstance(self.source, PixelSource) and self.source.pixels.shape[1:] == square
         # Whether an evaluation takes crops of pixels in memory, a batch at once.
         self.central = in_memory and geometry.margin % 2 == 0
         # Whether training does, with a crop and a flip at most.
         plain = in_memory and not self.color.on and self.own is None
-        self.vectorised = plain and (crop == "pad" or (crop == "none" and self.central))
-        method = geometry.augment.interpolation or "bilinear"
-        self._turbo = Turbo(geometry.image_size, channels, method) if decoder == "turbo" else None
+        self.vectorised = plain and (augment.crop == "pad" or (augment.crop == "none" and self.central))
+        method = augment.interpolation or "bilinear"
+        self._turbo = Turbo(geometry.image_size, self.channels, method) if self.decoder == "turbo" else None
         self._of_sizes: dict[int, BatchMaker] = {}
 
     def at(self, epoch: int | None) -> "BatchMaker":
@@ -82,8 +80,7 @@ class BatchMaker:
         if geometry == self.geometry:
             return self
         if (side := geometry.image_size) not in self._of_sizes:
-            options: dict[str, Any] = {name: getattr(self, name) for name in ("seed", "skip_bad", "decoder", "ignored")}
-            self._of_sizes[side] = BatchMaker(self.source, geometry, self.channels, **options)
+            self._of_sizes[side] = replace(self, geometry=geometry)
         return self._of_sizes[side]
 
     @property
@@ -125,9 +122,6 @@ class BatchMaker:
                 return used, bad
             used[places] = used[places] // num * num + (used[places] + 1) % num
         raise ConvoyError(f"none of the {num} training pictures can be read: {bad[0][1]}")
-
-    def _in_memory(self, side: int) -> bool:
-        return isinstance(self.source, PixelSource) and self.source.pixels.shape[1:] == (side, side, self.channels)
 
     def _flips(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.bool_]:
         flip = self.geometry.augment.flip

@@ -12,7 +12,7 @@ import numpy as np
 
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, in_channels
-from convoy.data.folder import find_folder, has_classes, open_class, open_folder
+from convoy.data.folder import has_classes, open_class, open_folder, subfolders
 from convoy.data.order import stratified_split
 from convoy.data.packed import Pack, is_pack
 from convoy.data.pixels import PixelSource, find_cifar, find_mnist, open_cifar, open_mnist, open_mnist_mini
@@ -214,7 +214,7 @@ FORMATS = {
     "csv": _Format(lambda path: (path / TABLE).is_file(), open_table, ".csv"),
     "parquet": _Format(_has(".parquet"), _open_parquet, ".parquet", is_split_by_name=True),
     "webdataset": _Format(_has(".tar"), open_tars, ".tar", is_split_by_name=True),
-    "folder": _Format(find_folder, lambda path, config, _: open_folder(path, config), is_split_by_name=True),
+    "folder": _Format(subfolders, lambda path, config, _: open_folder(path, config), is_split_by_name=True),
 }
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, left_out, needs_package, suffixes
 from convoy.data.processes import SharedBytes
-from convoy.data.sources import NUM_SIZES, EncodedSource, Opened, Source, reading, relabel, shown, split_of, spread
+from convoy.data.sources import EncodedSource, Opened, Source, reading, relabel, shown, split_of, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import listed, printable
 
@@ -37,7 +37,7 @@ class FolderSource(EncodedSource):
 
     def _marks(self) -> dict[str, Any]:
         with reading(Path(self._root)):
-            sizes = [os.stat(self._path(sample)).st_size for sample in spread(len(self), NUM_SIZES)]  # noqa: PTH116
+            sizes = [os.stat(self._path(sample)).st_size for sample in spread(len(self))]  # noqa: PTH116
         return {"names": self._files.checksum(), "sizes": sizes}
 
     def read(self, sample: int) -> bytes:
@@ -63,14 +63,9 @@ def picture_bytes(path: str, name: str) -> bytes:
         raise BadImage(name, f"cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
-def find_folder(path: Path) -> bool:
-    """Whether there are folders that may be classes."""
-    return any(_folders(path))
-
-
 def has_classes(path: Path) -> bool:
     """Whether there are pictures in two folders or more below."""
-    homes = (os.path.dirname(file) for top in _folders(path) for file, end in _files(top) if end in suffixes())  # noqa: PTH120
+    homes = (os.path.dirname(file) for top in subfolders(path) for file, end in _files(top) if end in suffixes())  # noqa: PTH120
     first = next(homes, None)
     return any(home != first for home in homes)
 
@@ -84,7 +79,7 @@ def open_folder(path: Path, config: DataConfig) -> Opened:
         train, held_out = path / config.train, {"test": path / config.test} if config.test is not None else {}
         tops = (train, *held_out.values())
         if not all(top.is_dir() and top.resolve().is_relative_to(path.resolve()) for top in tops):
-            listing = _listed([child.name for child in _folders(path)]) or "none"
+            listing = _listed([child.name for child in subfolders(path)]) or "none"
             raise ConvoyError(f"data.train or data.test is no folder below {shown(path)}, which holds {listing}")
     leftovers, empty = Counter[str](), list[str]()
     classes, source = _scan(path, train, held_out.get("test"), leftovers, empty)
@@ -123,7 +118,7 @@ def open_folder(path: Path, config: DataConfig) -> Opened:
 def _splits(path: Path) -> tuple[Path, dict[str, Path], list[str]]:
     """The folders of class folders to train on, and for validation and test (none where one tree holds all), and
     sentences on that."""
-    folders = _folders(path)
+    folders = subfolders(path)
     splits = {folder: split for folder in folders if (split := split_of(folder.name)) is not None}
     if not splits:
         shared = _inner(folders[0]) if folders else set[str]()
@@ -175,16 +170,17 @@ def _listed(names: list[str]) -> str:
 
 def _unwrapped(folder: Path) -> Path:
     """The folder of the same name within, where that is all that it holds, as some archives unpack."""
-    while [inner.name.lower() for inner in _folders(folder)] == [folder.name.lower()]:
-        folder = _folders(folder)[0]
+    while [inner.name.lower() for inner in subfolders(folder)] == [folder.name.lower()]:
+        folder = subfolders(folder)[0]
     return folder
 
 
 def _inner(folder: Path) -> set[str]:
-    return {inner.name for inner in _folders(_unwrapped(folder))}
+    return {inner.name for inner in subfolders(_unwrapped(folder))}
 
 
-def _folders(path: Path) -> list[Path]:
+def subfolders(path: Path) -> list[Path]:
+    """The folders in a folder, which may be classes, sorted."""
     with reading(path), os.scandir(path) as entries:
         return sorted(Path(entry.path) for entry in entries if not entry.name.startswith(".") and entry.is_dir())
 
@@ -195,7 +191,7 @@ def _scan(
     """The classes that have pictures, and their source; counts other files by kind, and lists empty folders."""
     files: list[str] = []
     counts: dict[str, int] = {}
-    for folder in _folders(split):
+    for folder in subfolders(split):
         if folder == without:
             continue
         kinds = Counter[str]()
@@ -214,7 +210,7 @@ def _scan(
 def open_class(path: Path) -> Opened | None:
     """A folder of pictures and nothing else, as a data set of the one class that it is named after; else None."""
     leftovers = Counter[str]()
-    files = [] if next(iter(_folders(path)), None) else pictures(path, leftovers)
+    files = [] if next(iter(subfolders(path)), None) else pictures(path, leftovers)
     if not files:
         return None
     name, source = path.resolve().name, FolderSource(path, files, np.zeros(len(files), np.int64))

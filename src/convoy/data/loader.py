@@ -110,8 +110,7 @@ def batch_maker(data: DataSet, config: DataConfig, source: Source, seed: int) ->
     """The maker of the batches of one of the splits."""
     geometry = Geometry(data.image_size, data.resize, config.augment, data.evaluation_size, config.progressive)
     skip_bad, decoder = config.bad_images == "skip", config.decoder or "pillow"
-    options: dict[str, Any] = {"seed": seed, "skip_bad": skip_bad, "decoder": decoder, "ignored": config.ignore_index}
-    return BatchMaker(source, geometry, data.channels, **options)
+    return BatchMaker(source, geometry, data.channels, seed, skip_bad, decoder, config.ignore_index)
 
 
 def check_augmentation(data: DataSet, config: DataConfig, seed: int) -> None:

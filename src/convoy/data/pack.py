@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import tarfile
-import uuid
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from PIL import Image
 
 from convoy.data.decode import BadImage, finish_picture, open_picture, suffix_of, upright_size
 from convoy.data.packed import (
+    AGAIN,
     INDEX,
     MASKS,
     PER_SHARD,
@@ -33,17 +33,14 @@ from convoy.data.packed import (
     Statistics,
     index_file,
     shard_name,
-    writing,
 )
 from convoy.data.processes import Pool, SharedArray
 from convoy.data.sources import EncodedSource, Opened, Progress, Source, shown
 from convoy.data.webdataset import CLASS_NAMES
 from convoy.errors import ConvoyError
-from convoy.files import write_atomically, write_text
+from convoy.files import write_atomically, write_text, writing
 
 _TAR_BLOCK = 512
-# Name of the folder of notes from the moment in which the pack is finished until it is removed.
-_FINISHED = ".packed-"
 
 
 def pack(
@@ -112,7 +109,7 @@ def _begun(folder: Path, what: dict[str, Any]) -> Iterator[Path]:
     notes = unfinished / hashlib.sha256(json.dumps(what).encode("utf-8", "surrogatepass")).hexdigest()[:16]
     if folder.exists() and not folder.is_dir():
         raise ConvoyError(f"{shown(folder)} is a file: name a folder for the pack")
-    with writing(folder):
+    with writing(shown(folder), AGAIN):
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder, os.O_RDONLY)
         try:
@@ -124,9 +121,9 @@ def _begun(folder: Path, what: dict[str, Any]) -> Iterator[Path]:
                 pass
             if unfinished.is_symlink():
                 raise ConvoyError(f"{shown(unfinished)} is a link, not the folder of an unfinished pack: remove it")
+            if (folder / INDEX).exists():
+                raise ConvoyError(f"{shown(folder)} is a finished pack: remove it, or name another folder")
             if not unfinished.exists():
-                if (folder / INDEX).exists():
-                    raise ConvoyError(f"{shown(folder)} is a finished pack: remove it, or name another folder")
                 if any(folder.iterdir()):
                     raise ConvoyError(f"{shown(folder)} is not empty: name a new folder for the pack")
                 unfinished.mkdir()
@@ -140,11 +137,9 @@ def _begun(folder: Path, what: dict[str, Any]) -> Iterator[Path]:
                 if _HALF_WRITTEN.fullmatch(entry.name):
                     entry.unlink()
             yield notes
-            finished = folder / f"{_FINISHED}{uuid.uuid4().hex}"
-            unfinished.rename(finished)  # at once, where a removal may stop halfway
         finally:
             os.close(lock)
-    shutil.rmtree(finished, ignore_errors=True)
+    shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -35,6 +35,7 @@ from convoy.data.processes import SharedBytes
 from convoy.data.sources import Opened, Progress, Source, reading, shown
 from convoy.data.webdataset import TarSource
 from convoy.errors import ConvoyError
+from convoy.files import writing
 from convoy.terminal import printable
 
 INDEX, UNFINISHED = "index.safetensors", ".packing"
@@ -45,6 +46,7 @@ SPLITS = ([WHOLE], ["train", "test"], ["train", "validation"], ["train", "valida
 MASKS = "_masks"  # behind the name of a split: its masks, which are packed as pictures are
 PER_SHARD = 2048
 
+AGAIN = "mend that, and run the same again"  # where something cannot be written
 _EVERY = 2000  # pictures from one report of progress to the next
 _LONGEST = 200  # bytes of a name
 
@@ -124,11 +126,11 @@ class Pack(BaseModel, frozen=True):
     def open(cls, path: Path, *, to_verify: bool = False) -> "Pack":
         """Read its index and, unless it is to be verified, see that all shards are there. Raises ConvoyError where the
         pack is not finished, is damaged or of a later version."""
-        if (path / UNFINISHED).exists():
+        index = path / INDEX
+        if (path / UNFINISHED).exists() and not index.exists():
             raise ConvoyError(
                 f"{shown(path)} is a pack that was interrupted: finish it by the same convoy data pack, or remove it"
             )
-        index = path / INDEX
         try:
             with reading(index), safe_open(index, "np") as file:
                 document = json.loads((file.metadata() or {})["convoy.pack"])
@@ -213,17 +215,6 @@ class Pack(BaseModel, frozen=True):
         return Opened(self.name, self.classes, sources, (note,), self.task, self.options.short_side)
 
 
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn a failure of the operating system, such as a full disk, into a ConvoyError that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise ConvoyError(
-            f"{shown(folder)} cannot be written ({error.strerror or error}): mend that, and run the same again"
-        ) from error
-
-
 def _damaged(index: Path) -> ConvoyError:
     return ConvoyError(f"{shown(index)} is cut off or damaged: pack the data again")
 
@@ -278,7 +269,7 @@ def unpack(pack: Pack, folder: Path, progress: Progress | None) -> int:
     was_there = folder.exists()
     if was_there and (not folder.is_dir() or any(folder.iterdir())):
         raise ConvoyError(f"{shown(folder)} is not an empty folder: name a new one")
-    with writing(folder):
+    with writing(shown(folder), AGAIN):
         folder.mkdir(parents=True, exist_ok=True)
         # The name is random, so nobody can have put a link or a folder there before.
         unfinished = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=folder))

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage
 from convoy.data.processes import SharedBytes
-from convoy.data.sources import NUM_SIZES, EncodedSource, Opened, Progress, Source, reading, shards, shown, spread
+from convoy.data.sources import EncodedSource, Opened, Progress, Source, reading, shards, shown, spread
 from convoy.errors import ConvoyError
 from convoy.resources import host_memory
 from convoy.terminal import printable
@@ -79,7 +79,7 @@ class ParquetSource(EncodedSource):
         return file, group, sample - first_sample, first_row + sample - first_sample
 
     def _marks(self) -> dict[str, Any]:
-        sizes = [self._sizes[group] for group in spread(len(self._sizes), NUM_SIZES)]
+        sizes = [self._sizes[group] for group in spread(len(self._sizes))]
         return {"names": zlib.crc32(self._groups.data), "sizes": sizes}  # rows have no names but their numbers
 
     def name(self, sample: int) -> str:

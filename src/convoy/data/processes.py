@@ -135,7 +135,9 @@ def _work(
     answers: connection.Connection,
     place: int,
 ) -> None:
-    _follow_parent()
+    follow_parent()
+    with suppress(OSError):  # no signal to the group of the training process is for it
+        os.setpgid(0, 0)
     do = begin(*state)
     with suppress(OSError):  # the starting process is gone
         while content := os.read(tasks.fileno(), _TASK.size):
@@ -181,14 +183,12 @@ def _forkserver(module: str) -> ForkServerContext:
     return context
 
 
-def _follow_parent() -> None:
-    """In a worker: end with the process that asked for it, however that ended, and not by a signal to its group. The
-    process that workers are forked from has left the group, unless another library had started it before."""
+def follow_parent() -> None:
+    """In a process that a server forked: end with the process that asked for it, however that ended. The server stays
+    as long as it has such children, so its end is none of theirs."""
     end_with_parent()
     parent = multiprocessing.parent_process()
     assert parent is not None
-    with suppress(OSError):
-        os.setpgid(0, 0)
 
     def end() -> None:
         parent.join()

@@ -113,11 +113,8 @@ class _Subset(EncodedSource):
         return self.source.name(int(self._samples.array[sample]))
 
 
-NUM_SIZES = 64  # files whose sizes a fingerprint contains
-
-
-def spread(number: int, most: int) -> list[int]:
-    """At most `most` samples, evenly spread."""
+def spread(number: int, most: int = 64) -> list[int]:
+    """At most `most` samples, evenly spread; by default as many as those whose sizes a fingerprint contains."""
     samples: list[int] = np.linspace(0, number - 1, min(most, number)).astype(int).tolist()
     return samples
 

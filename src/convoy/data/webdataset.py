@@ -24,7 +24,7 @@ from convoy.data.config import DataConfig
 from convoy.data.decode import BadImage, left_out, suffixes
 from convoy.data.folder import MAX_PICTURE_BYTES
 from convoy.data.processes import SharedArray, SharedBytes
-from convoy.data.sources import NUM_SIZES, EncodedSource, Opened, Progress, Source, reading, shards, shown, spread
+from convoy.data.sources import EncodedSource, Opened, Progress, Source, reading, shards, shown, spread
 from convoy.errors import ConvoyError
 from convoy.terminal import printable
 
@@ -58,7 +58,7 @@ class TarSource(EncodedSource):
     def _marks(self) -> dict[str, Any]:
         shards, _, sizes = self._places.array.T
         names = zlib.crc32(np.ascontiguousarray(shards).data, self._names.checksum())
-        return {"names": names, "sizes": sizes[spread(len(self), NUM_SIZES)].tolist()}
+        return {"names": names, "sizes": sizes[spread(len(self))].tolist()}
 
     def read(self, sample: int) -> bytes:
         shard, offset, size = self._places.array[sample].tolist()

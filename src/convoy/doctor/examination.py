@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -433,6 +432,5 @@ def _packed(
             break
     if all(source.read(sample) == file for sample, file in zip(samples.tolist(), files, strict=False)):
         return None
-    settings: dict[str, Any] = {"seed": maker.seed, "skip_bad": False, "decoder": maker.decoder}
-    of_pack = BatchMaker(MemorySource(source, files), maker.geometry, maker.channels, **settings)
+    of_pack = replace(maker, source=MemorySource(source, files), skip_bad=False)
     return _cpu(of_pack, np.arange(len(files)), most_s)

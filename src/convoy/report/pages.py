@@ -72,7 +72,6 @@ KINDS = {
     "png": "image/png",
     "svg": "image/svg+xml",
     "csv": "text/csv",
-    "tex": "application/x-tex",
     "json": "application/json",
     "jsonl": "application/jsonl",
 }
