@@ -15,9 +15,8 @@ from convoy.cli import options
 from convoy.cli.options import LazyGroup
 from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI, existing
-from convoy.late import waiting_for
 from convoy.progress import ConsoleReporter
-from convoy.terminal import Console
+from convoy.terminal import Console, waiting_for
 from convoy.units import size
 
 if TYPE_CHECKING:

@@ -24,11 +24,10 @@ from convoy.cli.train import command as train
 from convoy.doctor.diagnosis import Diagnosis
 from convoy.errors import ConvoyError, MachineError
 from convoy.failure import end_of
-from convoy.late import waiting_for
 from convoy.progress import ConsoleReporter
 from convoy.recipe.parallel_config import num_devices
 from convoy.run.directory import RunDirectory
-from convoy.terminal import Console
+from convoy.terminal import Console, waiting_for
 
 if TYPE_CHECKING:
     import torch

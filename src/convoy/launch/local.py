@@ -21,8 +21,8 @@ from types import FrameType
 
 from convoy import interfaces
 from convoy.failure import AGENTS, Failure, cause, end_of, read_error_file
-from convoy.late import waiting_for
 from convoy.launch.rank import FOLDER, GRACE_S, HANDED_ON, mark, outlives, private_folder
+from convoy.terminal import waiting_for
 
 # By the signal that comes, the one for the ranks: SIGTERM to one of them alone ends it.
 FORWARDED = {signal.Signals[name]: number for number, name in HANDED_ON.items()}
