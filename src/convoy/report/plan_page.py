@@ -209,7 +209,6 @@ def _curves(predictions: Sequence[Prediction], title: str) -> Drawing:
     return described, ax.with_legend(axes)
 
 
-MOST_LANES = 8  # edges that would need more are left out
 _WIDTH, _TALL, _LOW, _GAP, _ROW = 216, 50, 28, 22, 26
 _SKIP, _MARGIN, _CHIP = 26, 10, 20
 # Heights of a drawing that is shown whole and of what is shown of others, and the space around it.
@@ -247,43 +246,21 @@ def _boxes_of(graph: Graph, stages: Sequence[int]) -> list[LayerBox]:
     return boxes
 
 
-def _in_lanes(boxes: Sequence[LayerBox]) -> tuple[list[tuple[LayerBox, LayerBox, int]], int]:
+def _in_lanes(boxes: Sequence[LayerBox]) -> list[tuple[LayerBox, LayerBox, int]]:
     """Give every box its lane, row by row, those that lie on the longest way first; the edges from box to box, each
-    with the lane in which it passes the rows between them, and how many lacked a lane."""
-    after: dict[int, list[LayerBox]] = defaultdict(list)
+    with the lane in which it passes the rows between them: the first one that is free there."""
     remaining, rows = [1] * len(boxes), defaultdict[int, list[LayerBox]](list)
-    for box in boxes:
-        rows[box.depth].append(box)
-        for number in box.before:
-            after[number].append(box)
     for box in reversed(boxes):
-        remaining[box.number] += max((remaining[target.number] for target in after[box.number]), default=0)
-    passing: dict[tuple[int, int], int] = {}
-    omitted = 0
-    for depth in range(len(rows)):
-        occupied = {lane for (_, target), lane in passing.items() if boxes[target].depth > depth}
-
-        def free(lane: int, occupied: set[int] = occupied) -> int:
-            return next(place for place in range(lane, lane + len(occupied) + 1) if place not in occupied)
-
-        for box in sorted(rows[depth], key=lambda box: -remaining[box.number]):
-            lanes = sorted(passing.get((number, box.number), boxes[number].lane) for number in box.before)
-            box.lane = next((lane for lane in lanes if lane not in occupied), free(lanes[0] if lanes else 0))
-            occupied.add(box.lane)
-        for source in rows[depth - 1] if depth else ():
-            for target in after[source.number]:
-                if target.depth > depth and (lane := free(source.lane)) < MOST_LANES:
-                    passing[source.number, target.number] = lane
-                    occupied.add(lane)
-                else:
-                    omitted += target.depth > depth
-    edges = []
-    for source in boxes:
-        for target in after[source.number]:
-            pair = source.number, target.number
-            if pair in passing or target.depth == source.depth + 1:
-                edges.append((source, target, passing.get(pair, target.lane)))
-    return edges, omitted
+        for number in box.before:
+            remaining[number] = max(remaining[number], 1 + remaining[box.number])
+    for box in sorted(boxes, key=lambda box: -remaining[box.number]):
+        box.lane = len(rows[box.depth])
+        rows[box.depth].append(box)
+    pairs = ((boxes[number], box) for box in boxes for number in box.before)
+    return [
+        (source, box, max((len(rows[row]) for row in range(source.depth + 1, box.depth)), default=box.lane))
+        for source, box in pairs
+    ]
 
 
 class NetworkDrawing:
@@ -295,7 +272,7 @@ class NetworkDrawing:
         self._ranks = busiest_ranks(answer.scored)
         self._strategies = {placed.call.name: placed.strategy for placed in placement.calls if is_choosing(placed.call)}
         boxes = _boxes_of(placement.graph, stages_of_calls(answer.scored))
-        edges, self.omitted = _in_lanes(boxes)
+        edges = _in_lanes(boxes)
         heights: dict[int, int] = {}
         for box in boxes:
             heights[box.depth] = max(heights.get(box.depth, 0), self._height(box))
