@@ -164,7 +164,7 @@ def _measure_updates(session: Session, budget: Budget) -> Facts:
     ranks, recipe = session.ranks, session.recipe
     step = session.step()
     recorder = Recorder(session, _WATCHED, remembered=None)
-    watch = Watch(recorder, gpu=True)
+    watch = Watch(recorder)
     samples = max(1, len(session.division.positions(ranks.sample_rank)))
     ahead = max(ranks.gather(samples_ahead(samples) / samples if session.workers else 0.0))
     part, windows = budget.part(_UPDATES_PART), list[Window]()
