@@ -90,7 +90,8 @@ def show(
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in rows[0] if rows else ():
         justify: Literal["left", "right"] = "right" if name in right else "left"
-        table.add_column(name.replace("_", " "), justify=justify, overflow="fold", no_wrap=not table.columns)
+        heading = name.removesuffix("_s").replace("_", " ")  # seconds are said with their unit
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=not table.columns)
     for row in rows:
         table.add_row(*(escape(_in_words(value, formats.get(name))) for name, value in row.items()))
     Console(highlight=False).print(table)
