@@ -26,7 +26,7 @@ from convoy.plans.timeline import ENGINE, Span, Stream, Task, Timeline
 from convoy.plans.traffic import listed, some_ranks
 from convoy.report import axes as ax
 from convoy.report import pages
-from convoy.report.pages import Drawing, Tile, data_uri, drawn
+from convoy.report.pages import Download, Drawing, Tile, drawn
 from convoy.units import extra, seconds, shape, size
 
 # The kinds of work, by their names in the style sheet, which has their colors.
@@ -48,7 +48,6 @@ def plan_page(answer: Explanation, command: str = "") -> str:
     """The page as HTML; `command` is the one that found the plan."""
     planned, scored = answer.planned, answer.scored
     workload, mesh = planned.workload, scored.placement.mesh
-    raw = to_json(answer.document(), indent=1).encode()
     plans = [*planned.candidates, *([planned.serial] if planned.devices > 1 else [])]
     used = {strategy for layer in answer.layers for strategy in mesh.beside_stages(layer.strategy)}
     facts = [
@@ -87,8 +86,7 @@ def plan_page(answer: Explanation, command: str = "") -> str:
         words={"ranks": some_ranks, "takes": listed, "strategy": mesh.beside_stages, "rate": units.per_second},
         yaml=scored.plan.to_yaml().rstrip(),
         command=command,
-        download=data_uri(raw, "application/json"),
-        size=units.prefixed(len(raw), "B"),
+        download=Download.of("plan.json", to_json(answer.document(), indent=1).encode()),
     )
 
 
