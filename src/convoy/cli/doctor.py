@@ -1,6 +1,5 @@
 """`convoy doctor`: what holds a training back, and the one change that would help most."""
 
-import difflib
 import json
 import math
 import shlex
@@ -104,8 +103,7 @@ def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
     first = what[0]
     if first.startswith("-"):
         names = [name for option in command.params for name in option.opts]
-        near = difflib.get_close_matches(first, names)
-        raise click.NoSuchOption(first, possibilities=near, ctx=click.get_current_context())
+        raise click.NoSuchOption(first, possibilities=names, ctx=click.get_current_context())
     if first != "train":
         run = RunDirectory(Path(first))
         if not run.is_run():
