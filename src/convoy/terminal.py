@@ -8,6 +8,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import rich.console
@@ -126,3 +127,8 @@ class Console(rich.console.Console):
 
     def render_str(self, text: str, **settings: Any) -> Text:
         return super().render_str(printable(text, keep="\n\t"), **settings)
+
+
+def waiting_for(what: str) -> AbstractContextManager[object]:
+    """Show a terminal what takes long ("loading PyTorch") until it is over. Ranks leave it to their starter."""
+    return nullcontext() if "RANK" in os.environ else Console(stderr=True).status(f"{what} …")

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from convoy.doctor.diagnosis import Advice, Diagnosis, advise
 from convoy.doctor.facts import Cause, Facts, Pictures, RankFacts, Trial
-from convoy.launch.host import GpuLoad, HostLoad, OtherProcess
+from convoy.launch.host import HostLoad, OtherProcess
 
 HEALTHY = Facts(
     model="resnet18",
@@ -30,10 +30,9 @@ HEALTHY = Facts(
     evaluate_every=1000,
     updates_per_epoch=1000,
 )
-NO_LOAD = HostLoad(10.0, 10.0, 1.0, 0.0, 0.0, (), 0.0, 0.0, 0, 0.0, None, None)
+NO_LOAD = HostLoad(10.0, 10.0, 1.0, 0.0, 0.0, (), 0.0, 0.0, 0, 0.0, None)
 BLENDER = OtherProcess("blender", 77, 0.5)
 BUSY = replace(NO_LOAD, waited_s=5.0, others_cores=0.5, others=(BLENDER,))
-GPU = GpuLoad({}, (OtherProcess("python", 77),), 0.0)
 THREAD = Trial("threads", ("--set", "threads=1"), {"threads": 1}, seconds=0.25, before_s=1.0)
 
 
@@ -47,10 +46,6 @@ def ranks(*own_s: float) -> tuple[RankFacts, ...]:
 
 def loaded(load: HostLoad, **changes: Any) -> dict[str, Any]:
     return {"ranks": (RankFacts(64, own_s=0.99, load=load),)} | changes
-
-
-def on_gpu(**changes: Any) -> dict[str, Any]:
-    return {"ranks": (RankFacts(64, load=replace(NO_LOAD, gpu=replace(GPU, **changes))),), "threads": 0}
 
 
 def tried(cause: Cause, seconds: float = 0.5) -> dict[str, Any]:
@@ -106,9 +101,6 @@ RULES: list[Row] = [  # what is changed; cause of the first advice, or none; its
     (busy_threads(THREAD), "busy", 4.0 * 2**0.5, ()),
     (busy_threads(), "busy", 1 / (1 - 0.8 * 0.8), ()),
     (loaded(replace(NO_LOAD, cpu_s=6.0, throttled_s=4.0)), "limit", 1 / 0.6, ()),
-    (on_gpu(), "", None, ()),  # another process there that computes nothing costs nothing
-    (on_gpu(others_busy=0.5), "busy", 1.5, ("python (process 77)",)),
-    (on_gpu(throttled_s={"sw_power_cap": 10.0}), "limit", 1 / 0.9, ()),
     (loaded(replace(NO_LOAD, swapped_bytes=2**30, memory_pressure_s=3.0)), "swap", None, ()),
     ({"evaluate_every": 5}, "evaluation", 2.0 / 1.005, ("evaluate_every=1ep",)),
     ({"evaluate_every": 5, "updates_per_epoch": 100, "total_updates": 1200}, "evaluation", None, ("=2ep",)),

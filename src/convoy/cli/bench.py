@@ -12,8 +12,7 @@ from convoy.bench.ask import Ask
 from convoy.cli import keys, options
 from convoy.cli.options import command_of
 from convoy.errors import ConvoyError
-from convoy.late import waiting_for
-from convoy.terminal import Console
+from convoy.terminal import Console, waiting_for
 
 _SOME, _ANY = click.IntRange(min=1), click.IntRange(min=0)
 

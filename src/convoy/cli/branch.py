@@ -12,10 +12,9 @@ from convoy.bench.ask import numbers_of
 from convoy.cli import keys, options
 from convoy.cli.options import command_of
 from convoy.errors import ConvoyError
-from convoy.late import waiting_for
 from convoy.recipe.recipe import load_recipe
 from convoy.run.directory import RunDirectory
-from convoy.terminal import Console
+from convoy.terminal import Console, waiting_for
 
 
 @options.verb(

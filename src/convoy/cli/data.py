@@ -1,10 +1,7 @@
 """`convoy data`: what a data set holds, before training on it; and packs, which load faster."""
 
 import difflib
-import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,14 +12,14 @@ from convoy.cli import options
 from convoy.cli.options import LazyGroup
 from convoy.errors import ConvoyError
 from convoy.files import MNIST_MINI, existing
-from convoy.late import waiting_for
 from convoy.progress import ConsoleReporter
-from convoy.terminal import Console
+from convoy.terminal import Console, waiting_for
 from convoy.units import size
 
 if TYPE_CHECKING:
     from convoy.data.packed import Pack
 
+_OTHERWISE = f"name a file or folder, or {MNIST_MINI}"
 _PADDED = 1.2  # how many times as many bytes as its pictures a pack may take before that is said
 VERBS = {
     "show": ("convoy.cli.data:show", "Say what is in a data set, and check its pictures."),
@@ -67,7 +64,7 @@ def command() -> None:
   convoy data photos/ --check
 """,
 )
-@click.argument("path")
+@click.argument("path", cls=options.DataArgument)
 @click.option("--check", is_flag=True, help="Read every picture and name those that cannot be read.")
 @options.settings
 @options.as_json
@@ -76,8 +73,7 @@ def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> in
 
     With --check every picture is decoded, and those that cannot be are named; the exit status is then 1.
     """
-    with _named("PATH"):
-        folder = existing(path)
+    folder = existing(path, _OTHERWISE)
     with waiting_for("loading PyTorch"):
         from convoy.data.dataset import open_data  # with torch, for which no mistake is to wait
         from convoy.data.decode import BadImage
@@ -85,9 +81,8 @@ def show(path: str, check: bool, settings: tuple[str, ...], as_json: bool) -> in
         from convoy.recipe.recipe import load_recipe
 
     one_by_one = ["data.bad_images=skip"]  # below
-    with _named("PATH"):
-        recipe = load_recipe("default", ["model.name=lenet", f"data.path={path}", *one_by_one, *settings])
-        data = open_data(recipe.data, task=recipe.task)
+    recipe = load_recipe("default", ["model.name=lenet", f"data.path={path}", *one_by_one, *settings])
+    data = open_data(recipe.data, task=recipe.task)
     form = str(Pack.open(folder).options) if data.format == "pack" else ""
     outputs = list(data.classes) if as_json else ", ".join(data.classes)  # of regression
     rows = []
@@ -133,7 +128,7 @@ A pack is WebDataset tars with an index. Training on it sees the samples in the 
 same command goes on where it stopped.
 """,
 )
-@click.argument("source")
+@click.argument("source", cls=options.DataArgument)
 @click.argument("dest", type=options.OutputPath())
 @click.option(
     "--short-side",
@@ -160,8 +155,7 @@ def pack(source: str, dest: Path, short_side: int | None, raw: bool, quality: in
             raise ConvoyError("--quality is of JPEG, and --raw stores none: leave one of them out")
         if short_side is None:
             raise ConvoyError("--quality is of pictures that --short-side makes smaller: give both, or leave it out")
-    with _named("SOURCE"):
-        path = existing(source)
+    path = existing(source, _OTHERWISE)
     if source != MNIST_MINI and path.resolve() in (dest.resolve(), *dest.resolve().parents):
         raise ConvoyError(f"{dest} lies in the data set itself: name a folder beside it for the pack")
     from convoy.data.dataset import open_files
@@ -170,7 +164,7 @@ def pack(source: str, dest: Path, short_side: int | None, raw: bool, quality: in
     from convoy.recipe.recipe import load_recipe
     from convoy.resources import own_share
 
-    with _reporter(as_json) as reporter, _named("SOURCE"):
+    with _reporter(as_json) as reporter:
         recipe = load_recipe("default", ["model.name=lenet", f"data.path={source}", *values["settings"]])
         kind, contents = open_files(recipe.data, reporter.prepare, task=recipe.task)
         form = PackOptions(short_side, raw, quality)
@@ -245,16 +239,6 @@ def _opened(path: Path, to_verify: bool = False) -> "Pack":
     if not is_pack(path):
         raise ConvoyError(f"{path} is no pack: convoy data pack SOURCE DEST writes one")
     return Pack.open(path, to_verify=to_verify)
-
-
-@contextmanager
-def _named(argument: str) -> Iterator[None]:
-    """Sentences on a data set say how `convoy train` is given it; here it is an argument."""
-    try:
-        yield
-    except ConvoyError as error:
-        error.args = (re.sub(r"set (--data|data\.path) to", f"set {argument} to", error.args[0]),)
-        raise
 
 
 def _reporter(quiet: bool) -> ConsoleReporter:

@@ -1,6 +1,5 @@
 """`convoy doctor`: what holds a training back, and the one change that would help most."""
 
-import difflib
 import json
 import math
 import shlex
@@ -24,11 +23,10 @@ from convoy.cli.train import command as train
 from convoy.doctor.diagnosis import Diagnosis
 from convoy.errors import ConvoyError, MachineError
 from convoy.failure import end_of
-from convoy.late import waiting_for
 from convoy.progress import ConsoleReporter
 from convoy.recipe.parallel_config import num_devices
 from convoy.run.directory import RunDirectory
-from convoy.terminal import Console
+from convoy.terminal import Console, waiting_for
 
 if TYPE_CHECKING:
     import torch
@@ -105,8 +103,7 @@ def request_of(arguments: Sequence[str], what: Sequence[str]) -> TrainRequest:
     first = what[0]
     if first.startswith("-"):
         names = [name for option in command.params for name in option.opts]
-        near = difflib.get_close_matches(first, names)
-        raise click.NoSuchOption(first, possibilities=near, ctx=click.get_current_context())
+        raise click.NoSuchOption(first, possibilities=names, ctx=click.get_current_context())
     if first != "train":
         run = RunDirectory(Path(first))
         if not run.is_run():

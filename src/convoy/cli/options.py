@@ -90,7 +90,8 @@ def show(
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in rows[0] if rows else ():
         justify: Literal["left", "right"] = "right" if name in right else "left"
-        table.add_column(name.replace("_", " "), justify=justify, overflow="fold", no_wrap=not table.columns)
+        heading = name.removesuffix("_s").replace("_", " ")  # seconds are said with their unit
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=not table.columns)
     for row in rows:
         table.add_row(*(escape(_in_words(value, formats.get(name))) for name, value in row.items()))
     Console(highlight=False).print(table)
@@ -123,7 +124,7 @@ def written(option: str, path: Path, text: str) -> None:
 
 
 class Verb(click.Command):
-    """A verb. In its errors a key of the recipe that an option has set goes by the name of the option."""
+    """A verb. In its errors a key of the recipe goes by the name of the option, or of the argument, that has set it."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -132,7 +133,8 @@ class Verb(click.Command):
             for option in self.params:
                 key, value = getattr(option, "key", ""), ctx.params.get(option.name or "")
                 if key and value is not None and not isinstance(value, bool):
-                    begin, name = rf"(?<!--set )(?<![\w.-]){re.escape(key)}", option.opts[0]
+                    begin = rf"(?<!--set )(?<![\w.-]){re.escape(key)}"
+                    name = option.opts[0] if isinstance(option, click.Option) else option.human_readable_name
                     alone = begin + r"(?!\.?\w)" if "." in key else f"^{key}(?=:| is )"  # not words of the sentence
                     said = re.sub(alone, name, re.sub(f"{begin}=", f"{name} ", error.args[0]))
                     error.args = said, *error.args[1:]
@@ -162,6 +164,12 @@ class OutputPath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return super().convert(expanded(value), param, ctx)
+
+
+class DataArgument(click.Argument):
+    """The data set that a verb is about."""
+
+    key = "data.path"
 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")

@@ -9,7 +9,7 @@ import click
 
 from convoy.cli import keys, options
 from convoy.cli.requests import PlanRequest
-from convoy.late import waiting_for
+from convoy.terminal import waiting_for
 from convoy.units import plural
 
 

@@ -82,9 +82,7 @@ def _find(store: "ProfileStore", name: str) -> "Device":
     devices = store.devices()
     if name.isdecimal() and 1 <= int(name) <= len(devices):
         return devices[int(name) - 1]
-    matches = [device for device in devices if device.key == name] or [
-        device for device in devices if name.lower() in f"{device.key} {device.name}".lower()
-    ]
+    matches = [device for device in devices if name.lower() in f"{device.key} {device.name}".lower()]
     if len(matches) == 1:
         return matches[0]
     if not devices:
@@ -115,21 +113,20 @@ def _show_devices(store: "ProfileStore", as_json: bool) -> None:
 
 
 def _show_pieces(store: "ProfileStore", device: "Device", as_json: bool) -> None:
-    rows: list[dict[str, Any]] = []
-    for row in sorted(store.rows(device), key=lambda row: -row.times.total):
-        piece, times, source = row.local_op, row.times, row.source
-        record: dict[str, Any] = {"piece": piece.describe(), "key": piece.key, "op": piece.op}
-        record |= {"forward_s": times.forward, "backward_s": times.backward, "source": source, "measured": row.measured}
-        cells: dict[str, Any] = {"piece": piece.describe(), "forward": times.forward, "backward": times.backward}
-        cells |= {"by": "a run" if source == "run" else "profiling", "measured": row.measured}
-        rows.append(record if as_json else cells)
+    rows: list[dict[str, Any]] = [
+        {"piece": row.local_op.describe()}
+        | ({"key": row.local_op.key, "op": row.local_op.op} if as_json else {})
+        | {"forward_s": row.times.forward, "backward_s": row.times.backward}
+        | {"source": row.source, "measured": row.measured}
+        for row in sorted(store.rows(device), key=lambda row: -row.times.total)
+    ]
     if not as_json:
         click.echo(device.describe())
         if not rows:
             click.echo("no pieces were measured")
             return
-    formats = {"forward": seconds, "backward": seconds, "measured": _ago}
-    options.show(rows, as_json, right=("forward", "backward"), formats=formats)
+    formats = {"forward_s": seconds, "backward_s": seconds, "measured": _ago}
+    options.show(rows, as_json, right=("forward_s", "backward_s"), formats=formats)
 
 
 def _ago(moment: float) -> str:

@@ -7,8 +7,8 @@ import click
 
 from convoy.cli import keys, options
 from convoy.cli.requests import TrainRequest
-from convoy.late import waiting_for
 from convoy.launch import find_place
+from convoy.terminal import waiting_for
 
 
 @options.verb(

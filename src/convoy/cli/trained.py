@@ -16,10 +16,9 @@ import click
 from convoy.cli import options
 from convoy.errors import ConvoyError
 from convoy.files import csv_line, csv_of, existing, expanded, finite, write_json
-from convoy.late import waiting_for
 from convoy.run.directory import RunDirectory
 from convoy.tasks.metric import metric_figure
-from convoy.terminal import LOST, Console, printable
+from convoy.terminal import LOST, Console, printable, waiting_for
 
 if TYPE_CHECKING:
     import torch

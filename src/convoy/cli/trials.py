@@ -14,8 +14,7 @@ from convoy.cli.bench import study
 from convoy.cli.requests import TrainRequest
 from convoy.cli.train import command as train
 from convoy.errors import ConvoyError
-from convoy.late import waiting_for
-from convoy.terminal import pip_install
+from convoy.terminal import pip_install, waiting_for
 
 _NAMED = ("recipe", "trust_code", "settings", "device")
 _OF_BOTH = [

@@ -32,7 +32,6 @@ _MOST_LOST = 0.95  # part of the time that a change is said to save, at most
 STEADY = 1.25  # how many times as fast a machine may be at one time as at another for a measured gain to be certain
 _FAR = 2.0  # how many times as much a change may bring as was predicted, or as little, before a word is said of it
 _HOT = 0.5  # the same of a processor that is too hot: at half its clock, about
-_HELD = 0.1  # part of its speed that a GPU loses while its clock is held down: a guess, not measured
 _SUFFICES = 0.05  # part of an update for which ranks still wait where the link is fast enough
 WORTH_SAYING = 1.15  # the gain from which on a run says by itself what would help
 SHOWN = 3  # how many changes are printed: the one that would help most, and the next two
@@ -276,7 +275,7 @@ class _Rules:
         yield _advice("link", change, self._saving(exchange_s - enough_s), sentence)
 
     def host(self) -> Iterator[Advice]:
-        """Cores or a GPU that others have, heat, limits of power and of control groups, memory that is swapped."""
+        """Cores that others have, heat, limits of control groups, memory that is swapped."""
         facts = self.facts
         for number, load in enumerate(rank.load for rank in facts.ranks):
             if load is None or not load.wall_s:
@@ -297,11 +296,6 @@ class _Rules:
                     f"Other processes, {named}, keep {cores}{where} busy: waiting for a core takes "
                     f"{rough_percent(lost)} of the training's time.",
                 )
-            gpu = load.gpu
-            if gpu is not None and gpu.others and gpu.others_busy:  # it serves processes in turns
-                process = f"{gpu.others[0].name} (process {gpu.others[0].pid})"
-                sentence = f"Another process computes on the GPU{where}: {process}."
-                yield _advice("busy", f"wait for {process} to end", 1 + gpu.others_busy, sentence)
             for cause, share, lost, change, sentence in self._limits(load):
                 if share:
                     gain = self._saving(min(share * lost, _MOST_LOST) * facts.update_s)
@@ -311,10 +305,6 @@ class _Rules:
         """What a host limits a training by: the cause, the share of the time in which it does, how much of that is
         lost, the change, and the sentence."""
         wall_s, ranks = load.wall_s, self.facts.ranks
-        if load.gpu is not None and load.gpu.throttled_s:  # not measured on one
-            reason, held_s = max(load.gpu.throttled_s.items(), key=lambda reason: reason[1])
-            sentence = f"The GPU{{where}} is held back for {{share}} of the time ({reason})."
-            yield "limit", min(held_s / wall_s, 1.0), _HELD, "better cooling, or a higher power limit", sentence
         sentence = "The processor{where} is too hot, and runs slower for {share} of the time."
         yield "limit", min((load.hot_s or 0.0) / wall_s, _MOST_LOST), _HOT, "better cooling", sentence
         # A limit that only some ranks have makes unequal devices, which are for `shares`.

@@ -80,35 +80,28 @@ class Window:
         return self.seconds / self.updates
 
 
-def _is_steady(windows: Sequence[Window], ready: float, late: bool = False) -> bool:
-    """Whether the last windows have the pace that the training keeps, where so many batches may lie `ready` before they
-    are asked for. It is `late` where there is no time to see whether these hide a loader that is a little too slow."""
-    settled_windows = windows[1:]  # kernels are tried out in the first, memory grows, and workers start
-    last_windows = settled_windows[-_WINDOWS_ALIKE:]
-    if len(last_windows) < _WINDOWS_ALIKE:
-        return False
-    half = _WINDOWS_ALIKE // 2
-    faster, slower = sorted((_update_s(last_windows[:half]), _update_s(last_windows[half:])))
-    if faster < (1 - _WITHIN) * slower:
-        return False
-    waits = all(window.waited > _WAITING * window.seconds for window in last_windows)
-    return waits or late or sum(window.updates for window in settled_windows) >= _TIMES_READY * ready
+def _pace(windows: Sequence[Window]) -> tuple[Sequence[Window], bool]:
+    """The windows that tell the pace of a training, and whether it has one: the last ones, where their halves are
+    alike, and all before them that are as fast; as long as they are not, the later half of those since workers
+    started."""
+    settled = windows[1:]  # kernels are tried out in the first, memory grows, and workers start
+    half, last = _WINDOWS_ALIKE // 2, settled[-_WINDOWS_ALIKE:]
+    faster, slower = sorted(_update_s(part) for part in (last[:half], last[half:]))
+    if len(last) < _WINDOWS_ALIKE or faster < (1 - _WITHIN) * slower:
+        return settled[len(settled) // 2 :], False
+    pace_s, earlier = _update_s(last), reversed(settled[:-_WINDOWS_ALIKE])
+    as_fast = takewhile(lambda window: abs(window.update_s - pace_s) <= _NEAR * pace_s, earlier)
+    return settled[-_WINDOWS_ALIKE - len(list(as_fast)) :], True
 
 
-def _counted(windows: Sequence[Window]) -> Sequence[Window]:
-    """The windows that tell the pace: the last ones and all before them that are as fast, or, as long as there is none,
-    the later half of those since workers started."""
-    settled_windows = windows[1:]
-    if not _is_steady(windows, 0.0, late=True):
-        return settled_windows[len(settled_windows) // 2 :]
-    pace_s = _update_s(settled_windows[-_WINDOWS_ALIKE:])
-    earlier_windows = reversed(settled_windows[:-_WINDOWS_ALIKE])
-    as_fast = takewhile(lambda window: abs(window.update_s - pace_s) <= _NEAR * pace_s, earlier_windows)
-    return settled_windows[-_WINDOWS_ALIKE - len(list(as_fast)) :]
+def _hides_a_loader(windows: Sequence[Window], ready: float) -> bool:
+    """Whether batches that lay `ready`, so many, may hide a loader that is a little too slow."""
+    waits = all(window.waited > _WAITING * window.seconds for window in windows[-_WINDOWS_ALIKE:])
+    return not waits and sum(window.updates for window in windows[1:]) < _TIMES_READY * ready
 
 
 def _update_s(windows: Sequence[Window]) -> float:
-    return sum(window.seconds for window in windows) / sum(window.updates for window in windows)
+    return sum(window.seconds for window in windows) / max(1, sum(window.updates for window in windows))
 
 
 def examine(session: Session, budget: Budget, *, trials: bool = True, folder: Path | None = None) -> Facts:
@@ -170,7 +163,7 @@ def _measure_updates(session: Session, budget: Budget) -> Facts:
     ranks, recipe = session.ranks, session.recipe
     step = session.step()
     recorder = Recorder(session, _WATCHED, remembered=None)
-    watch = Watch(recorder, gpu=True)
+    watch = Watch(recorder)
     samples = max(1, len(session.division.positions(ranks.sample_rank)))
     ahead = max(ranks.gather(samples_ahead(samples) / samples if session.workers else 0.0))
     part, windows = budget.part(_UPDATES_PART), list[Window]()
@@ -194,32 +187,33 @@ def _measure_updates(session: Session, budget: Budget) -> Facts:
                 if not budget.allows(window.update_s):
                     break
                 watch.begin()
-            elif _is_steady(windows, ahead, not part.allows(part.seconds / 2)) or not part.allows(window.update_s):
-                break
+            else:
+                late, over = not part.allows(part.seconds / 2), not part.allows(window.update_s)
+                if over or (_pace(windows)[1] and (late or not _hides_a_loader(windows, ahead))):
+                    break
             # No more than four times as many as in the window before, which may have been faster than usual.
             fitting = math.ceil(min(window_s, part.left) / max(window.update_s, 1e-9))
             number = ranks.broadcast(max(1, min(fitting, 4 * number)))
         watch.look()
-    counted = sum(window.updates for window in _counted(windows)) or 1
-    facts = watch.facts(compare(recorder, session.chosen.scored, None), counted)
-    unread = len(set().union(*ranks.gather(bad)))
-    sentence = (
-        f"{plural(unread, 'picture')} cannot be read: convoy data {recipe.data.path} --check names them, and others."
-    )
-    return replace(facts, notes=(*_of_few(facts, counted, windows), *([sentence] if unread else [])))
+    counted, has_pace = _pace(windows)
+    num_counted = sum(window.updates for window in counted)
+    facts = watch.facts(compare(recorder, session.chosen.scored, None), num_counted or 1)
+    notes = [] if has_pace else [_without_pace(facts, counted, num_counted)]
+    if unread := len(set().union(*ranks.gather(bad))):
+        check = f"convoy data {recipe.data.path} --check names them, and others"
+        notes.append(f"{plural(unread, 'picture')} cannot be read: {check}.")
+    return replace(facts, notes=tuple(notes))
 
 
-def _of_few(facts: Facts, counted: int, windows: Sequence[Window]) -> tuple[str, ...]:
+def _without_pace(facts: Facts, windows: Sequence[Window], num_updates: int) -> str:
     """What to say where there was no time to see the pace that a training keeps."""
-    if len(windows) == 1:
-        return (f"The first update took {seconds(facts.update_s)}, and was the only one that there was time for.",)
-    if _is_steady(windows, 0.0, late=True):
-        return ()
-    if counted < _FEW:
-        return (f"An update takes {seconds(facts.update_s)}, so that only {plural(counted, 'update')} could be timed.",)
-    rates = [facts.batch / window.update_s for window in _counted(windows)]
+    if not windows:
+        return f"The first update took {seconds(facts.update_s)}, and was the only one that there was time for."
+    if num_updates < _FEW:
+        return f"An update takes {seconds(facts.update_s)}, so only {plural(num_updates, 'update')} could be timed."
+    rates = [facts.batch / window.update_s for window in windows]
     between = f"{per_second(min(rates))} to {per_second(max(rates))} images a second"
-    return (f"The pace changed as long as there was time to look: {between}.",)
+    return f"The pace changed as long as there was time to look: {between}."
 
 
 def _bits_per_s(session: Session) -> float:

@@ -26,18 +26,17 @@ _SELDOM_S = 10.0
 
 
 class Watch:
-    """What the host of one process does, beside what a recorder has of its updates. With `gpu` `nvidia-smi` is asked as
-    well, which may take seconds."""
+    """What the host of one process does, beside what a recorder has of its updates."""
 
-    def __init__(self, recorder: Recorder, gpu: bool = False) -> None:
-        self._recorder, self._gpu = recorder, gpu
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self.begin()
 
     def begin(self) -> None:
         """What the host has done so far does not count."""
         self._host: HostWatch | None = None
         with suppress(Exception):  # a look at the machine is no reason to stop a training
-            self._host = HostWatch(self._recorder.session.device if self._gpu else None)
+            self._host = HostWatch()
         self._load: HostLoad | None = None
         self._looked = time.perf_counter()
 

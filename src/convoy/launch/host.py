@@ -1,27 +1,22 @@
-"""What the machine did while something ran: cores that others had, memory that was swapped, a GPU that throttled.
+"""What the machine did while something ran: cores that others had, memory that was swapped, heat.
 
-All is read from Linux's counters in `/proc` and `/sys`, and of a GPU from `nvidia-smi`, at the beginning and again
-later. What a machine does not tell (another system, a sandbox, an older kernel) is None, 0 or empty.
+All is read from Linux's counters in `/proc` and `/sys`, at the beginning and again later. What a machine does not tell
+(another system, a sandbox, an older kernel) is None, 0 or empty.
 """
 
 import contextlib
 import os
 import re
 import socket
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from convoy.launch.rank import FOLDER
 from convoy.resources import cores_allowed, folders, own_cores, text_of
 from convoy.terminal import printable
-
-if TYPE_CHECKING:
-    import torch
 
 LEAST_CORES = 0.02  # other processes that use less are not named
 # This variable, at 1, says that a machine is never quiet: times taken beside other processes are kept all the same.
@@ -34,11 +29,6 @@ _THROTTLED = {"throttled_usec": 1e-6, "throttled_time": 1e-9}  # in `cpu.stat` o
 # Variables that the processes of one run have in common on a machine, which they inherit from what started them. No two
 # runs have the same port for their ranks to meet.
 _OF_RUN = ((FOLDER,), ("MASTER_ADDR", "MASTER_PORT"), ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-_TIMEOUT_S = 5.0
-_SAMPLED_S = 1.1  # utilization is that of the last second, at most
-_COUNTED = ("sw_power_cap", "sw_thermal_slowdown", "hw_thermal_slowdown")
-_UTILIZATION = "utilization.gpu"
-_REASONS = {f"clocks_event_reasons_counters.{name}": name for name in _COUNTED}  # not in drivers before 2025
 
 
 @dataclass(frozen=True)
@@ -48,21 +38,8 @@ class OtherProcess:
     name: str  # of the program, at most 15 characters, and of the script that it interprets
     pid: int
     # number of this process's cores that it kept busy, on average; a process that may also run elsewhere is counted by
-    # where its threads ran last; 0 for one on a GPU
-    cores: float = 0.0
-
-
-@dataclass(frozen=True)
-class GpuLoad:
-    """What `nvidia-smi` says of a GPU."""
-
-    # seconds of the interval, by `sw_power_cap`, `sw_thermal_slowdown` and `hw_thermal_slowdown`; empty where the
-    # driver does not count them
-    throttled_s: Mapping[str, float]
-    # processes outside the run that compute on it, those with the most memory first; empty where process numbers are
-    # not those of the driver, as in most containers
-    others: tuple[OtherProcess, ...]
-    others_busy: float  # share of the time in which they compute, while the run does not
+    # where its threads ran last
+    cores: float
 
 
 @dataclass(frozen=True)
@@ -87,7 +64,6 @@ class HostLoad:
     # memory
     memory_pressure_s: float | None
     hot_s: float | None  # seconds for which the core that was slowed most was slowed by heat
-    gpu: GpuLoad | None  # None where the device is no NVIDIA GPU
 
     @property
     def is_shared(self) -> bool:
@@ -119,16 +95,14 @@ class HostWatch:
     """Counts what the machine does since it was made or last read.
 
     Making it and reading it take 2 ms each on a machine of 90 processes, 0.15 ms for ten more of them, 0.3 ms for ten
-    threads more, and with a GPU the time of `nvidia-smi` (not measured), which is started once or twice. Processes of
-    the run are this one, all that it started, and those that the same launcher started (by torch's, Convoy's or Slurm's
-    variables). `machine` is where the machine's `proc` and `sys` are.
+    threads more. Processes of the run are this one, all that it started, and those that the same launcher started (by
+    torch's, Convoy's or Slurm's variables). `machine` is where the machine's `proc` and `sys` are.
     """
 
-    def __init__(self, device: "torch.device | None" = None, *, machine: Path = Path("/")) -> None:
+    def __init__(self, machine: Path = Path("/")) -> None:
         self._proc, self._sys = machine / "proc", machine / "sys"
         self._groups = self._proc / "self/cgroup", self._sys / "fs/cgroup"
         self._run = self._run_of("self")
-        self._gpu = GpuWatch(device)
         self._counters, self._processes = self._count(), dict(self._list())
 
     def read(self) -> HostLoad:
@@ -166,7 +140,6 @@ class HostWatch:
             swapped_bytes=int(sum(grown("swapped"))),
             memory_pressure_s=pressure[0] if pressure else None,
             hot_s=max(grown("hot"), default=None),
-            gpu=self._gpu.read(partial(self._is_ours, family)),
         )
 
     def _count(self) -> dict[str, float]:
@@ -199,8 +172,8 @@ class HostWatch:
         for core in cores:  # slowed because it, or all of its package, was hot
             folder = self._sys / f"devices/system/cpu/cpu{core}/thermal_throttle"
             if folder.is_dir():
-                files = (folder / f"{kind}_throttle_total_time_ms" for kind in ("core", "package"))
-                counters[f"hot {core}"] = max(number_of(text_of(file)) or 0.0 for file in files) / 1e3
+                times = (text_of(folder / f"{kind}_throttle_total_time_ms") for kind in ("core", "package"))
+                counters[f"hot {core}"] = max(int(text) if text.isdecimal() else 0 for text in times) / 1e3
         return counters
 
     def _list(self) -> Iterator[tuple[int, _Process]]:
@@ -303,71 +276,3 @@ def network_place() -> tuple[str, str]:
     with contextlib.suppress(OSError):
         return socket.gethostname(), str(Path("/proc/self/ns/net").readlink())
     return socket.gethostname(), ""
-
-
-def number_of(text: str) -> float | None:
-    """A number; None where a machine says something else, as `[N/A]`, or nothing."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-class GpuWatch:
-    """Counts what happens to a GPU since it was made or last read, if `nvidia-smi` knows the GPU."""
-
-    def __init__(self, device: "torch.device | None") -> None:
-        self._gpu = ""  # its identifier, whatever CUDA_VISIBLE_DEVICES says
-        if device is not None and device.type == "cuda":
-            import torch
-
-            with contextlib.suppress(AssertionError, AttributeError, RuntimeError):
-                self._gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        self._begin = self._asked()
-
-    def read(self, is_ours: Callable[[int], bool]) -> GpuLoad | None:
-        """What has happened since; None where nobody can say. Nothing of the run may compute meanwhile; `is_ours` says
-        which processes are part of it."""
-        begin, counters = self._begin, self._asked()
-        if not counters:
-            return None
-        self._begin = counters
-        lines = _smi("-i", self._gpu, "--query-compute-apps=pid,name,used_memory")
-        processes = {int(line[0]): line for line in lines if len(line) == 3 and line[0].isdecimal()}
-        # if this process is not listed, numbers belong to another name space
-        entries = processes.items() if os.getpid() in processes else ()
-        strangers = sorted(
-            (line for pid, line in entries if not is_ours(pid)), key=lambda line: -(number_of(line[2]) or 0.0)
-        )
-        if strangers:
-            time.sleep(_SAMPLED_S)
-        utilization = self._asked().get(_UTILIZATION) if strangers else None
-        return GpuLoad(
-            throttled_s={
-                reason: (counters[name] - begin[name]) / 1e6
-                for name, reason in _REASONS.items()
-                if name in counters and name in begin
-            },
-            others=tuple(OtherProcess(printable(Path(name).name), int(pid)) for pid, name, _ in strangers),
-            others_busy=(utilization or 0.0) / 100,
-        )
-
-    def _asked(self) -> dict[str, float]:
-        """The GPU's utilization, and microseconds for which a clock was held down by the reasons; without these where
-        the driver does not know them."""
-        for fields in ((_UTILIZATION, *_REASONS), (_UTILIZATION,)) if self._gpu else ():
-            lines = _smi("-i", self._gpu, f"--query-gpu={','.join(fields)}")
-            if lines and len(lines[0]) == len(fields):
-                pairs = zip(fields, map(number_of, lines[0]), strict=True)
-                return {name: number for name, number in pairs if number is not None}
-        return {}
-
-
-def _smi(*arguments: str) -> list[list[str]]:
-    """The table that `nvidia-smi` prints; empty where it is not there, fails or does not answer."""
-    command = ["nvidia-smi", *arguments, "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return []
-    return [line.split(", ") for line in answer.stdout.splitlines() if line] if answer.returncode == 0 else []

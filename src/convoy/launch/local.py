@@ -6,7 +6,6 @@ of its processes to itself and sends SIGTERM by itself: what the ranks would hav
 """
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -21,12 +20,12 @@ from types import FrameType
 
 from convoy import interfaces
 from convoy.failure import AGENTS, Failure, cause, end_of, read_error_file
-from convoy.late import waiting_for
 from convoy.launch.rank import FOLDER, GRACE_S, HANDED_ON, mark, outlives, private_folder
+from convoy.terminal import waiting_for
 
 # By the signal that comes, the one for the ranks: SIGTERM to one of them alone ends it.
 FORWARDED = {signal.Signals[name]: number for number, name in HANDED_ON.items()}
-_POLL_S = 0.05
+_POLL_S = 0.05  # after which a signal is handed on, at the latest
 _KILLED_S = 10.0  # in which a rank that was killed is gone
 
 Rank = subprocess.Popen[bytes]
@@ -48,12 +47,12 @@ def start(
     """
     job = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_MAX_RESTARTS": str(max_restarts)}
     restart = 0
-    with _signals() as (signals, woken):
+    with _signals() as signals:
         while True:
             with private_folder() as folder:
                 variables = job | {"TORCHELASTIC_RESTART_COUNT": str(restart)}
                 with _ranks(["-m", "convoy", *arguments], num_devices, folder, variables) as ranks:
-                    failure = _watched(ranks, folder, signals, woken)
+                    failure = _watched(ranks, folder, signals)
             if failure is None:
                 return max(rank.returncode for rank in ranks)
             if failure.final or signals or restart == max_restarts:
@@ -103,14 +102,13 @@ def _ranks(arguments: Sequence[str], number: int, folder: Path, variables: dict[
                 process.wait(_KILLED_S)
 
 
-def _watched(ranks: Sequence[Rank], folder: Path, signals: Sequence[signal.Signals], woken: int) -> Failure | None:
+def _watched(ranks: Sequence[Rank], folder: Path, signals: Sequence[signal.Signals]) -> Failure | None:
     """Wait until all ranks have ended, or one has failed and the others have had time to notice it; the cause."""
     num_handed_on, until = 0, float("inf")
     with ExitStack() as message:
         message.enter_context(waiting_for(f"starting {len(ranks)} processes"))
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
-            if select.select([woken], [], [], _POLL_S)[0]:  # a signal is handed on at once: a run may be at its end
-                os.read(woken, 64)
+            time.sleep(_POLL_S)
             if all(mark(folder, "ready", rank).exists() for rank in range(len(ranks))):
                 message.close()  # they speak for themselves
             come = tuple(signals)  # more may come at any time
@@ -142,8 +140,8 @@ def _failures(ranks: Sequence[Rank], folder: Path) -> list[Failure]:
 
 
 @contextmanager
-def _signals() -> Iterator[tuple[list[signal.Signals], int]]:
-    """The signals that come from now on, and a file that can be read when one does."""
+def _signals() -> Iterator[list[signal.Signals]]:
+    """The signals that come from now on."""
     signals: list[signal.Signals] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -152,15 +150,8 @@ def _signals() -> Iterator[tuple[list[signal.Signals], int]]:
     main = threading.current_thread() is threading.main_thread()
     numbers = [number for number in (*FORWARDED, signal.SIGQUIT) if main and not outlives(number)]
     handlers = {number: signal.signal(number, note) for number in numbers}
-    woken, wakes = os.pipe()
-    os.set_blocking(wakes, False)
-    before = signal.set_wakeup_fd(wakes, warn_on_full_buffer=False) if main else -1
     try:
-        yield signals, woken
+        yield signals
     finally:
-        if main:
-            signal.set_wakeup_fd(before)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        os.close(woken)
-        os.close(wakes)

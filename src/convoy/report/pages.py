@@ -96,6 +96,11 @@ class Download:
         return Download(f"{name}.gz", f"{size}, packed", data_uri(packed, "application/gzip"))
 
 
+# The CSS custom property of each color that the plots use.
+_COLORS = ("paper", "ink", "muted", "grid", "train", "test", "green", "purple", "ochre")
+_PROPERTIES = {getattr(axes, name.upper()): f"var(--{name})" for name in _COLORS}
+
+
 @dataclass(frozen=True)
 class Panel:
     """One plot of a page; `figure` is None where there is nothing to draw, and `description` says why."""
@@ -114,7 +119,27 @@ class Panel:
         return written.getvalue()
 
     def svg(self) -> Markup:
-        return Markup(inline_svg(self))  # markup of our own making
+        """As an `<svg>` element for HTML: scalable, labelled for screen readers, every id prefixed by its name."""
+        name, about = self.name, {"Date": None, "Creator": None, "Format": None, "Type": None}
+        written = self.file("svg", metadata=about, transparent=True).decode()
+        start, _, body = written.partition("<svg ")[2].partition(">")
+        body = re.sub(r"<metadata>.*?</metadata>|<style .*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
+        used = set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', body))
+
+        def adapt(match: re.Match[str]) -> str:
+            tag = re.sub(r' id="([^"]*)"', lambda id_: f' id="{name}-{id_[1]}"' if id_[1] in used else "", match[0])
+            tag = re.sub(r'(xlink:href="|url\()#', lambda to: f"{to[1].removeprefix('xlink:')}#{name}-", tag)
+            tag = re.sub(r"\s*font-family:[^;\"]*;?", "", tag)
+            tag = re.sub(r": (#[0-9a-f]{6})\b", lambda color: f": {_PROPERTIES[color[1]]}", tag)
+            return re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", tag)
+
+        # Matplotlib escapes < and > in texts and attributes, so that what stands between them is a tag.
+        body = re.sub(r"<[^>]*>", adapt, re.sub(r">\s+<", "><", body.strip()))
+        view = re.search(r'viewBox="[^"]*"', start)
+        assert view is not None
+        labels = f'<title id="{name}-title">{escape(self.title)}</title>'
+        labels += f'<desc id="{name}-description">{escape(self.description)}</desc>'
+        return Markup(f'<svg {view[0]} role="img" aria-labelledby="{name}-title {name}-description">{labels}{body}')
 
 
 Drawing = tuple[str, Axes] | None  # what it shows in words, and where; None where there is nothing
@@ -179,32 +204,3 @@ def running(text: str) -> Markup:
 
 def _shown(value: object) -> object:
     return printable(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-# The CSS custom property of each color that the plots use.
-_COLORS = ("paper", "ink", "muted", "grid", "train", "test", "green", "purple", "ochre")
-_PROPERTIES = {getattr(axes, name.upper()): f"var(--{name})" for name in _COLORS}
-
-
-def inline_svg(panel: Panel) -> str:
-    """A plot as an `<svg>` element for HTML: scalable, labelled for screen readers, every id prefixed by its name."""
-    name, about = panel.name, {"Date": None, "Creator": None, "Format": None, "Type": None}
-    written = panel.file("svg", metadata=about, transparent=True).decode()
-    start, _, body = written.partition("<svg ")[2].partition(">")
-    body = re.sub(r"<metadata>.*?</metadata>|<style .*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
-    used = set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', body))
-
-    def adapt(match: re.Match[str]) -> str:
-        tag = re.sub(r' id="([^"]*)"', lambda id_: f' id="{name}-{id_[1]}"' if id_[1] in used else "", match[0])
-        tag = re.sub(r'(xlink:href="|url\()#', lambda to: f"{to[1].removeprefix('xlink:')}#{name}-", tag)
-        tag = re.sub(r"\s*font-family:[^;\"]*;?", "", tag)
-        tag = re.sub(r": (#[0-9a-f]{6})\b", lambda color: f": {_PROPERTIES[color[1]]}", tag)
-        return re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", tag)
-
-    # Matplotlib escapes < and > in texts and attributes, so that what stands between them is a tag.
-    body = re.sub(r"<[^>]*>", adapt, re.sub(r">\s+<", "><", body.strip()))
-    view = re.search(r'viewBox="[^"]*"', start)
-    assert view is not None
-    labels = f'<title id="{name}-title">{escape(panel.title)}</title>'
-    labels += f'<desc id="{name}-description">{escape(panel.description)}</desc>'
-    return f'<svg {view[0]} role="img" aria-labelledby="{name}-title {name}-description">{labels}{body}'

@@ -9,7 +9,6 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, get_args
 
-from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 
 from convoy import units
@@ -26,7 +25,7 @@ from convoy.plans.timeline import ENGINE, Span, Stream, Task, Timeline
 from convoy.plans.traffic import listed, some_ranks
 from convoy.report import axes as ax
 from convoy.report import pages
-from convoy.report.pages import Drawing, Tile, data_uri, drawn
+from convoy.report.pages import Download, Drawing, Tile, drawn
 from convoy.units import extra, seconds, shape, size
 
 # The kinds of work, by their names in the style sheet, which has their colors.
@@ -48,7 +47,6 @@ def plan_page(answer: Explanation, command: str = "") -> str:
     """The page as HTML; `command` is the one that found the plan."""
     planned, scored = answer.planned, answer.scored
     workload, mesh = planned.workload, scored.placement.mesh
-    raw = to_json(answer.document(), indent=1).encode()
     plans = [*planned.candidates, *([planned.serial] if planned.devices > 1 else [])]
     used = {strategy for layer in answer.layers for strategy in mesh.beside_stages(layer.strategy)}
     facts = [
@@ -87,8 +85,7 @@ def plan_page(answer: Explanation, command: str = "") -> str:
         words={"ranks": some_ranks, "takes": listed, "strategy": mesh.beside_stages, "rate": units.per_second},
         yaml=scored.plan.to_yaml().rstrip(),
         command=command,
-        download=data_uri(raw, "application/json"),
-        size=units.prefixed(len(raw), "B"),
+        download=Download.of("plan.json", to_json(answer.document(), indent=1).encode()),
     )
 
 
@@ -162,29 +159,19 @@ def _title(span: Span) -> str:
     return f"{name}{where}: {f'{word}, ' if word != name else ''}{seconds(span.end - span.start)}{about}"
 
 
-def machines_page(
-    network: str, predictions: Sequence[Prediction], images: float, prices: Sequence[float], what: str, command: str
-) -> str:
-    """The page as HTML. `images` are those of the whole training, `what` is that in words; `prices` are of an hour of
-    one device of each machine, or empty."""
-    first = predictions[0]
-    rows = [(row, row.row(images, prices[number] if prices else None)) for number, row in enumerate(predictions)]
-    heads = {name: name.capitalize() for name in rows[0][1]}
-    if prices:
-        heads["price"] = Markup('<span title="in the currency of --price">Price</span>')
-    machine, precision, *numbers = heads.values()
+def machines_page(network: str, predictions: Sequence[Prediction], text: str, what: str, command: str) -> str:
+    """The page as HTML: a picture of what `text`, the answer in words, says of a training that is `what`."""
     return pages.render(
         "machines.html.jinja",
         ("report.css", "bench.css"),
         ("copy.js",),
         name="plan",
         title=network,
-        subject=first.machine.text,
-        facts=[f"batch {first.batch}", what],
+        subject=predictions[0].machine.text,
+        facts=[f"batch {predictions[0].batch}", what],
         status="predicted, not measured",
         status_kind="warn",
-        rows=rows,
-        columns=[machine, precision, "#Devices", *(Markup("#") + head for head in numbers), "Held back by"],
+        text=text,
         panel=drawn("curve", "Images a second by data parallelism", partial(_curves, predictions), ""),
         command=command,
     )
@@ -209,11 +196,8 @@ def _curves(predictions: Sequence[Prediction], title: str) -> Drawing:
     return described, ax.with_legend(axes)
 
 
-MOST_LANES = 8  # edges that would need more are left out
 _WIDTH, _TALL, _LOW, _GAP, _ROW = 216, 50, 28, 22, 26
 _SKIP, _MARGIN, _CHIP = 26, 10, 20
-# Heights of a drawing that is shown whole and of what is shown of others, and the space around it.
-_WHOLE, _SHOWN, _PADDING = 1300, 760, 12
 _BOLD, _LIGHT, _COST = 8.0, 7.2, 62  # width of a letter of a name, and of the seconds beside it
 
 
@@ -247,43 +231,21 @@ def _boxes_of(graph: Graph, stages: Sequence[int]) -> list[LayerBox]:
     return boxes
 
 
-def _in_lanes(boxes: Sequence[LayerBox]) -> tuple[list[tuple[LayerBox, LayerBox, int]], int]:
+def _in_lanes(boxes: Sequence[LayerBox]) -> list[tuple[LayerBox, LayerBox, int]]:
     """Give every box its lane, row by row, those that lie on the longest way first; the edges from box to box, each
-    with the lane in which it passes the rows between them, and how many lacked a lane."""
-    after: dict[int, list[LayerBox]] = defaultdict(list)
+    with the lane in which it passes the rows between them: the first one that is free there."""
     remaining, rows = [1] * len(boxes), defaultdict[int, list[LayerBox]](list)
-    for box in boxes:
-        rows[box.depth].append(box)
-        for number in box.before:
-            after[number].append(box)
     for box in reversed(boxes):
-        remaining[box.number] += max((remaining[target.number] for target in after[box.number]), default=0)
-    passing: dict[tuple[int, int], int] = {}
-    omitted = 0
-    for depth in range(len(rows)):
-        occupied = {lane for (_, target), lane in passing.items() if boxes[target].depth > depth}
-
-        def free(lane: int, occupied: set[int] = occupied) -> int:
-            return next(place for place in range(lane, lane + len(occupied) + 1) if place not in occupied)
-
-        for box in sorted(rows[depth], key=lambda box: -remaining[box.number]):
-            lanes = sorted(passing.get((number, box.number), boxes[number].lane) for number in box.before)
-            box.lane = next((lane for lane in lanes if lane not in occupied), free(lanes[0] if lanes else 0))
-            occupied.add(box.lane)
-        for source in rows[depth - 1] if depth else ():
-            for target in after[source.number]:
-                if target.depth > depth and (lane := free(source.lane)) < MOST_LANES:
-                    passing[source.number, target.number] = lane
-                    occupied.add(lane)
-                else:
-                    omitted += target.depth > depth
-    edges = []
-    for source in boxes:
-        for target in after[source.number]:
-            pair = source.number, target.number
-            if pair in passing or target.depth == source.depth + 1:
-                edges.append((source, target, passing.get(pair, target.lane)))
-    return edges, omitted
+        for number in box.before:
+            remaining[number] = max(remaining[number], 1 + remaining[box.number])
+    for box in sorted(boxes, key=lambda box: -remaining[box.number]):
+        box.lane = len(rows[box.depth])
+        rows[box.depth].append(box)
+    pairs = ((boxes[number], box) for box in boxes for number in box.before)
+    return [
+        (source, box, max((len(rows[row]) for row in range(source.depth + 1, box.depth)), default=box.lane))
+        for source, box in pairs
+    ]
 
 
 class NetworkDrawing:
@@ -295,7 +257,7 @@ class NetworkDrawing:
         self._ranks = busiest_ranks(answer.scored)
         self._strategies = {placed.call.name: placed.strategy for placed in placement.calls if is_choosing(placed.call)}
         boxes = _boxes_of(placement.graph, stages_of_calls(answer.scored))
-        edges, self.omitted = _in_lanes(boxes)
+        edges = _in_lanes(boxes)
         heights: dict[int, int] = {}
         for box in boxes:
             heights[box.depth] = max(heights.get(box.depth, 0), self._height(box))
@@ -310,13 +272,6 @@ class NetworkDrawing:
         self.width, self.height = lefts[-1], self._tops[-1] + _MARGIN
         self.edges = [self._edge(*edge) for edge in edges]
         self.boxes = self._drawn(boxes)
-
-    @property
-    def canvas(self) -> int | None:
-        """Pixels of the drawing that are shown at once, up to between two rows; None where all of it is."""
-        if self._tops[-1] <= _WHOLE:
-            return None
-        return _PADDING + max(top for top in self._tops if top <= _SHOWN) - 4
 
     def _height(self, box: LayerBox) -> int:
         return _TALL if any(call.name in self._strategies for call in box.calls) else _LOW

@@ -24,7 +24,6 @@ from convoy.tasks.metric import metric_name, palette
 from convoy.terminal import printable
 from convoy.version import __version__
 
-MOST_BAD_IMAGES = 200
 LARGEST_MATRIX = 20  # more classes than this are not readable as a table on a page
 
 
@@ -62,7 +61,6 @@ def _content(run: Run) -> dict[str, Any]:
         "remarks": remarks(run),
         "about": about(run),
         "bench": bench_command(run),
-        "notes": summary.notes,
         "tiles": result_tiles(run),
         "panels": draw_panels(run),
         "updates_per_epoch": next((round(line.step / line.epoch) for line in lines if line.epoch), None),
@@ -86,9 +84,7 @@ def _content(run: Run) -> dict[str, Any]:
             for key in next(iter(run.evaluation.per_class), {})
         ],
         "shown": [(shown, read_picture(run.path, shown.picture)) for shown in evaluation.pictures],
-        "derived": summary.derived,
-        "bad_images": summary.bad_images[:MOST_BAD_IMAGES],
-        "num_bad_images": len(summary.bad_images),
+        "summary": summary,
         "command": _text(run.environment.get("command")),
         "configuration": _highlighted(run.config_text),
         "environment": {
@@ -245,7 +241,6 @@ def confusion(evaluation: EvaluationFile) -> dict[str, Any]:
         for true, taken_for in zip(*np.unravel_index(order, wrong.shape), strict=True)
         if wrong[true, taken_for] > 0
     ]
-    mistaken = [row for row in classes if row["recall"] is not None and row["recall"] < 1]
     matrix = None
     if names and not many:
         # Right answers are shaded by recall, mistakes by the square root of their share relative to the worst, so that
@@ -256,9 +251,8 @@ def confusion(evaluation: EvaluationFile) -> dict[str, Any]:
         cells = [list(zip(*row, strict=True)) for row in zip(counts.tolist(), shades, strict=True)]
         matrix = list(zip(classes, cells, strict=True))
     return {
-        "classes": classes,
+        "classes": sorted(classes, key=lambda row: 2 if row["recall"] is None else row["recall"]) if many else classes,
         "pairs": pairs,  # that were confused most often, the most frequent first
-        "hardest": sorted(mistaken, key=lambda row: row["recall"])[:12] if many else [],
         "matrix": matrix,
     }
 
