@@ -28,7 +28,7 @@ from convoy.training.build import TriedNetwork, build_for, choose_trained, divis
 from convoy.training.derived import check_batch, fitting_batch, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import divide
 from convoy.training.optimizer import thaws
-from convoy.training.precision import check_precision, set_numerics, settle
+from convoy.training.precision import set_numerics, settle
 from convoy.training.resume import check_ranks, code_of
 from convoy.training.session import ChosenPlan, Prepared, Session
 from convoy.training.workloads import choose_plan
@@ -59,7 +59,6 @@ def set_up(
     set_numerics(recipe)
     check_devices(recipe, ranks.num)
     plan, notes = plan_of(recipe.parallel, ranks.num)
-    check_precision(recipe.precision, device)
     if data is None:
         say("opening the data", 0, 1)
         check = partial(_check_batch, recipe, explicit_keys)
@@ -83,7 +82,6 @@ def set_up(
     as_graph = ranks.any(lacks_numbers(model))
     settled = settle(recipe, device, ranks)
     recipe = settled.recipe
-    check_precision(recipe.precision, device)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     # parts alone are brought to the device of a network that the first rank has
     model.to(device=None if as_graph else device, memory_format=memory_format)  # type: ignore[call-overload]
