@@ -94,7 +94,7 @@ class Trainer:
     jobs: Sequence[str] = ()  # that started the ranks, which know their run again by these names when started again
     watchdog: Watchdog | None = None  # watches already, and afterwards; None makes one for the run alone
     keep: bool = True  # whether measured times are kept for later plans, and those that are kept are used
-    explicit_keys: Collection[str] = ()  # that the user has set just now, which are to have an effect
+    explicit_keys: Collection[str] = ()  # that the user has set just now
     accept_code_change: bool = False  # resume or extend a run also where the network computes something else now
     subscribe: Callable[[Loop], Subscriber] | None = None  # makes what looks at the updates
 
