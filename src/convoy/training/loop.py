@@ -176,9 +176,7 @@ class Loop:
         run, ranks = self.run, self.session.ranks
         with (
             Interrupt(self.handed_on, self._stopping) as interrupt,
-            MetricsWriter(run.metrics, run.tensorboard, self.done, self.tell, run.check_there)
-            if ranks.rank == 0
-            else nullcontext() as metrics,
+            MetricsWriter(run.metrics, self.tell, run.check_there) if ranks.rank == 0 else nullcontext() as metrics,
             self.saver.open(run.plan),
         ):
             self._log = Log(self.session, self.progress, self._sums, metrics, self.reporter, self.tell)

@@ -111,8 +111,9 @@ class Trainer:
                 self._stack.enter_context(watchdog)
             loop = self._begin(watchdog)
             best, split, total = loop.session.metric.name, loop.session.data.at_end().split, loop.total
-            if self.ranks.rank == 0 and self.recipe.trackers:
-                told = Trackers(self._folder, self.recipe.trackers, dict(leaves(self.recipe)), loop.tell)
+            if self.ranks.rank == 0:
+                names = [*([] if loop.finished else ["tensorboard"]), *self.recipe.trackers]
+                told = Trackers(self._folder, names, dict(leaves(self.recipe)), loop.tell)
                 self._stack.enter_context(told)
             if loop.finished:
                 self.ranks.barrier()
