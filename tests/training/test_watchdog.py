@@ -125,7 +125,8 @@ def test_a_rank_that_stays_slow_is_named_now_and_then(monkeypatch: pytest.Monkey
     def named(parts: list[int], division: Division, *seconds: list[float]) -> list[int]:
         """The stretches in which somebody is named, where ranks have these parts of the batch."""
         ranks = Ranks()
-        monkeypatch.setattr(ranks, "gather", lambda value: [(part, "abc"[rank % 3]) for rank, part in enumerate(parts)])
+        of_parts = [(part, "abc"[rank % 3]) for rank, part in enumerate(parts)]
+        monkeypatch.setattr(ranks, "gather", lambda value: of_parts if isinstance(value, tuple) else [None] * 6)
         judge = SlowRanks(ranks)
         said = [judge.look(each, 20, 2.5 * max(each), division) for each in seconds]
         assert all(" ms of an update, " in sentence for sentence in said if sentence)
@@ -140,14 +141,14 @@ def test_a_rank_that_stays_slow_is_named_now_and_then(monkeypatch: pytest.Monkey
 
 
 def test_who_keeps_a_slow_rank_from_its_cores_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks := Ranks(), "gather", lambda value: [(0, "a"), (1, "b")])
+    of_parts = [(0, "a"), (1, "b")]
+    monkeypatch.setattr(ranks := Ranks(), "gather", lambda x: of_parts if isinstance(x, tuple) else [x, None])
     stress, halves = (OtherProcess("stress", 4711, 1.5),), divide((1, 1), 2)
     load = HostLoad(1.0, 1.0, 2, None, None, stress, 1.5, 0.0, 0, None, None, None)
     monkeypatch.setattr(HostWatch, "read", lambda watch: load)
     judge, said = SlowRanks(ranks), ""
     for _ in range(3):
-        judge.hear([judge.load(), None])
         said = judge.look([2.0, 1.0], 20, 5.0, halves) or ""
     assert said.endswith("; other processes there keep 1.5 of 2 cores busy, stress (process 4711) most")
     judge.look([1.0, 1.0], 20, 5.0, halves)
-    assert judge.load() is None  # nobody is slow any more
+    assert judge._watch is None  # nobody is slow any more

@@ -116,8 +116,8 @@ class Log:
         self._session, self._progress = session, progress
         self.sums = sums
         self.updates: list[Update] = []  # that are to be collected
-        # Every rank's own work since the last line, without waits for the others.
-        self._ranks_s = [0.0] * session.ranks.num
+        # Since the last line every rank's own work, without waits for the others, and all of the slowest one's updates.
+        self._ranks_s, self._slowest_s = [0.0] * session.ranks.num, 0.0
         self._metrics, self._reporter, self._tell = metrics, reporter, tell
         self._slow = SlowRanks(session.ranks)
         self.shown = 0.0
@@ -147,18 +147,17 @@ class Log:
         scores_of_updates = _read([update.scores for update in finite_updates])
         wait_s, own_s = sum(update.wait_s for update in updates), sum(update.own_s for update in updates)
         pictures = [picture for update in updates for picture in update.unreadable]
-        everyone = ranks.gather(
-            (losses_of_updates, scores_of_updates, wait_s, pictures, own_s + wait_s, self._slow.load())
-        )
+        update_s = sum(update.seconds for update in updates)
+        everyone = ranks.gather((losses_of_updates, scores_of_updates, wait_s, pictures, own_s + wait_s, update_s))
         parts = ranks.of_parts(everyone)
         for loss in _in_order([part[0] for part in parts]):
             sums.loss += loss
         for score in _in_order([part[1] for part in parts]):
             sums.score += score
         self._ranks_s = [seconds + rank[4] for seconds, rank in zip(self._ranks_s, everyone, strict=True)]
-        self._slow.hear(rank[5] for rank in everyone)
+        self._slowest_s += max(rank[5] for rank in everyone)
         sums.data_wait_s += max(part[2] for part in parts)
-        sums.before_s += sum(update.seconds for update in updates) + time.perf_counter() - began
+        sums.before_s += update_s + time.perf_counter() - began
         train = self._session.data.train
         for _, sample, reason in sorted((bad for part in parts for bad in part[3]), key=lambda picture: picture[0]):
             self._progress.add_bad(train.name(sample), reason, "train")
@@ -167,6 +166,7 @@ class Log:
         """A line on the updates since the last one, as collected."""
         sums, self.sums = self.sums, Sums()
         ranks_s, self._ranks_s = self._ranks_s, [0.0] * len(self._ranks_s)
+        slowest_s, self._slowest_s = self._slowest_s, 0.0
         seconds, progress, session = sums.before_s, self._progress, self._session
         left_out = {"left_out": sums.left_out} if sums.left_out else {}
         progress.train_s += seconds
@@ -186,7 +186,7 @@ class Log:
         noise = {"noise_scale": noise_scale(progress.noise), **progress.noise} if progress.noise else {}
         self._write("train", done, **numbers, **left_out, lr=rate, **noise)
         if session.device.type == "cpu":
-            slow = self._slow.look(ranks_s, sums.num_updates, seconds, session.division)
+            slow = self._slow.look(ranks_s, sums.num_updates, slowest_s, session.division)
             if slow is not None:
                 self._tell(slow)
         wait = sums.data_wait_s / max(seconds, 1e-9)

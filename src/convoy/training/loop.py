@@ -25,7 +25,7 @@ from convoy.training.evaluation import StoppedError
 from convoy.training.finite import ADVICE, NotFiniteError
 from convoy.training.gradients import GradientNoise
 from convoy.training.log import SHOW_EVERY_S, Log, MetricsWriter, Sums
-from convoy.training.recorder import REMEMBERED, Recorder, Subscriber, compare
+from convoy.training.recorder import REMEMBERED, Look, Recorder, compare
 from convoy.training.resume import (
     OtherCodeError,
     code_difference,
@@ -58,7 +58,7 @@ class Loop:
         handed_on: bool = False,
         timeout_s: float = TIMEOUT_S,
         accept_code_change: bool = False,
-        subscribe: Callable[["Loop"], Subscriber] | None = None,
+        subscribe: Callable[["Loop"], Look] | None = None,
     ) -> None:
         self.handed_on = handed_on  # another process hands signals on to this rank
         self.session, self.run, self.reporter = session, run, reporter
@@ -84,7 +84,7 @@ class Loop:
         self.evaluation: Evaluation | None = None  # the latest one
         self.comparison: Comparison | None = None  # of prediction and measurement, once enough has been seen
         self.recorder = Recorder(session)
-        self._subscriber = subscribe(self) if subscribe is not None else None
+        self._look: Look = subscribe(self) if subscribe is not None else lambda is_saved: None
         self._evaluated = -1  # updates before the latest evaluation
         patience = recipe.stop_after
         per_epoch = session.quantities.updates_per_epoch
@@ -204,8 +204,7 @@ class Loop:
             self.progress.checkpoints = asdict(self.saver.tally)
             if self.saver.tally.written:
                 self.reporter.say(str(self.saver.tally))
-            if self._subscriber is not None:
-                self._subscriber.end()
+            self._look(True)
         return interrupt.agreed
 
     def _do_updates(self) -> None:
@@ -230,8 +229,8 @@ class Loop:
                 self._log.updates.append(update)
                 self._after_update()
                 stops = asking() or self.is_over
-                if self._subscriber and (recorder.num % REMEMBERED == 0 or stops):
-                    self._subscriber.look()
+                if recorder.num % REMEMBERED == 0 or stops:
+                    self._look(False)
                 if stops:
                     break
                 recorder.ask(self.done, step.noise.due(self.done))

@@ -31,7 +31,7 @@ from convoy.training.finite import ADVICE, SKIP, NotFiniteError
 from convoy.training.log import write_summary
 from convoy.training.loop import Loop
 from convoy.training.precision import as_begun
-from convoy.training.recorder import Subscriber
+from convoy.training.recorder import Look
 from convoy.training.resume import (
     OtherCodeError,
     check_data,
@@ -96,7 +96,7 @@ class Trainer:
     keep: bool = True  # whether measured times are kept for later plans, and those that are kept are used
     explicit_keys: Collection[str] = ()  # that the user has set just now
     accept_code_change: bool = False  # resume or extend a run also where the network computes something else now
-    subscribe: Callable[[Loop], Subscriber] | None = None  # makes what looks at the updates
+    subscribe: Callable[[Loop], Look] | None = None  # makes what looks at the updates
 
     def __post_init__(self) -> None:
         self._folder = RunDirectory(self.out)
