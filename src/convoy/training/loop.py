@@ -182,7 +182,6 @@ class Loop:
             self._log = Log(self.session, self.progress, self._sums, metrics, self.reporter, self.tell)
             self.reporter.begin(self.done, self.total)
             self._interrupt, self._asking = interrupt, Asking(ranks, interrupt)
-            self._line_at = self._next_line()
             try:
                 if self.progress.to_evaluate and not self.is_over:
                     self._evaluate()
@@ -219,8 +218,10 @@ class Loop:
             step.recorded.tell = self.tell
         step.noise = GradientNoise(session.noise_every, session.division, self.progress.noise)
         with closing(session.batches(self.done, self.total - self.done)) as batches:
-            recorder.ask(self.done, step.noise.due(self.done))
-            for batch in batches:
+            stops = False
+            while not stops:
+                recorder.ask(self.done, step.noise.due(self.done))
+                batch = next(batches)
                 session.train_in(self.done, step.recorded)
                 step.records = recorder.has_watched
                 update = recorder.update(step, batch, self.done)
@@ -231,9 +232,6 @@ class Loop:
                 stops = asking() or self.is_over
                 if recorder.num % REMEMBERED == 0 or stops:
                     self._look(False)
-                if stops:
-                    break
-                recorder.ask(self.done, step.noise.due(self.done))
         asking.hear()
 
     def _stopping(self, name: str) -> None:
@@ -264,29 +262,25 @@ class Loop:
 
     def _after_update(self) -> None:
         """What is due now: a line of metrics, an evaluation, a checkpoint."""
-        if self.done == self._line_at:
+        if self.session.quantities.logged(self.done):
             self._write_line()
-            self._line_at = self._next_line()
         elif time.perf_counter() > self._log.shown + SHOW_EVERY_S:
             self._log.show(self.done)
         if self.recorder.done:
             self._conclude()
         if self.done % self.session.quantities.evaluate_every == 0 and self.done < self.total:
             self._evaluate()
-        if self.saver.due(self.done) and self.done < self.total:
+        if self.saver.when.due(self.done) and self.done < self.total:
             self._save()
 
     def _write_line(self) -> None:
         """A line of metrics on the updates since the last one, if there are any. All ranks call it."""
         self._log.collect()
+        self.saver.look()
         if self._log.sums.num_updates:
             self._check_loss(self._log.sums.mean_loss)
         if self._log.sums.num_updates or self._log.sums.left_out:
             self._log.train(self.done)
-
-    def _next_line(self) -> int:
-        """The update after which the next line of metrics comes; 0 after the last."""
-        return next(filter(self.session.quantities.logged, range(self.done + 1, self.total + 1)), 0)
 
     def tell(self, sentence: str) -> None:
         """Say something that stays with the run; of what is decided again and again, the last word alone stays."""
