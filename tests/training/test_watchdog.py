@@ -28,7 +28,6 @@ def watched(kind: str, limit_s: float = 600.0) -> list[str]:
     said, began = list[str](), time.monotonic()
     ranks, first = join_ranks()[0], dist.get_rank() == 0
     position, to_wait = Position(part="data"), Ledger()
-    patient = kind in ("set up", "begun")
 
     def broken() -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -39,8 +38,8 @@ def watched(kind: str, limit_s: float = 600.0) -> list[str]:
         position.collective = "wait"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_LIMIT_S", limit_s)
-        with Watchdog(ranks, meeting_store(), said.append, 0.5, position, patient=patient, given=to_wait) as watchdog:
-            if kind == "begun":
+        with Watchdog(ranks, meeting_store(), said.append, 0.5, position, given=to_wait) as watchdog:
+            if kind != "set up":
                 watchdog.begin()
             while time.monotonic() - began < (2 if kind in ("works", "set up") else 20):
                 time.sleep(0.05)
@@ -73,7 +72,8 @@ def test_alone_only_data_are_watched(late: Callable[[], str] | None) -> None:
     """A computation of one device may take as long as it takes: compiling does."""
     ledger.clear()  # of tests before, in this process
     said: list[str] = []
-    with Watchdog(Ranks(), None, said.append, 0.3, Position(update=6, part="data", late=late)):
+    with Watchdog(Ranks(), None, said.append, 0.3, Position(update=6, part="data", late=late)) as watchdog:
+        watchdog.begin()
         time.sleep(1)
     assert bool(said) == (late is not None)
     for sentence in said:
@@ -90,7 +90,8 @@ def stand_still() -> list[str]:
     ranks, said = Ranks.here(), list[str]()
     groups = Groups(Mesh(("a", "b"), (2, 2)))
     assert dist.group.WORLD is not None
-    with Watchdog(ranks, dist.group.WORLD.get_group_store(), said.append, 3.0):
+    with Watchdog(ranks, dist.group.WORLD.get_group_store(), said.append, 3.0) as watchdog:
+        watchdog.begin()
         current.update = 6
         current.to("forward")
         for number in range(3):

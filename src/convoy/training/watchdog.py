@@ -159,8 +159,8 @@ class Watchdog:
     (None on one device).
 
     After `timeout_s` without movement a thread calls `end` with a sentence, which should end the process. `position` is
-    that of this process, `given` what its GPU was given to exchange. It is `patient` while the run is still being set
-    up: until `begin`, it ends only a rank that waits for others.
+    that of this process, `given` what its GPU was given to exchange. It is patient while the run is still being set up:
+    until `begin`, it ends only a rank that waits for others.
     """
 
     def __init__(
@@ -170,11 +170,10 @@ class Watchdog:
         end: Callable[[str], None] = say_and_end,
         timeout_s: float = TIMEOUT_S,
         position: Position = current,
-        patient: bool = False,
         given: Ledger = ledger,
     ) -> None:
         self.timeout_s = timeout_s
-        self._patient = patient
+        self._patient = True
         self._stage = 0
         self._rank, self._num = ranks.rank, ranks.num
         self.end, self._position, self._given = end, position, given
