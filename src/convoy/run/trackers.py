@@ -151,9 +151,9 @@ class Trackers:
         self._run, self._parameters, self._tell = run, parameters, tell
         self._file = run.path / "trackers.json"
         self._state: dict[str, Any] = {"run": uuid.uuid4().hex[:8], "sent": {}}
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, KeyError, TypeError):
             kept = json.loads(self._file.read_text(encoding="utf-8"))
-            self._state |= kept if isinstance(kept, dict) else {}
+            self._state = {"run": kept["run"], "sent": dict(kept["sent"])}
         for name in names:
             self._state["sent"].setdefault(name, [])
         self._read = dict.fromkeys(names, 0)  # bytes of the metrics that were looked at

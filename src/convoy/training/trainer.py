@@ -108,7 +108,8 @@ class Trainer:
             best, split, total = loop.session.metric.name, loop.session.data.at_end().split, loop.total
             if self.ranks.rank == 0:
                 names = [*([] if loop.finished else ["tensorboard"]), *self.recipe.trackers]
-                told = Trackers(self._folder, names, dict(leaves(self.recipe)), loop.tell)
+                tell = partial(_tell, loop.session.notes, self.reporter)  # not the loop's, which may be let go of
+                told = Trackers(self._folder, names, dict(leaves(self.recipe)), tell)
                 self._stack.enter_context(told)
             if loop.finished:
                 self.ranks.barrier()
@@ -279,6 +280,11 @@ class Trainer:
             raise ConvoyError(sentence) from error
 
         return end
+
+
+def _tell(notes: list[str], reporter: Reporter, sentence: str) -> None:
+    notes.append(sentence)
+    reporter.say(sentence)
 
 
 def trace_back(session: Session, store: CheckpointStore, identity: str, error: NotFiniteError, update_s: float) -> str:
