@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from convoy.comm.joining import meeting_store
 from convoy.progress import Reporter
 from convoy.recipe.recipe import Recipe, load_recipe
 from convoy.training import Outcome, Trainer
 from convoy.training.environment import join_ranks
 from convoy.training.step import TrainingStep
+from convoy.training.watchdog import Watchdog
 
 BASE = {"model.name": "tiny:TinyNet", "batch": "24", "microbatch": "3", "threads": "1", "log_every": "1ba"}
 BASE |= {"optimizer.lr": "0.05", "data.augment.crop": "pad"}
@@ -88,7 +90,9 @@ def train_here(
         patch.setattr(TrainingStep, "__call__", failing)
         options |= {"reporter": console, "on_start": lambda session: notes.append(session.notes)}
         recipe = recipe_of(data, settings, ranks.num)
-        outcome = Trainer(recipe, out, resume=resume, device=device, ranks=ranks, **options).run()
+        with Watchdog(ranks, meeting_store()) as watchdog:
+            here: dict[str, Any] = {"device": device, "ranks": ranks, "watchdog": watchdog}
+            outcome = Trainer(recipe, out, resume=resume, **here, **options).run()
     weights, lines = out / "weights.safetensors", (out / "metrics.jsonl").read_text().splitlines()
     digest = hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else ""
     said = list(dict.fromkeys([*console.said, *itertools.chain(*notes)]))

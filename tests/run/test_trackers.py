@@ -1,11 +1,14 @@
 """W&B, MLflow and trackio hear of every line of a run once, also over a stop, and stop none; here they are made up."""
 
+import struct
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.record_writer import masked_crc32c
 
 from convoy.recipe.recipe import check_names
 from convoy.run import trackers
@@ -81,6 +84,20 @@ def made_up(runs: dict[str, Told], gone: int = 0) -> dict[str, ModuleType]:
     return modules
 
 
+def events_of(run: Path) -> list[tuple[int, str, float]]:
+    """Numbers by their step, as TensorBoard reads them, with all checksums."""
+    found = list[tuple[int, str, float]]()
+    for content in (path.read_bytes() for path in sorted((run / "tensorboard").iterdir())):
+        while content:
+            (length,) = struct.unpack("<Q", content[:8])
+            assert struct.unpack("<I", content[8:12]) == (masked_crc32c(content[:8]),)
+            record, content = content[12 : 12 + length], content[12 + length :]
+            assert struct.unpack("<I", content[:4]) == (masked_crc32c(record),)
+            content, event = content[4:], Event.FromString(record)
+            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return found
+
+
 def test_each_tracker_hears_every_line_once_over_a_stop_and_one_that_fails_stops_nothing(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,8 +118,27 @@ def test_each_tracker_hears_every_line_once_over_a_stop_and_one_that_fails_stops
         assert str(run["parameters"]["optimizer.lr"]) == "0.05" and {*run["ends"]} == {0}
         top1 = run["summary"]["top1"] if "summary" in run else dict(row[1:] for row in rows)["summary/top1"]
         assert top1 > 0
+    for run in (tmp_path / "plain", out):
+        losses = [event for event in events_of(run) if event[1] in ("train/loss", "test/loss")]
+        assert sorted(losses) == [(step, name, pytest.approx(loss)) for step, name, loss in sorted(expected)]
     (said,) = (sentence for sentence in {*begun.said, *ended.said} if "fails" in sentence)
     assert said == "wandb fails (nobody answers): the training goes on, and it is tried again"
+
+
+def test_tensorboard_has_all_events_after_a_disk_was_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError("No space left on device")
+
+    board = trackers._TensorBoard(tmp_path, "", {})
+    board.send(1, {"train/loss": 1.0})
+    assert board._file is not None
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(board._file, "flush", full)
+        board.send(2, {"train/loss": 0.5})
+    board.send(2, {"train/loss": 0.5})
+    board.end("finished", {})
+    assert {(1, "train/loss", 1.0), (2, "train/loss", 0.5)} == {*events_of(tmp_path)}
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
 
 
 def test_a_file_of_trackers_that_is_none_is_passed_over(tmp_path: Path) -> None:

@@ -39,15 +39,12 @@ def test_too_large_a_batch_is_refused_before_pictures_are_decoded(data: Path, mo
         session(data, "batch=97")
 
 
-def test_a_batch_that_nobody_chose_fits_the_data_and_a_chosen_one_is_refused_after_the_network(data: Path) -> None:
+def test_a_batch_that_nobody_chose_fits_the_data_and_a_chosen_one_does_not(data: Path) -> None:
     opened = session(data, "batch=128")
     assert (opened.recipe.batch, opened.quantities.sizes) == (64, (8,) * 8)
     assert "the batch is 64, not 128, as there are 96 training samples" in opened.notes
     recipe = opened.recipe.model_copy(update={"batch": 128})
     assert fitting_batch(recipe, 96, {"batch"}).batch == 128  # the negative control
-    for setting, words in {"model.name=tiny:Tny": "no 'Tny'", "optimizer.freeze=[con9]": "'con9' fits no"}.items():
-        with pytest.raises(ConvoyError, match=words):
-            session(data, "batch=129", setting)
 
 
 def test_the_first_layer_whitens_patches_of_the_training_pictures(data: Path) -> None:

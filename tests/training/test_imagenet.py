@@ -11,6 +11,7 @@ from convoy.tasks.classification import Classification
 from convoy.training import Trainer
 from convoy.training.environment import join_ranks
 from convoy.training.restore import load_run
+from convoy.training.watchdog import Watchdog
 from whole_runs import Console
 
 CHECKOUT = Path(__file__).parents[2]
@@ -70,7 +71,9 @@ def test_a_recipe_trains_on_photographs(name: str, tmp_path: Path) -> None:
     changes = [*TINY, f"data.path={photographs}", "data.validation_fraction=0.02"]
     changes += GROWING if "-a" not in name else []
     (ranks, device), out = join_ranks(), tmp_path / "run"
-    outcome = Trainer(load_recipe(name, changes), out, device=device, ranks=ranks, reporter=Console(None)).run()
+    with Watchdog(ranks, None) as dog:
+        here = {"device": device, "ranks": ranks, "watchdog": dog, "reporter": Console(None)}
+        outcome = Trainer(load_recipe(name, changes), out, **here).run()
     run = load_run(out)
     assert outcome.steps == 2 and not run.changed
     assert run.transform(next(photographs.rglob("*.JPEG"))).shape == (3, 96, 96)

@@ -28,7 +28,6 @@ def watched(kind: str, limit_s: float = 600.0) -> list[str]:
     said, began = list[str](), time.monotonic()
     ranks, first = join_ranks()[0], dist.get_rank() == 0
     position, to_wait = Position(part="data"), Ledger()
-    patient = kind in ("set up", "begun")
 
     def broken() -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -39,8 +38,8 @@ def watched(kind: str, limit_s: float = 600.0) -> list[str]:
         position.collective = "wait"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_LIMIT_S", limit_s)
-        with Watchdog(ranks, meeting_store(), said.append, 0.5, position, patient=patient, given=to_wait) as watchdog:
-            if kind == "begun":
+        with Watchdog(ranks, meeting_store(), said.append, 0.5, position, given=to_wait) as watchdog:
+            if kind != "set up":
                 watchdog.begin()
             while time.monotonic() - began < (2 if kind in ("works", "set up") else 20):
                 time.sleep(0.05)
@@ -73,7 +72,8 @@ def test_alone_only_data_are_watched(late: Callable[[], str] | None) -> None:
     """A computation of one device may take as long as it takes: compiling does."""
     ledger.clear()  # of tests before, in this process
     said: list[str] = []
-    with Watchdog(Ranks(), None, said.append, 0.3, Position(update=6, part="data", late=late)):
+    with Watchdog(Ranks(), None, said.append, 0.3, Position(update=6, part="data", late=late)) as watchdog:
+        watchdog.begin()
         time.sleep(1)
     assert bool(said) == (late is not None)
     for sentence in said:
@@ -90,7 +90,8 @@ def stand_still() -> list[str]:
     ranks, said = Ranks.here(), list[str]()
     groups = Groups(Mesh(("a", "b"), (2, 2)))
     assert dist.group.WORLD is not None
-    with Watchdog(ranks, dist.group.WORLD.get_group_store(), said.append, 3.0):
+    with Watchdog(ranks, dist.group.WORLD.get_group_store(), said.append, 3.0) as watchdog:
+        watchdog.begin()
         current.update = 6
         current.to("forward")
         for number in range(3):
@@ -125,7 +126,8 @@ def test_a_rank_that_stays_slow_is_named_now_and_then(monkeypatch: pytest.Monkey
     def named(parts: list[int], division: Division, *seconds: list[float]) -> list[int]:
         """The stretches in which somebody is named, where ranks have these parts of the batch."""
         ranks = Ranks()
-        monkeypatch.setattr(ranks, "gather", lambda value: [(part, "abc"[rank % 3]) for rank, part in enumerate(parts)])
+        of_parts = [(part, "abc"[rank % 3]) for rank, part in enumerate(parts)]
+        monkeypatch.setattr(ranks, "gather", lambda value: of_parts if isinstance(value, tuple) else [None] * 6)
         judge = SlowRanks(ranks)
         said = [judge.look(each, 20, 2.5 * max(each), division) for each in seconds]
         assert all(" ms of an update, " in sentence for sentence in said if sentence)
@@ -140,14 +142,14 @@ def test_a_rank_that_stays_slow_is_named_now_and_then(monkeypatch: pytest.Monkey
 
 
 def test_who_keeps_a_slow_rank_from_its_cores_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks := Ranks(), "gather", lambda value: [(0, "a"), (1, "b")])
+    of_parts = [(0, "a"), (1, "b")]
+    monkeypatch.setattr(ranks := Ranks(), "gather", lambda x: of_parts if isinstance(x, tuple) else [x, None])
     stress, halves = (OtherProcess("stress", 4711, 1.5),), divide((1, 1), 2)
     load = HostLoad(1.0, 1.0, 2, None, None, stress, 1.5, 0.0, 0, None, None, None)
     monkeypatch.setattr(HostWatch, "read", lambda watch: load)
     judge, said = SlowRanks(ranks), ""
     for _ in range(3):
-        judge.hear([judge.load(), None])
         said = judge.look([2.0, 1.0], 20, 5.0, halves) or ""
     assert said.endswith("; other processes there keep 1.5 of 2 cores busy, stress (process 4711) most")
     judge.look([1.0, 1.0], 20, 5.0, halves)
-    assert judge.load() is None  # nobody is slow any more
+    assert judge._watch is None  # nobody is slow any more

@@ -175,6 +175,6 @@ def train_rank(task: MeasurementTask, out: Path, command: str, keep: bool, timeo
     ranks call it. `command` repeats the study; `keep` uses times that were measured before, and stores new ones."""
     ranks, device = task.join(collective_limit_s(timeout_s))
     options: dict[str, Any] = {"command": command, "handed_on": True, "keep": keep, "subscribe": RunDoctor}
-    with Watchdog(ranks, meeting_store(), give_up, timeout_s, patient=True) as watchdog:
+    with Watchdog(ranks, meeting_store(), give_up, timeout_s) as watchdog:
         options |= {"watchdog": watchdog, "reporter": _Told(say)}
         return Trainer(task.recipe, out, resume=True, device=device, ranks=ranks, **options).run().signal

@@ -39,7 +39,7 @@ from convoy.terminal import Console
 from convoy.training import choose_device
 from convoy.training.build import choose_trained, divisible_sizes, make_lazy
 from convoy.training.division import divide
-from convoy.training.precision import check_precision, set_numerics, settle
+from convoy.training.precision import set_numerics, settle
 from convoy.training.workloads import schedules_of, workload_of_recipe
 from convoy.units import plural, table
 
@@ -112,7 +112,6 @@ def _answer(request: PlanRequest, recipe: Recipe, devices: int, ranks: Ranks, de
     model, shape, notes_on_size = _network(request, recipe, device)
     settled = settle(recipe, device, ranks)
     recipe = settled.recipe
-    check_precision(recipe.precision, device)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     model.to(memory_format=memory_format)  # type: ignore[call-overload]
     for note in notes_on_size if ranks.rank == 0 else ():

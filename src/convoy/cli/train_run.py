@@ -58,7 +58,7 @@ def run(request: TrainRequest) -> int:
     request.notes += _without_effect(request, None, 1)
     if per_device is not None:
         resources.pin(resources.share(resources.own_cores(), 1, 0, per_device))
-    with Watchdog(Ranks(), None, timeout_s=timeout_s, patient=True) as watchdog:
+    with Watchdog(Ranks(), None, timeout_s=timeout_s) as watchdog:
         outcome = _train(request, recipe, out, device=choose_device(request.device), watchdog=watchdog)
     with Interrupt():
         return _answer(outcome, Ranks(), is_verbose(request.arguments))
@@ -93,7 +93,7 @@ def _run_as_rank(request: TrainRequest, place: launch.RankPlace, timeout_s: floa
     place.check(request.devices)
     with launch.as_rank(place, saves=True) as hang:
         ranks, local_device = join_ranks(collective_limit_s(timeout_s), request.device)
-        with Watchdog(ranks, meeting_store(), hang, timeout_s, patient=True) as watchdog:
+        with Watchdog(ranks, meeting_store(), hang, timeout_s) as watchdog:
             jobs = tuple(dict.fromkeys(filter(None, ranks.gather(place.job))))
             recipe, out = request.resolve(ranks, jobs, elastic=place.max_restarts > 0 and place.folder is None)
             check_alike(ranks, recipe)

@@ -89,18 +89,16 @@ class Watch:
 
 class RunDoctor:
     """Says once, after the first updates of a run, what holds it back, if that is much; and keeps it, also at the end.
-    Subscribes to a loop's updates."""
+    Looks at a loop's updates."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop, self._watch = loop, Watch(loop.recorder)
 
-    def look(self) -> None:
-        self._watch.look()
-        if self._loop.recorder.num == REMEMBERED:
-            self._diagnose(at_end=False)
-
-    def end(self) -> None:
-        self._diagnose(at_end=True)
+    def __call__(self, at_end: bool) -> None:
+        if not at_end:
+            self._watch.look()
+        if at_end or self._loop.recorder.num == REMEMBERED:
+            self._diagnose(at_end)
 
     def _diagnose(self, at_end: bool) -> None:
         loop, num_updates = self._loop, len(self._loop.recorder.recent)

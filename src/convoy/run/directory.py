@@ -45,7 +45,6 @@ class RunDirectory:
         self.weights = path / "weights.safetensors"  # the final ones, whole tensors under the model's own names
         self.evaluation = path / "evaluation.json"  # the final one
         self.summary_file = path / "summary.json"  # how the run stands
-        self.tensorboard = path / "tensorboard"
         self._locked: int | None = None  # the open file of the lock that this process has
 
     def is_run(self) -> bool:

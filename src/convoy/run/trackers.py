@@ -1,4 +1,4 @@
-"""Sends what a run writes to Weights & Biases, MLflow and trackio, beside its folder.
+"""Sends what a run writes to TensorBoard's files in its folder, and to Weights & Biases, MLflow and trackio.
 
 A thread for each reads what is appended to `metrics.jsonl`: the training waits for no server, and what a tracker has
 missed while it was gone, or before a stop, comes later. `trackers.json` keeps the run's name there, by which a resumed
@@ -107,8 +107,38 @@ class _Trackio(_WandB):
         self._run.finish()
 
 
-_Tracker = _WandB | _MLflow
+class _TensorBoard:
+    """Not by tensorboardX's own `SummaryWriter`: its thread and queue stop for good, and then block, on a full disk."""
+
+    def __init__(self, run: Path, identity: str, parameters: Mapping[str, Any]) -> None:
+        self._folder = run / "tensorboard"
+        self._file: Any = None
+
+    def send(self, step: int, values: dict[str, float]) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        if self._file is None:
+            self._folder.mkdir(exist_ok=True)
+            self._file = EventsWriter(str(self._folder / "events"), f".{uuid.uuid4().hex[:8]}")
+        # one event for all of them, as the checksums of an event for each take 250 µs a line
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        try:
+            self._file.write_event(Event(wall_time=time.time(), step=step, summary=summary))
+            self._file.flush()
+        except OSError:
+            self._file = None  # nobody reads what comes after half an event
+            raise
+
+    def end(self, status: str, summary: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+_Tracker = _WandB | _MLflow | _TensorBoard
 _TRACKERS: dict[str, type[_Tracker]] = {"wandb": _WandB, "mlflow": _MLflow, "trackio": _Trackio}
+_TRACKERS |= {"tensorboard": _TensorBoard}
 
 
 class Trackers:
@@ -121,9 +151,11 @@ class Trackers:
         self._run, self._parameters, self._tell = run, parameters, tell
         self._file = run.path / "trackers.json"
         self._state: dict[str, Any] = {"run": uuid.uuid4().hex[:8], "sent": {}}
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, KeyError, TypeError):
             kept = json.loads(self._file.read_text(encoding="utf-8"))
-            self._state |= kept if isinstance(kept, dict) else {}
+            self._state = {"run": kept["run"], "sent": dict(kept["sent"])}
+        for name in names:
+            self._state["sent"].setdefault(name, [])
         self._read = dict.fromkeys(names, 0)  # bytes of the metrics that were looked at
         self._writing, self._ending = threading.Lock(), threading.Event()
         self._threads = {
@@ -170,20 +202,24 @@ class Trackers:
         """Send the lines that a tracker does not have."""
         if not self._run.metrics.exists():  # not begun yet
             return
-        with self._run.metrics.open("rb") as file:
-            file.seek(self._read[name])
-            for line in file:
-                if not line.endswith(b"\n"):  # it is being written
-                    return
-                row = json.loads(line)
-                step, split = row.pop("step"), row.pop("split")
-                place = [step, _SPLITS.index(split)]
-                if place > self._state["sent"].get(name, []):
-                    tracker.send(step, {f"{split}/{key}": float(v) for key, v in row.items() if _is_number(v)})
-                    with self._writing:
-                        self._state["sent"][name] = place
-                        write_json(self._file, self._state)
-                self._read[name] += len(line)
+        sent, before = self._state["sent"], self._state["sent"][name]
+        try:
+            with self._run.metrics.open("rb") as file:
+                file.seek(self._read[name])
+                for line in file:
+                    if not line.endswith(b"\n"):  # it is being written
+                        return
+                    row = json.loads(line)
+                    step, split = row.pop("step"), row.pop("split")
+                    place = [step, _SPLITS.index(split)]
+                    if place > sent[name]:
+                        tracker.send(step, {f"{split}/{key}": float(v) for key, v in row.items() if _is_number(v)})
+                        sent[name] = place
+                    self._read[name] += len(line)
+        finally:
+            if sent[name] != before:
+                with self._writing:
+                    write_json(self._file, self._state)
 
 
 def _is_number(value: Any) -> bool:

@@ -50,18 +50,13 @@ def _contradictions(recipe: Recipe, name: str) -> Iterator[str]:
         yield f"loss.threshold={loss.threshold:g} is for multi-label data, and these are of {name}: leave it out"
     if kind is Classification:
         return
-    if recipe.target is not None:
-        yield f"target is a share of right answers, and these data are of {name}: leave it out"
-    if recipe.data.sampling is not None:
-        yield f"data.sampling is for one-label classes, and these data are of {name}: leave it out"
     if loss.class_weights is not None and kind is Regression:
         yield f"loss.class_weights is for classes, and these data are of {name}: leave it out"
-    for key in ("mixup", "cutmix"):
-        if getattr(recipe.data.mix, key):
-            yield f"data.mix.{key} mixes one-label classes, and these data are of {name}: leave it out"
-    for key in ("label_smoothing", "target_threshold"):
-        if getattr(loss, key):
-            yield f"loss.{key} is for one-label classes, and these data are of {name}: leave it out"
+    one_label = {"target": recipe.target, "data.sampling": recipe.data.sampling}
+    one_label |= {f"data.mix.{key}": getattr(recipe.data.mix, key) for key in ("mixup", "cutmix")}
+    one_label |= {f"loss.{key}": getattr(loss, key) for key in ("label_smoothing", "target_threshold")}
+    for key in filter(one_label.get, one_label):
+        yield f"{key} is for one-label classes, and these data are of {name}: leave it out"
     if kind is Segmentation and recipe.evaluation_views > 1:
         yield "evaluation_views would average masks that lie otherwise: leave it out for segmentation"
     for key in ("function", "rand_augment", "trivial_augment"):

@@ -354,9 +354,12 @@ class TriedNetwork:
                 f"order on several devices: {advice} leave --reproducible away"
             )
 
-    def why_not_recorded(self, devices: int, group: Group = None) -> str | None:
-        """Why updates of the network in one piece cannot be recorded and replayed on any GPU; None where that is
-        tried."""
+    def why_not_recorded(self, devices: int, group: Group = None, num_stages: int = 1) -> str | None:
+        """Why updates are not recorded and replayed here, empty where nobody expects it; None where that is tried."""
+        if self.recipe.cuda_graphs == "off" or graph_on(self.device) is None:
+            return ""
+        if num_stages > 1:
+            return "the plan has stages, which send to each other"
         if self.probe.draws and not self.probe.owned:
             return f"{self.recipe.model.name} draws random numbers in a way of its own"
         if self.recipe.reproducible and devices > 1:
@@ -364,10 +367,6 @@ class TriedNetwork:
         if by_way_of_host(self.device, group):
             return "gloo carries what the devices exchange, by way of the CPU"
         return None
-
-    def are_recorded(self, why_not: str | None) -> bool:
-        """Whether updates are recorded and replayed here, unless there is a reason against it."""
-        return why_not is None and self.recipe.cuda_graphs == "auto" and graph_on(self.device) is not None
 
 
 def _outputs(model: nn.Module, graph: Graph | None, image: torch.Tensor) -> Any:

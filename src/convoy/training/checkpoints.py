@@ -27,8 +27,6 @@ from convoy.recipe.schema import in_words
 FIRST_UPDATES = 65
 FIRST_S = 30.0  # the same in seconds: the first one shows what a checkpoint costs, and whether it can be written at all
 _REMEMBERED = 5  # costs of checkpoints, of which the median counts
-LOOK_S = 0.5  # how often the ranks ask each other, beside the training, whether a checkpoint is written
-MAX_UPDATES = 1000  # the same in updates, at most
 PATIENCE_S = 0.1  # a rank's wait for its own thread before it hears of the other ranks
 TIMEOUT_S = 300.0  # the default limit of the run's wait for a checkpoint
 END_S = 5.0  # what a checkpoint on its way is given when the run ends by a mistake
@@ -163,7 +161,7 @@ class Saver:
         self._writing: Writing | None = None
         self._writers: list[int] = [0]
         self._token = ""
-        self._count = self._look_at = 0
+        self._count = 0
         self._failed = False
 
     @contextmanager
@@ -186,14 +184,10 @@ class Saver:
         """Whether the state after `step` updates is saved, or on its way."""
         return self.newest == step or (self._writing is not None and self._writing.draft.step == step)
 
-    def due(self, done: int) -> bool:
-        """Whether a checkpoint is due now. All ranks call it after every update."""
-        is_due = self.when.due(done)
-        if self._writing is not None and done >= self._look_at:
-            reports = self._ask()
-            update_s = reports[0].update_s
-            self._look_at = done + (min(MAX_UPDATES, max(1, int(LOOK_S / update_s))) if update_s else 1)
-        return is_due
+    def look(self) -> None:
+        """See whether the checkpoint on its way is written. All ranks call it, when they meet anyway."""
+        if self._writing is not None:
+            self._ask()
 
     def save(
         self,
@@ -221,7 +215,6 @@ class Saver:
             self.store.prune(step, best_step)
 
         self._writing = Writing(draft, number, shard, put if self.ranks.rank == 0 else None)
-        self._look_at = step + 1
         self.when.saved(step)
         self._waited(began)
 

@@ -1,34 +1,21 @@
-"""What is written and said of a run while it goes on: `metrics.jsonl` for programs, TensorBoard events for people, the
-latest figures, ranks that are slow; and how it stands, in `summary.json`.
-
-What a full disk refuses of the metrics is kept, and written as soon as there is room. tensorboardX's own writer is not
-used: its thread and queue stop for good, and then block, when the disk is full.
+"""What is written and said of a run while it goes on: `metrics.jsonl`, the latest figures, ranks that are slow; and how
+it stands, in `summary.json`.
 """
 
 import itertools
 import math
-import os
-import socket
-import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
-from tensorboardX.record_writer import masked_crc32c
 from torch import Tensor
 
 from convoy.data.dataset import DataSet
-from convoy.errors import ConvoyError
-from convoy.files import to_json, write_json
+from convoy.files import to_json, write_json, writing
 from convoy.progress import Reporter
-from convoy.recipe.schema import in_words
 from convoy.run.directory import RunDirectory
 from convoy.run.records import RunProgress, RunSummary, SkippedImage, Status
 from convoy.tasks.metric import metric_in_words
@@ -39,34 +26,6 @@ from convoy.training.session import Session
 from convoy.training.step import Update
 from convoy.training.watchdog import SlowRanks
 
-_VERSION = "brain.Event:2"
-
-
-def beginning(first_step: int) -> bytes:
-    """What a file begins with; it hides what earlier files have from `first_step` on."""
-    session = SessionLog(status=SessionLog.START)
-    return _record(Event(wall_time=time.time(), file_version=_VERSION)) + _record(
-        Event(wall_time=time.time(), step=first_step, session_log=session)
-    )
-
-
-def scalars(step: int, values: Mapping[str, float]) -> bytes:
-    """Finite numbers after so many updates, by name: one event for all of them, as the checksums of an event for each
-    take 250 µs a line, a twentieth of an update of LeNet."""
-    summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-    return _record(Event(wall_time=time.time(), step=step, summary=summary))
-
-
-def _record(event: Event) -> bytes:
-    """TFRecord: length, its checksum, content, its checksum."""
-    content: bytes = event.SerializeToString()
-    length = struct.pack("<Q", len(content))
-    return length + _checksum(length) + content + _checksum(content)
-
-
-def _checksum(content: bytes) -> bytes:
-    return struct.pack("<I", masked_crc32c(content))
-
 
 class MetricsWriter:
     """Appends lines to the metrics of a run, each at once on disk's side of the process.
@@ -76,48 +35,29 @@ class MetricsWriter:
     directory has gone, which open files do not notice.
     """
 
-    def __init__(
-        self,
-        metrics: Path,
-        tensorboard: Path,
-        first_step: int = 0,
-        tell: Callable[[str], None] = lambda sentence: None,
-        check: Callable[[int], None] = lambda done: None,
-    ) -> None:
-        # A name in the form that TensorBoard looks for, and in whose order it reads.
-        events = tensorboard / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._lines, self._events = metrics, events
-        self._kept = {metrics: b"", events: b""}  # what waits for room
-        with ExitStack() as stack:
-            self._files = {path: stack.enter_context(_appended(path)) for path in self._kept}
-            self._open = stack.pop_all()
-        self._tell, self._check = tell, check
+    def __init__(self, path: Path, tell: Callable[[str], None], check: Callable[[int], None]) -> None:
+        self._path, self._tell, self._check = path, tell, check
+        with writing(path, "free what is in its way"):
+            self._file = path.open("ab", buffering=0)
+        self._kept = b""  # what waits for room
         self._failed = False
-        self._append({events: beginning(first_step + 1)})
 
     def write(self, split: str, step: int, epoch: float, time_s: float, /, **values: float | int | None) -> None:
         self._check(step)
         line = {"split": split, "step": step, "epoch": round(epoch, 6), "time_s": round(time_s, 4), **values}
-        finite = {f"{split}/{k}": float(v) for k, v in values.items() if v is not None and math.isfinite(v)}
-        self._append({self._lines: f"{to_json(line)}\n".encode(), self._events: scalars(step, finite)})
-
-    def _append(self, contents: Mapping[Path, bytes]) -> None:
-        """Append, after what is kept from before."""
-        for path, content in contents.items():
-            self._kept[path] += content
-            reason = self._write(path)
-            if reason is not None and not self._failed:
-                self._failed = True
-                self._tell(f"{path} cannot be written ({reason}): the metrics are kept until it can")
-        if self._failed and not any(self._kept.values()):
-            self._failed = False
+        self._kept += f"{to_json(line)}\n".encode()
+        reason = self._flush()
+        if reason is not None and not self._failed:
+            self._tell(f"{self._path} cannot be written ({reason}): the metrics are kept until it can")
+        elif reason is None and self._failed:
             self._tell("the metrics are written again, those that were kept too")
+        self._failed = reason is not None
 
-    def _write(self, path: Path) -> str | None:
-        """Write what is kept for a file, or say why not."""
+    def _flush(self) -> str | None:
+        """Write what is kept, or say why not."""
         try:
-            while self._kept[path]:
-                self._kept[path] = self._kept[path][self._files[path].write(self._kept[path]) :]
+            while self._kept:
+                self._kept = self._kept[self._file.write(self._kept) :]
         except OSError as error:
             return str(error.strerror)
         return None
@@ -126,20 +66,10 @@ class MetricsWriter:
         return self
 
     def __exit__(self, *ending: object) -> None:
-        lost = {str(path): reason for path in self._kept if (reason := self._write(path)) is not None}
-        self._open.close()
-        if lost:
-            reason = next(iter(lost.values()))
-            self._tell(f"the last metrics could not be written to {' and '.join(lost)} ({reason})")
-
-
-def _appended(path: Path) -> FileIO:
-    """A file whose end is written to; its folder is made, no other one."""
-    try:
-        path.parent.mkdir(exist_ok=True)
-        return path.open("ab", buffering=0)
-    except OSError as error:
-        raise ConvoyError(f"cannot write to {path} ({error.strerror}): free what is in its way") from error
+        reason = self._flush()
+        self._file.close()
+        if reason is not None:
+            self._tell(f"the last metrics could not be written to {self._path} ({reason})")
 
 
 SHOW_EVERY_S = 0.2  # so often it is said how many updates are done
@@ -185,8 +115,8 @@ class Log:
         self._session, self._progress = session, progress
         self.sums = sums
         self.updates: list[Update] = []  # that are to be collected
-        # Every rank's own work since the last line, without waits for the others.
-        self._ranks_s = [0.0] * session.ranks.num
+        # Since the last line every rank's own work, without waits for the others, and all of the slowest one's updates.
+        self._ranks_s, self._slowest_s = [0.0] * session.ranks.num, 0.0
         self._metrics, self._reporter, self._tell = metrics, reporter, tell
         self._slow = SlowRanks(session.ranks)
         self.shown = 0.0
@@ -216,18 +146,17 @@ class Log:
         scores_of_updates = _read([update.scores for update in finite_updates])
         wait_s, own_s = sum(update.wait_s for update in updates), sum(update.own_s for update in updates)
         pictures = [picture for update in updates for picture in update.unreadable]
-        everyone = ranks.gather(
-            (losses_of_updates, scores_of_updates, wait_s, pictures, own_s + wait_s, self._slow.load())
-        )
+        update_s = sum(update.seconds for update in updates)
+        everyone = ranks.gather((losses_of_updates, scores_of_updates, wait_s, pictures, own_s + wait_s, update_s))
         parts = ranks.of_parts(everyone)
         for loss in _in_order([part[0] for part in parts]):
             sums.loss += loss
         for score in _in_order([part[1] for part in parts]):
             sums.score += score
         self._ranks_s = [seconds + rank[4] for seconds, rank in zip(self._ranks_s, everyone, strict=True)]
-        self._slow.hear(rank[5] for rank in everyone)
+        self._slowest_s += max(rank[5] for rank in everyone)
         sums.data_wait_s += max(part[2] for part in parts)
-        sums.before_s += sum(update.seconds for update in updates) + time.perf_counter() - began
+        sums.before_s += update_s + time.perf_counter() - began
         train = self._session.data.train
         for _, sample, reason in sorted((bad for part in parts for bad in part[3]), key=lambda picture: picture[0]):
             self._progress.add_bad(train.name(sample), reason, "train")
@@ -236,15 +165,12 @@ class Log:
         """A line on the updates since the last one, as collected."""
         sums, self.sums = self.sums, Sums()
         ranks_s, self._ranks_s = self._ranks_s, [0.0] * len(self._ranks_s)
+        slowest_s, self._slowest_s = self._slowest_s, 0.0
         seconds, progress, session = sums.before_s, self._progress, self._session
         left_out = {"left_out": sums.left_out} if sums.left_out else {}
         progress.train_s += seconds
         if done == 1:  # in which the processes that load data start
             progress.start_s += seconds
-            if seconds > 5:  # far longer than others
-                self._tell(
-                    f"the first update took {in_words(seconds)}, {in_words(sums.data_wait_s)} of it for its data"
-                )
         else:
             progress.data_wait_s += sums.data_wait_s
         progress.num_images += sums.num_images
@@ -255,7 +181,7 @@ class Log:
         noise = {"noise_scale": noise_scale(progress.noise), **progress.noise} if progress.noise else {}
         self._write("train", done, **numbers, **left_out, lr=rate, **noise)
         if session.device.type == "cpu":
-            slow = self._slow.look(ranks_s, sums.num_updates, seconds, session.division)
+            slow = self._slow.look(ranks_s, sums.num_updates, slowest_s, session.division)
             if slow is not None:
                 self._tell(slow)
         wait = sums.data_wait_s / max(seconds, 1e-9)

@@ -25,7 +25,7 @@ from convoy.training.evaluation import StoppedError
 from convoy.training.finite import ADVICE, NotFiniteError
 from convoy.training.gradients import GradientNoise
 from convoy.training.log import SHOW_EVERY_S, Log, MetricsWriter, Sums
-from convoy.training.recorder import REMEMBERED, Recorder, Subscriber, compare
+from convoy.training.recorder import REMEMBERED, Look, Recorder, compare
 from convoy.training.resume import (
     OtherCodeError,
     code_difference,
@@ -58,7 +58,7 @@ class Loop:
         handed_on: bool = False,
         timeout_s: float = TIMEOUT_S,
         accept_code_change: bool = False,
-        subscribe: Callable[["Loop"], Subscriber] | None = None,
+        subscribe: Callable[["Loop"], Look] | None = None,
     ) -> None:
         self.handed_on = handed_on  # another process hands signals on to this rank
         self.session, self.run, self.reporter = session, run, reporter
@@ -84,7 +84,7 @@ class Loop:
         self.evaluation: Evaluation | None = None  # the latest one
         self.comparison: Comparison | None = None  # of prediction and measurement, once enough has been seen
         self.recorder = Recorder(session)
-        self._subscriber = subscribe(self) if subscribe is not None else None
+        self._look: Look = subscribe(self) if subscribe is not None else lambda is_saved: None
         self._evaluated = -1  # updates before the latest evaluation
         patience = recipe.stop_after
         per_epoch = session.quantities.updates_per_epoch
@@ -176,15 +176,12 @@ class Loop:
         run, ranks = self.run, self.session.ranks
         with (
             Interrupt(self.handed_on, self._stopping) as interrupt,
-            MetricsWriter(run.metrics, run.tensorboard, self.done, self.tell, run.check_there)
-            if ranks.rank == 0
-            else nullcontext() as metrics,
+            MetricsWriter(run.metrics, self.tell, run.check_there) if ranks.rank == 0 else nullcontext() as metrics,
             self.saver.open(run.plan),
         ):
             self._log = Log(self.session, self.progress, self._sums, metrics, self.reporter, self.tell)
             self.reporter.begin(self.done, self.total)
             self._interrupt, self._asking = interrupt, Asking(ranks, interrupt)
-            self._line_at = self._next_line()
             try:
                 if self.progress.to_evaluate and not self.is_over:
                     self._evaluate()
@@ -206,8 +203,7 @@ class Loop:
             self.progress.checkpoints = asdict(self.saver.tally)
             if self.saver.tally.written:
                 self.reporter.say(str(self.saver.tally))
-            if self._subscriber is not None:
-                self._subscriber.end()
+            self._look(True)
         return interrupt.agreed
 
     def _do_updates(self) -> None:
@@ -222,8 +218,10 @@ class Loop:
             step.recorded.tell = self.tell
         step.noise = GradientNoise(session.noise_every, session.division, self.progress.noise)
         with closing(session.batches(self.done, self.total - self.done)) as batches:
-            recorder.ask(self.done, step.noise.due(self.done))
-            for batch in batches:
+            stops = False
+            while not stops:
+                recorder.ask(self.done, step.noise.due(self.done))
+                batch = next(batches)
                 session.train_in(self.done, step.recorded)
                 step.records = recorder.has_watched
                 update = recorder.update(step, batch, self.done)
@@ -232,11 +230,8 @@ class Loop:
                 self._log.updates.append(update)
                 self._after_update()
                 stops = asking() or self.is_over
-                if self._subscriber and (recorder.num % REMEMBERED == 0 or stops):
-                    self._subscriber.look()
-                if stops:
-                    break
-                recorder.ask(self.done, step.noise.due(self.done))
+                if recorder.num % REMEMBERED == 0 or stops:
+                    self._look(False)
         asking.hear()
 
     def _stopping(self, name: str) -> None:
@@ -267,29 +262,25 @@ class Loop:
 
     def _after_update(self) -> None:
         """What is due now: a line of metrics, an evaluation, a checkpoint."""
-        if self.done == self._line_at:
+        if self.session.quantities.logged(self.done):
             self._write_line()
-            self._line_at = self._next_line()
         elif time.perf_counter() > self._log.shown + SHOW_EVERY_S:
             self._log.show(self.done)
         if self.recorder.done:
             self._conclude()
         if self.done % self.session.quantities.evaluate_every == 0 and self.done < self.total:
             self._evaluate()
-        if self.saver.due(self.done) and self.done < self.total:
+        if self.saver.when.due(self.done) and self.done < self.total:
             self._save()
 
     def _write_line(self) -> None:
         """A line of metrics on the updates since the last one, if there are any. All ranks call it."""
         self._log.collect()
+        self.saver.look()
         if self._log.sums.num_updates:
             self._check_loss(self._log.sums.mean_loss)
         if self._log.sums.num_updates or self._log.sums.left_out:
             self._log.train(self.done)
-
-    def _next_line(self) -> int:
-        """The update after which the next line of metrics comes; 0 after the last."""
-        return next(filter(self.session.quantities.logged, range(self.done + 1, self.total + 1)), 0)
 
     def tell(self, sentence: str) -> None:
         """Say something that stays with the run; of what is decided again and again, the last word alone stays."""

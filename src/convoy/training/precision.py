@@ -1,5 +1,5 @@
 """What a recipe leaves open, settled for the devices of a run: precision, memory format, fused optimizers; and training
-in low precision: whether a device can, tried out, the scale of fp16's loss, and torch's switches.
+in low precision: the scale of fp16's loss, and torch's switches.
 
 Open choices are settled once, where a run begins, alike on all ranks, and kept in its `config.yaml`: a run goes on as
 it was begun, wherever it goes on, and does not change its numbers in the middle without a word. All that differs from
@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from convoy import resources
 from convoy.comm.ranks import Ranks
-from convoy.errors import ConvoyError
 from convoy.recipe.recipe import Recipe
 from convoy.run.records import Derived
 from convoy.training.derived import num_threads
@@ -139,28 +137,6 @@ def _to_know(recipe: Recipe, device: torch.device) -> Iterator[str]:
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def check_precision(precision: str | None, device: torch.device) -> None:
-    """Run one small convolution and matrix product forwards and backwards as the training would; a precision that is
-    left open is not checked. A ConvoyError where torch cannot do that on this device says what to choose.
-    """
-    if precision not in ("bf16", "fp16"):
-        return
-    images = torch.ones(2, 8, 8, 8, device=device)
-    weight = torch.full((8, 8, 3, 3), 0.01, device=device, requires_grad=True)
-    matrix = torch.full((8, 8), 0.01, device=device, requires_grad=True)
-    reason = "gradients are not finite"
-    try:
-        with torch.autocast(device.type, DTYPES[precision]):
-            loss = F.linear(F.conv2d(images, weight, padding=1).mean((2, 3)), matrix).float().sum()
-        loss.backward()
-        if all(p.grad is not None and bool(p.grad.isfinite().all()) for p in (weight, matrix)):
-            return
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-    choices = "bf16 or fp32" if precision == "fp16" else "fp32"
-    raise ConvoyError(f"precision={precision} does not train on {device} here ({reason}): choose {choices}")
 
 
 class Scaler(torch.amp.GradScaler):

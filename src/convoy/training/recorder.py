@@ -10,11 +10,11 @@ changes. One of those that are watched as they are is kept as a trace, with the 
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, median_low
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from convoy.comm.position import current
 from convoy.data.batch import Batch
@@ -49,16 +49,8 @@ class Numbers(NamedTuple):
 EARLY = Numbers((12, 28, 44), (20, 36, 52))
 RECORDED = Numbers((5, 7, 9), (6, 8, 10))  # where updates are recorded after that: nobody sees the parts of a replay
 REMEMBERED = 100  # updates of a run; whoever looks at it does so after so many
-
-
-class Subscriber(Protocol):
-    """Whoever looks at a run, on all ranks at the same time."""
-
-    def look(self) -> None:
-        """So many updates are done, or the last one before the run ends or stops."""
-
-    def end(self) -> None:
-        """The run ends, and is saved."""
+# Looks at a run, on all ranks at the same time: after so many updates and the last one, or (True) once it is saved.
+Look = Callable[[bool], None]
 
 
 class Recorder:

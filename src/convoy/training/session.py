@@ -163,15 +163,12 @@ class Session(Prepared):
 
     @property
     def reason_not_recorded(self) -> str | None:
-        """Why updates cannot be recorded and replayed on any GPU; None where that is tried."""
-        if isinstance(self.network, StagedNetwork):
-            return "the plan has stages, which send to each other"
-        return self.why_not_recorded(self.ranks.num, self.ranks.group)
+        """Why updates are not recorded and replayed here; None where they are."""
+        return self.why_not_recorded(self.ranks.num, self.ranks.group, self.plan.num_stages)
 
     @property
     def is_recorded(self) -> bool:
-        """Whether updates are recorded and replayed here."""
-        return self.are_recorded(self.reason_not_recorded)
+        return self.reason_not_recorded is None
 
     @property
     def why_no_noise(self) -> str:

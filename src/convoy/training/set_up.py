@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -12,7 +11,7 @@ from convoy.data.dataset import DataSet, open_data
 from convoy.data.loader import check_augmentation
 from convoy.data.sources import Progress
 from convoy.engine.coupling import microbatch_sizes
-from convoy.engine.recorded import graph_on, leave_default_stream
+from convoy.engine.recorded import leave_default_stream
 from convoy.engine.shards import lacks_numbers
 from convoy.errors import ConvoyError
 from convoy.plans.plan import Plan
@@ -24,11 +23,11 @@ from convoy.tasks.own import add_own, check_own_task
 from convoy.tasks.registry import create_task
 from convoy.tasks.task import Task
 from convoy.training.assemble import assemble
-from convoy.training.build import TriedNetwork, build_for, choose_trained, divisible_sizes, has_batch_norm, on_meta
-from convoy.training.derived import check_batch, fitting_batch, left_out_of_epochs, num_microbatches, resolve
+from convoy.training.build import TriedNetwork, build_for, divisible_sizes, has_batch_norm, on_meta
+from convoy.training.derived import check_batch, fitting_batch, num_microbatches, resolve
 from convoy.training.division import divide
 from convoy.training.optimizer import thaws
-from convoy.training.precision import check_precision, set_numerics, settle
+from convoy.training.precision import set_numerics, settle
 from convoy.training.resume import check_ranks, code_of
 from convoy.training.session import ChosenPlan, Prepared, Session
 from convoy.training.workloads import choose_plan
@@ -50,8 +49,8 @@ def set_up(
 
     `progress` is told of long work on the data: what, done, total. `data` stand in place of what the recipe names,
     where only the speed counts. `keep` says whether measured times are kept for the next time, and those that are kept
-    are used; `explicit_keys` are keys of the recipe that the user has set just now, which are to have an effect on this
-    network; `rivals` are plans beside those that the planner finds, where it chooses.
+    are used; `explicit_keys` are keys of the recipe that the user has set just now; `rivals` are plans beside those
+    that the planner finds, where it chooses.
     """
     ranks = ranks or Ranks()
     say: Progress = progress if progress is not None and ranks.rank == 0 else lambda what, done, total: None
@@ -59,10 +58,12 @@ def set_up(
     set_numerics(recipe)
     check_devices(recipe, ranks.num)
     plan, notes = plan_of(recipe.parallel, ranks.num)
-    check_precision(recipe.precision, device)
     if data is None:
         say("opening the data", 0, 1)
-        check = partial(_check_batch, recipe, explicit_keys)
+
+        def check(most: int) -> None:
+            check_batch(fitting_batch(recipe, most, explicit_keys).batch, most, "sample")
+
         data = open_data(recipe.data, say, selects=recipe.selects, check=check, task=recipe.task)
         check_ranks(data, ranks)
     said, recipe = recipe.batch, fitting_batch(recipe, len(data.train), explicit_keys)
@@ -72,7 +73,6 @@ def set_up(
     gpus = ranks.gather(gpu)
     sharing = gpus.count(gpu) if gpu else ranks.on_host  # ranks that share the memory of the GPU, or of the host
     quantities = resolve(recipe, len(data.train))
-    notes += left_out_of_epochs(recipe.batch, len(data.train))
     every = recipe.parallel.local_sgd
     if isinstance(every, int) and every > quantities.total_updates and ranks.num > 1:
         notes.append(f"parallel.local_sgd={every} is more than {quantities.total_updates} updates: once, at the end")
@@ -83,7 +83,6 @@ def set_up(
     as_graph = ranks.any(lacks_numbers(model))
     settled = settle(recipe, device, ranks)
     recipe = settled.recipe
-    check_precision(recipe.precision, device)
     memory_format = torch.channels_last if recipe.channels_last else torch.contiguous_format
     # parts alone are brought to the device of a network that the first rank has
     model.to(device=None if as_graph else device, memory_format=memory_format)  # type: ignore[call-overload]
@@ -98,7 +97,9 @@ def set_up(
         check_best(task, recipe.best)
     tried = TriedNetwork.of(recipe, model, shape, device, change, task)
     tried.probe = replace(tried.probe, on_device=sharing)
-    notes += [*settled.notes, *_without_heads(tried, explicit_keys)]
+    notes += settled.notes
+    if tried.probe.outputs == 1 and recipe.loss.aux_weight != LossConfig().aux_weight:
+        notes.append(f"loss.aux_weight has no effect: {recipe.model.name} has no auxiliary heads")
     sizes, smaller = tried.divisible_sizes(*parts_of(recipe, plan, ranks.num))
     notes += [smaller] if smaller is not None else []
     ready = Prepared(
@@ -115,16 +116,9 @@ def set_up(
     )
     ready.order()  # refuses classes that are not there before long work
     session = assemble(ready, choose_plan(ready, rivals, say) if plan is None else ChosenPlan(plan))
-    session.notes += _of_recording(session, explicit_keys)
+    if why := session.reason_not_recorded:
+        session.notes.append(f"updates are not recorded as CUDA graphs: {why}")
     return session
-
-
-def _check_batch(recipe: Recipe, explicit_keys: Collection[str], most: int) -> None:
-    """Refuse too large a batch, after what is wrong with the network itself."""
-    recipe = fitting_batch(recipe, most, explicit_keys)
-    if recipe.batch > most and (model := on_meta(recipe)) is not None:
-        choose_trained(model, recipe)
-    check_batch(recipe.batch, most, "sample")
 
 
 def check_best(task: Task, name: str) -> None:
@@ -135,17 +129,6 @@ def check_best(task: Task, name: str) -> None:
             f"{task.name} of {len(task.classes)} classes has no {metric_name(name)}: best={name} can be "
             f"{', '.join(metric.name for metric in task.all_metrics if metric.name in has)}"
         )
-
-
-def _of_recording(session: Session, explicit_keys: Collection[str]) -> list[str]:
-    """What to say where updates are not recorded, and somebody may expect it."""
-    if session.recipe.cuda_graphs == "off":
-        return []
-    if graph_on(session.device) is None:
-        no_gpu = "cuda_graphs has no effect: there are CUDA graphs on GPUs alone, and this run is on a CPU"
-        return [no_gpu] if "cuda_graphs" in explicit_keys else []
-    why = session.reason_not_recorded
-    return [] if why is None else [f"updates are not recorded as CUDA graphs: {why}"]
 
 
 def parts_of(recipe: Recipe, plan: Plan | None, num_devices: int) -> tuple[int, int]:
@@ -176,16 +159,3 @@ def check_devices(recipe: Recipe, num_devices: int) -> None:
                 return
             sizes, _ = divisible_sizes(recipe, model, plan.parts)
         divide(sizes, plan.parts, shares)
-
-
-def _without_heads(tried: TriedNetwork, explicit_keys: Collection[str]) -> list[str]:
-    """What to say where auxiliary heads have a weight of their own, but the network has none; a ConvoyError where the
-    user has just set it.
-    """
-    weight = tried.recipe.loss.aux_weight
-    if tried.probe.outputs > 1 or ("loss.aux_weight" not in explicit_keys and weight == LossConfig().aux_weight):
-        return []
-    sentence = f"loss.aux_weight={weight:g} has no effect: {tried.recipe.model.name} has no auxiliary heads"
-    if "loss.aux_weight" in explicit_keys:
-        raise ConvoyError(f"{sentence}; leave it out")
-    return [sentence]

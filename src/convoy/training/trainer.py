@@ -11,7 +11,6 @@ import torch
 
 from convoy.checkpoint.files import write_tensors
 from convoy.checkpoint.store import CheckpointStore, sweep
-from convoy.comm.joining import meeting_store
 from convoy.comm.position import current, memory_explained
 from convoy.comm.ranks import Ranks
 from convoy.engine.allocation import release_freed_memory
@@ -31,7 +30,7 @@ from convoy.training.finite import ADVICE, SKIP, NotFiniteError
 from convoy.training.log import write_summary
 from convoy.training.loop import Loop
 from convoy.training.precision import as_begun
-from convoy.training.recorder import Subscriber
+from convoy.training.recorder import Look
 from convoy.training.resume import (
     OtherCodeError,
     check_data,
@@ -44,7 +43,7 @@ from convoy.training.resume import (
 )
 from convoy.training.session import Session
 from convoy.training.set_up import set_up
-from convoy.training.watchdog import Watchdog, say_and_end
+from convoy.training.watchdog import Watchdog
 
 LOCK_PATIENCE_S = 30.0  # in which a process that is about to end lets go of the run
 # The same of ranks that are started again, whose host may be gone: a file server waits 90 s, then breaks its lock.
@@ -85,18 +84,18 @@ class Trainer:
     out: Path
     _: KW_ONLY
     reporter: Reporter
+    watchdog: Watchdog  # watches already, and afterwards
+    device: torch.device
     resume: bool = False
-    device: torch.device | None = None
     ranks: Ranks = field(default_factory=Ranks)
     command: str = ""  # repeats the run, for the report
     on_start: Callable[[Session], None] = lambda session: None  # on rank 0, with all checked, before the first update
     handed_on: bool = False  # another process hands signals on to this rank (`convoy.launch`)
     jobs: Sequence[str] = ()  # that started the ranks, which know their run again by these names when started again
-    watchdog: Watchdog | None = None  # watches already, and afterwards; None makes one for the run alone
     keep: bool = True  # whether measured times are kept for later plans, and those that are kept are used
-    explicit_keys: Collection[str] = ()  # that the user has set just now, which are to have an effect
+    explicit_keys: Collection[str] = ()  # that the user has set just now
     accept_code_change: bool = False  # resume or extend a run also where the network computes something else now
-    subscribe: Callable[[Loop], Subscriber] | None = None  # makes what looks at the updates
+    subscribe: Callable[[Loop], Look] | None = None  # makes what looks at the updates
 
     def __post_init__(self) -> None:
         self._folder = RunDirectory(self.out)
@@ -105,14 +104,12 @@ class Trainer:
     def run(self) -> Outcome:
         """Train; a ConvoyError says what is wrong with the recipe, the data, or the folder."""
         with contextlib.ExitStack() as self._stack:
-            watchdog = self.watchdog
-            if watchdog is None:
-                watchdog = Watchdog(self.ranks, meeting_store(), say_and_end, patient=True)
-                self._stack.enter_context(watchdog)
-            loop = self._begin(watchdog)
+            loop = self._begin()
             best, split, total = loop.session.metric.name, loop.session.data.at_end().split, loop.total
-            if self.ranks.rank == 0 and self.recipe.trackers:
-                told = Trackers(self._folder, self.recipe.trackers, dict(leaves(self.recipe)), loop.tell)
+            if self.ranks.rank == 0:
+                names = [*([] if loop.finished else ["tensorboard"]), *self.recipe.trackers]
+                tell = partial(_tell, loop.session.notes, self.reporter)  # not the loop's, which may be let go of
+                told = Trackers(self._folder, names, dict(leaves(self.recipe)), tell)
                 self._stack.enter_context(told)
             if loop.finished:
                 self.ranks.barrier()
@@ -123,9 +120,9 @@ class Trainer:
             self.ranks.first(lambda: write_text(self._folder.plan, loop.session.plan_with_cuts.to_yaml()))
             self._summarize(loop, "running")
             try:
-                signal = self._train(loop, watchdog)
+                signal = self._train(loop)
             except NotFiniteError as error:
-                end = self._ending(loop, watchdog)
+                end = self._ending(loop)
                 error.__traceback__ = None  # its frames have the network, beside which there may be no room for another
                 del loop
                 end(error)
@@ -134,30 +131,28 @@ class Trainer:
         metrics = loop.evaluation.metrics() if loop.evaluation else {}
         return Outcome(self.out, loop.done, total, metrics, best, split, signal, loop.comparison)
 
-    def _begin(self, watchdog: Watchdog) -> Loop:
+    def _begin(self) -> Loop:
         """The loop at its beginning, or at the newest checkpoint, in a folder that is this run's alone."""
         ranks = self.ranks
         reporter = self.reporter if ranks.rank == 0 else Reporter()
         self._resuming, self.recipe = ranks.first(self._claim)
-        device = self.device or environment.choose_device(None)
         current.to("start")  # this process may have trained before
         with memory_explained(ranks.rank, ranks.num):
             session = set_up(
-                self.recipe, device, reporter.prepare, ranks, keep=self.keep, explicit_keys=self.explicit_keys
+                self.recipe, self.device, reporter.prepare, ranks, keep=self.keep, explicit_keys=self.explicit_keys
             )
         current.to("start")
         if ranks.rank == 0:
             self.on_start(session)
-        loop = Loop(
-            session, self._folder, reporter, self.handed_on, watchdog.timeout_s, self.accept_code_change, self.subscribe
-        )
+        options = self.handed_on, self.watchdog.timeout_s, self.accept_code_change, self.subscribe
+        loop = Loop(session, self._folder, reporter, *options)
         self._stack.enter_context(disk_explained(self.out))
         extends = self.recipe.extends is not None and not self._resuming
         if extends:
             loop.extend()
         ranks.first(lambda: self._make_folder(session))
         mesh = session.plan.mesh
-        watchdog.begin(mesh.stage_of(ranks.rank) + 1 if mesh.stage_axis is not None else 0)
+        self.watchdog.begin(mesh.stage_of(ranks.rank) + 1 if mesh.stage_axis is not None else 0)
         if self._resuming:
             self._go_on(loop)
         elif extends:
@@ -221,9 +216,9 @@ class Trainer:
         nothing = "" if loop.done else ": no checkpoint was written before"
         say(f"going on after {loop.done:,} of {session.quantities.total_updates:,} updates{nothing}")
 
-    def _train(self, loop: Loop, watchdog: Watchdog) -> str | None:
+    def _train(self, loop: Loop) -> str | None:
         """Do the updates, and deliver; the signal that stopped them, if any. All ranks call it."""
-        ranks, hang, num_before = self.ranks, watchdog.end, loop.done
+        ranks, hang, num_before = self.ranks, self.watchdog.end, loop.done
 
         def fail(sentence: str) -> None:
             briefly(partial(self._summarize, loop, "failed", sentence.partition("\n")[0]))
@@ -233,7 +228,7 @@ class Trainer:
         disk = disk_explained(self.out, lambda: self._folder.check_there(loop.done))
         try:
             with (
-                watchdog.ending_by(fail),
+                self.watchdog.ending_by(fail),
                 disk,
                 memory_explained(ranks.rank, ranks.num, lambda: loop.done > num_before),
             ):
@@ -262,14 +257,14 @@ class Trainer:
         write_json(folder.evaluation, loop.evaluation.save(folder.path, data), indent=None)
         write_atomically(folder.weights, lambda temporary: write_tensors(temporary, kinds, wholes))
 
-    def _ending(self, loop: Loop, watchdog: Watchdog) -> Callable[[NotFiniteError], NoReturn]:
+    def _ending(self, loop: Loop) -> Callable[[NotFiniteError], NoReturn]:
         """What does the last updates of a loop again and ends with where it began; it keeps nothing of the network."""
         session, ranks, prepare = loop.session, self.ranks, loop.reporter.prepare
         parallel = session.recipe.parallel.model_copy(update={"plan": session.plan, "shares": None})
         recipe = session.recipe.model_copy(update={"parallel": parallel})
         device, data, division = session.device, session.data, session.division
         store, identity, update_s = loop.store, loop.identity, loop.progress.train_s / max(1, loop.done)
-        hang, folder = watchdog.end, self._folder
+        watchdog, hang, folder = self.watchdog, self.watchdog.end, self._folder
 
         def end(error: NotFiniteError) -> NoReturn:
             try:
@@ -285,6 +280,11 @@ class Trainer:
             raise ConvoyError(sentence) from error
 
         return end
+
+
+def _tell(notes: list[str], reporter: Reporter, sentence: str) -> None:
+    notes.append(sentence)
+    reporter.say(sentence)
 
 
 def trace_back(session: Session, store: CheckpointStore, identity: str, error: NotFiniteError, update_s: float) -> str:

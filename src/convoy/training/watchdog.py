@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Self
@@ -31,7 +31,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from convoy.comm.joining import Files, board
 from convoy.comm.position import GroupState, Ledger, Position, current, ledger, place_in_words
 from convoy.comm.ranks import Ranks
-from convoy.launch.host import HostLoad, HostWatch
+from convoy.launch.host import HostWatch
 from convoy.recipe.schema import in_words
 from convoy.training.division import Division
 
@@ -159,8 +159,8 @@ class Watchdog:
     (None on one device).
 
     After `timeout_s` without movement a thread calls `end` with a sentence, which should end the process. `position` is
-    that of this process, `given` what its GPU was given to exchange. It is `patient` while the run is still being set
-    up: until `begin`, it ends only a rank that waits for others.
+    that of this process, `given` what its GPU was given to exchange. It is patient while the run is still being set up:
+    until `begin`, it ends only a rank that waits for others.
     """
 
     def __init__(
@@ -170,11 +170,10 @@ class Watchdog:
         end: Callable[[str], None] = say_and_end,
         timeout_s: float = TIMEOUT_S,
         position: Position = current,
-        patient: bool = False,
         given: Ledger = ledger,
     ) -> None:
         self.timeout_s = timeout_s
-        self._patient = patient
+        self._patient = True
         self._stage = 0
         self._rank, self._num = ranks.rank, ranks.num
         self.end, self._position, self._given = end, position, given
@@ -300,14 +299,13 @@ IN_A_ROW = 3
 
 class SlowRanks:
     """Compares what the ranks need for the same number of samples, without their waits for each other. All ranks make
-    it. A rank that is slow looks at what else its host does, which takes it 2 ms a time."""
+    it, and the same calls. A rank that is slow looks at what else its host does, which takes it 2 ms a time."""
 
     def __init__(self, ranks: Ranks) -> None:
         everyone = ranks.gather((ranks.sample_rank, socket.gethostname()))
         self._parts, self._hosts = [part for part, _ in everyone], [host for _, host in everyone]
-        self._rank = ranks.rank
-        self._watch: HostWatch | None = None
-        self._loads: dict[int, HostLoad] = {}
+        self._ranks = ranks
+        self._watch: HostWatch | None = None  # of this rank's host since it is slow
         # Ranks that do the same work: those in the same place of their model groups.
         self._places: dict[int, list[int]] = defaultdict(list)
         for rank, part in enumerate(self._parts):
@@ -319,14 +317,6 @@ class SlowRanks:
     def _begin(self) -> None:
         self._seconds = [0.0] * len(self._parts)
         self._updates, self._took_s = 0, 0.0
-
-    def load(self) -> HostLoad | None:
-        """What this rank's host did since the last time, while the rank is slow."""
-        return None if self._watch is None else self._watch.read()
-
-    def hear(self, loads: Iterable[HostLoad | None]) -> None:
-        """Those of all ranks."""
-        self._loads |= {rank: load for rank, load in enumerate(loads) if load is not None}
 
     def look(self, own_s: Sequence[float], updates: int, took_s: float, division: Division) -> str | None:
         """Take up some updates, which took all ranks together `took_s`, and give a sentence if there is anything to
@@ -352,9 +342,9 @@ class SlowRanks:
                 losses.append(((per_sample[worst] - middle) * samples[worst], worst, middle))
         lost_s, slowest, median_s = max(losses, default=(0.0, 0, 0.0))
         if median_s == 0 or per_sample[slowest] < RATIO * median_s or lost_s < LOSS_SHARE * update_of_all_s:
-            self._slow, self._watch, self._loads = (None, 0, IN_A_ROW), None, {}
+            self._slow, self._watch = (None, 0, IN_A_ROW), None
             return None
-        if slowest != self._rank:
+        if slowest != self._ranks.rank:
             self._watch = None
         elif self._watch is None:
             self._watch = HostWatch()
@@ -363,7 +353,7 @@ class SlowRanks:
         self._slow = (slowest, times, 2 * due if times == due else due)
         if times < due:
             return None
-        load = self._loads.pop(slowest, None)
+        load = self._ranks.gather(None if self._watch is None else self._watch.read())[slowest]
         advice = "--shares auto gives it less"
         if load is not None and load.is_shared:
             advice = f"other processes there keep {load.occupation}"

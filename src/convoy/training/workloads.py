@@ -77,7 +77,7 @@ def workload_in_passes(
         batch_norm=recipe.batch_norm,
         microbatch=sizes[0] if recipe.batch_norm == "microbatch" else 0,
         precision=lowered(recipe),
-        recorded=tried.are_recorded(tried.why_not_recorded(devices, group)),
+        recorded=tried.why_not_recorded(devices, group) is None,
         optimizer=partial(optimizer_for, recipe=recipe),
         optimizer_name=recipe.optimizer.name,
         recompute=recipe.recompute,
