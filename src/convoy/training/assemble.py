@@ -24,6 +24,7 @@ from convoy.plans.place import Placement
 from convoy.plans.schedule import PARTS_PER_STAGE, bubble
 from convoy.plans.traffic import rows_of_stages
 from convoy.run.records import Derived, StageRecord
+from convoy.training.build import has_batch_norm
 from convoy.training.derived import derive
 from convoy.training.division import Division, divide, text
 from convoy.training.gradients import Exchange, divided_network
@@ -167,11 +168,23 @@ def _check_memory(session: Session, placement: Placement, staging: Staging | Non
 
 
 def _cuts(session: Session, passes: int) -> str:
-    """Where the stages begin, how the batch goes through them, and how long they wait for each other."""
+    """Where the stages begin, how the batch goes through them, and what to do where they wait for much of the time."""
+    recipe, plan, schedule = session.recipe, session.plan, session.schedule
     begins = ", ".join(f"stage {number} from {stage.layer}" for number, stage in enumerate(session.stages, 1))
-    waiting = rough_percent(bubble(session.schedule, passes, session.plan.num_stages))
-    through = f"{plural(passes, 'pass', 'passes')}, {session.schedule}"
-    return f"{begins}; {through}, stages wait about {waiting} of the time"
+    waiting = bubble(schedule, passes, plan.num_stages)
+    sentence = f"{begins}; {plural(passes, 'pass', 'passes')}, {schedule}, stages wait about {rough_percent(waiting)} "
+    sentence += "of the time"
+    finest = min(PARTS_PER_STAGE * plan.num_stages, recipe.batch // plan.parts)
+    if waiting < 0.25:
+        return sentence
+    if recipe.batch_norm != "microbatch":
+        every = f"batch_norm={recipe.batch_norm} takes all microbatches at once"
+        return f"{sentence}: {every}, and batch_norm=microbatch one after the other"
+    if finest <= passes:
+        return f"{sentence}: a larger --batch can have more microbatches"
+    normed = " (another training, as batch norm is of each microbatch)" if has_batch_norm(session.model) else ""
+    fewer = rough_percent(bubble(schedule, finest, plan.num_stages))
+    return f"{sentence}: with --microbatches {finest * plan.parts} about {fewer}{normed}"
 
 
 def _rows(session: Session) -> Iterator[Derived]:

@@ -15,6 +15,7 @@ from convoy.units import plural
 # With `log_every=auto` a line of metrics comes every 20 updates; of a run that would then have fewer than 50 lines, so
 # often that it has 50. More often than that is not needed: what lines cost is bounded for every run.
 LOG_UPDATES, LOG_LINES = 20, 50
+_DROPPED = 10  # samples that the last batch lacks are mentioned where they are more than a tenth of an epoch
 _GOYAL = "Goyal et al., 2017"
 
 
@@ -123,6 +124,18 @@ def fitting_batch(recipe: Recipe, num_samples: int, explicit_keys: Collection[st
     least = max(recipe.microbatches or 1, recipe.data.repeats)
     is_set = "batch" in explicit_keys or recipe.batch != default
     return recipe if is_set or not least <= batch < default else recipe.model_copy(update={"batch": batch})
+
+
+def left_out_of_epochs(batch: int, num_train_samples: int) -> list[str]:
+    """A sentence where more than a tenth of the samples has no place in an epoch of whole batches."""
+    num, most = num_train_samples, num_train_samples // _DROPPED
+    if num % batch <= most:
+        return []
+    better = next(size for size in range(batch, 0, -1) if num % size <= most)
+    return [
+        f"{num % batch:,} of the {num:,} training images are left out of every epoch, others each time, as a batch has "
+        f"{batch:,}: --batch {better} leaves out {num % better:,}"
+    ]
 
 
 def derive(

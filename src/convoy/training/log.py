@@ -16,6 +16,7 @@ from torch import Tensor
 from convoy.data.dataset import DataSet
 from convoy.files import to_json, write_json, writing
 from convoy.progress import Reporter
+from convoy.recipe.schema import in_words
 from convoy.run.directory import RunDirectory
 from convoy.run.records import RunProgress, RunSummary, SkippedImage, Status
 from convoy.tasks.metric import metric_in_words
@@ -171,6 +172,10 @@ class Log:
         progress.train_s += seconds
         if done == 1:  # in which the processes that load data start
             progress.start_s += seconds
+            if seconds > 5:  # far longer than others
+                self._tell(
+                    f"the first update took {in_words(seconds)}, {in_words(sums.data_wait_s)} of it for its data"
+                )
         else:
             progress.data_wait_s += sums.data_wait_s
         progress.num_images += sums.num_images

@@ -24,7 +24,7 @@ from convoy.tasks.registry import create_task
 from convoy.tasks.task import Task
 from convoy.training.assemble import assemble
 from convoy.training.build import TriedNetwork, build_for, divisible_sizes, has_batch_norm, on_meta
-from convoy.training.derived import check_batch, fitting_batch, num_microbatches, resolve
+from convoy.training.derived import check_batch, fitting_batch, left_out_of_epochs, num_microbatches, resolve
 from convoy.training.division import divide
 from convoy.training.optimizer import thaws
 from convoy.training.precision import set_numerics, settle
@@ -73,6 +73,7 @@ def set_up(
     gpus = ranks.gather(gpu)
     sharing = gpus.count(gpu) if gpu else ranks.on_host  # ranks that share the memory of the GPU, or of the host
     quantities = resolve(recipe, len(data.train))
+    notes += left_out_of_epochs(recipe.batch, len(data.train))
     every = recipe.parallel.local_sgd
     if isinstance(every, int) and every > quantities.total_updates and ranks.num > 1:
         notes.append(f"parallel.local_sgd={every} is more than {quantities.total_updates} updates: once, at the end")
