@@ -194,19 +194,19 @@ def run_on(request: PlanRequest, recipe: Recipe) -> int:
     workload = cache(partial(workload_at, request, recipe))
     predictions = [predicted(request, recipe, machine, workload) for machine in request.machines]
     images, what = _training(request, recipe)
-    name, command = recipe.model.name, command_of(request.arguments)
+    name = recipe.model.name
     head = f"{name}, batch {recipe.batch}: predicted, not measured, as eager PyTorch runs it\n\n"
-    prices: Sequence[float | None] = request.prices or [None] * len(predictions)
-    text = "\n".join([*_lines(predictions, images, prices, what, len(request.plans)), ""])
     files = {
-        "out": lambda: f"# {command}\n{predictions[0].plan.to_yaml()}",
-        "html": lambda: machines_page(name, predictions, text, what, command),
+        "out": lambda: f"# {command_of(request.arguments)}\n{predictions[0].plan.to_yaml()}",
+        "html": lambda: machines_page(name, predictions, images, request.prices, what, command_of(request.arguments)),
     }
-
-    def document() -> object:
-        return [prediction.document(images, price) for prediction, price in zip(predictions, prices, strict=True)]
-
-    _show(request, files, document, lambda: head + text)
+    prices: Sequence[float | None] = request.prices or [None] * len(predictions)
+    _show(
+        request,
+        files,
+        lambda: [prediction.document(images, price) for prediction, price in zip(predictions, prices, strict=True)],
+        lambda: head + "\n".join([*_lines(predictions, images, prices, what, len(request.plans)), ""]),
+    )
     return 0
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, get_args
 
+from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 
 from convoy import units
@@ -159,19 +160,29 @@ def _title(span: Span) -> str:
     return f"{name}{where}: {f'{word}, ' if word != name else ''}{seconds(span.end - span.start)}{about}"
 
 
-def machines_page(network: str, predictions: Sequence[Prediction], text: str, what: str, command: str) -> str:
-    """The page as HTML: a picture of what `text`, the answer in words, says of a training that is `what`."""
+def machines_page(
+    network: str, predictions: Sequence[Prediction], images: float, prices: Sequence[float], what: str, command: str
+) -> str:
+    """The page as HTML. `images` are those of the whole training, `what` is that in words; `prices` are of an hour of
+    one device of each machine, or empty."""
+    first = predictions[0]
+    rows = [(row, row.row(images, prices[number] if prices else None)) for number, row in enumerate(predictions)]
+    heads = {name: name.capitalize() for name in rows[0][1]}
+    if prices:
+        heads["price"] = Markup('<span title="in the currency of --price">Price</span>')
+    machine, precision, *numbers = heads.values()
     return pages.render(
         "machines.html.jinja",
         ("report.css", "bench.css"),
         ("copy.js",),
         name="plan",
         title=network,
-        subject=predictions[0].machine.text,
-        facts=[f"batch {predictions[0].batch}", what],
+        subject=first.machine.text,
+        facts=[f"batch {first.batch}", what],
         status="predicted, not measured",
         status_kind="warn",
-        text=text,
+        rows=rows,
+        columns=[machine, precision, "#Devices", *(Markup("#") + head for head in numbers), "Held back by"],
         panel=drawn("curve", "Images a second by data parallelism", partial(_curves, predictions), ""),
         command=command,
     )
@@ -198,6 +209,8 @@ def _curves(predictions: Sequence[Prediction], title: str) -> Drawing:
 
 _WIDTH, _TALL, _LOW, _GAP, _ROW = 216, 50, 28, 22, 26
 _SKIP, _MARGIN, _CHIP = 26, 10, 20
+# Heights of a drawing that is shown whole and of what is shown of others, and the space around it.
+_WHOLE, _SHOWN, _PADDING = 1300, 760, 12
 _BOLD, _LIGHT, _COST = 8.0, 7.2, 62  # width of a letter of a name, and of the seconds beside it
 
 
@@ -272,6 +285,13 @@ class NetworkDrawing:
         self.width, self.height = lefts[-1], self._tops[-1] + _MARGIN
         self.edges = [self._edge(*edge) for edge in edges]
         self.boxes = self._drawn(boxes)
+
+    @property
+    def canvas(self) -> int | None:
+        """Pixels of the drawing that are shown at once, up to between two rows; None where all of it is."""
+        if self._tops[-1] <= _WHOLE:
+            return None
+        return _PADDING + max(top for top in self._tops if top <= _SHOWN) - 4
 
     def _height(self, box: LayerBox) -> int:
         return _TALL if any(call.name in self._strategies for call in box.calls) else _LOW
