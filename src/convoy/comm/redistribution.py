@@ -5,7 +5,7 @@ Parts of a tensor are lists of indices: they are taken out, and a tensor is put 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from convoy.errors import ConvoyError
 from convoy.plans.layout import Indices, Layout, common, indices, without
 from convoy.plans.mesh import Axes, Coordinates
 from convoy.plans.transfer import Step
+
+_MOST_RUNS = 64
 
 Box = tuple[Indices, ...]  # global indices of every dimension: what one rank holds of a tensor
 
@@ -42,18 +44,22 @@ class Region:
         self.empty = is_empty(part)
         sizes = extents(whole)
         self.full = self.shape == sizes and all(isinstance(place, range) for place in self.places)
-        # start, length and place in the part of every run of consecutive indices, where a dimension is not whole
-        self._runs = [
-            (dim, _runs(place))
-            for dim, (place, size) in enumerate(zip(self.places, sizes, strict=True))
-            if not (isinstance(place, range) and len(place) == size)
+        self._cuts = [
+            (dim, place.start, len(place))
+            for dim, place in enumerate(self.places)
+            if isinstance(place, range) and len(place) != sizes[dim]
         ]
+        self._picks = [(dim, torch.tensor(place)) for dim, place in enumerate(self.places) if isinstance(place, tuple)]
+        self._runs = _runs(self.places[self._picks[0][0]]) if len(self._picks) == 1 else ()
 
     def select(self, x: Tensor) -> Tensor:
         """The part of `x`, a view where all its indices are consecutive."""
-        for dim, runs in self._runs:
-            pieces = [x.narrow(dim, start, length) for start, length, _ in runs]
-            x = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
+        x = self._cut(x)
+        if self._runs:
+            dim = self._picks[0][0]
+            return torch.cat([x.narrow(dim, start, length) for start, length in self._runs], dim)
+        for index, (dim, _) in enumerate(self._picks):
+            x = x.index_select(dim, self._numbers(index, x))
         return x
 
     def take(self, x: Tensor) -> Tensor:
@@ -62,15 +68,43 @@ class Region:
 
     def write(self, x: Tensor, part: Tensor, accumulate: bool = False) -> None:
         """Overwrite the part of `x`, or add to it."""
-        pairs = [(x, part)]
-        for dim, runs in self._runs:
-            pairs = [
-                (target.narrow(dim, start, length), piece.narrow(dim, offset, length))
-                for target, piece in pairs
-                for start, length, offset in runs
-            ]
-        for target, piece in pairs:
-            target.add_(piece) if accumulate else target.copy_(piece)
+        target, put = self._cut(x), Tensor.add_ if accumulate else Tensor.copy_
+        if not self._picks:
+            put(target, part)
+        elif self._runs:
+            for target_run, part_run in self._pairs(target, part):
+                put(target_run, part_run)
+        elif len(self._picks) == 1:
+            by_index = target.index_add_ if accumulate else target.index_copy_
+            by_index(self._picks[0][0], self._numbers(0, x), part)
+        else:
+            target.index_put_(self._grid(target), part, accumulate)
+
+    def _cut(self, x: Tensor) -> Tensor:
+        for dim, start, length in self._cuts:
+            x = x.narrow(dim, start, length)
+        return x
+
+    def _pairs(self, target: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every run of consecutive indices in the tensor and in the part."""
+        dim, offset = self._picks[0][0], 0
+        for start, length in self._runs:
+            yield target.narrow(dim, start, length), part.narrow(dim, offset, length)
+            offset += length
+
+    def _numbers(self, index: int, x: Tensor) -> Tensor:
+        dim, numbers = self._picks[index]
+        if numbers.device != x.device:
+            numbers = numbers.to(x.device)
+            self._picks[index] = dim, numbers
+        return numbers
+
+    def _grid(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The index of every dimension, shaped so that they broadcast to the part."""
+        lists = [torch.arange(length, device=x.device) for length in x.shape]
+        for index, (dim, _) in enumerate(self._picks):
+            lists[dim] = self._numbers(index, x)
+        return tuple(numbers.view(-1, *(1,) * (x.ndim - 1 - dim)) for dim, numbers in enumerate(lists))
 
 
 class Assembly:
@@ -106,12 +140,14 @@ def _positions(part: Indices, whole: Indices) -> Indices:
     return indices(place[number] for number in part)
 
 
-def _runs(place: Indices) -> tuple[tuple[int, int, int], ...]:
-    """Start, length and offset of every run of consecutive indices; one of no length where there are none. Torch copies
-    and adds runs by whole blocks of memory, where a list along the channels innermost goes number by number."""
-    starts = [at for at, index in enumerate(place) if at == 0 or place[at - 1] != index - 1] or [0]
+def _runs(place: Indices) -> tuple[tuple[int, int], ...]:
+    """Start and length of every run of consecutive indices, as torch gathers and adds runs by whole blocks of memory,
+    and lists of indices element by element; nothing where there are so many runs that a list is better."""
+    starts = [at for at, index in enumerate(place) if at == 0 or place[at - 1] != index - 1]
+    if len(starts) > _MOST_RUNS:
+        return ()
     ends = [*starts[1:], len(place)]
-    return tuple((place[start] if place else 0, end - start, start) for start, end in zip(starts, ends, strict=True))
+    return tuple((place[start], end - start) for start, end in zip(starts, ends, strict=True))
 
 
 def _counts(shape: tuple[int, ...], regions: Sequence[Region]) -> tuple[bool, bool]:

@@ -307,7 +307,7 @@ class Guard:
             reducer = self._network.reducer
             if reducer is not None and reducer.has_own():
                 raise ConvoyError(
-                    "optimizer.step() comes after passes in convoy.accumulate alone, whose gradients no rank has of the "
+                    "optimizer.step() comes after passes in convoy.accumulate, whose gradients no rank has of the "
                     "others: run the last pass before each update outside of it, also where an epoch ends"
                 )
             self.unfollow()

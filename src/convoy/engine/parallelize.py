@@ -410,7 +410,9 @@ def _check_parts(model: nn.Module) -> None:
             )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ConvoyError(f"{name} has sparse gradients, which are not added over ranks: build it with sparse=False")
+            raise ConvoyError(
+                f"{name} has sparse gradients, which are not added over ranks: build it with sparse=False"
+            )
 
 
 def _check_option(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -31,8 +31,8 @@ from convoy.planner.cost.prediction import most, rank_memory
 from convoy.planner.planner import Planned, propose, score
 from convoy.planner.search.layers import Constraints, Layers
 from convoy.planner.workload import PRECISIONS, Workload, check_positive, workload_of
-from convoy.plans.mesh import Mesh
-from convoy.plans.place import Batch
+from convoy.plans.mesh import STAGE, Mesh
+from convoy.plans.place import COMPUTE, Batch
 from convoy.plans.plan import Plan
 from convoy.units import size
 
@@ -313,6 +313,8 @@ def _planned(
             notes.append(f"{error}; the plan is compared with data parallelism without microbatches")
     if (needs := plain.memory.total) > room:
         notes.append(f"data parallelism does not fit: it needs {size(needs)} on each device, of {size(int(room))}")
+    if (enough := count // _repeated(workload, best[0].plan)) < count:
+        notes.append(f"{enough} of the {count} devices would be as fast: the others repeat what these do")
     planned = Planned(workload, count, tuple(best), serial, None, costs, tuple(notes))
     return planned, plain.seconds / best[0].seconds
 
@@ -323,6 +325,15 @@ def _check_room(workload: Workload, machine: Machine, needs: int, room: float) -
         why = f"needs {size(needs)} on each {device.name}, {size(int(needs - room))} more than the {size(int(room))}"
         why += " that there are: lower --batch, or ask for more devices"
         raise TooLargeError(f"a batch of {workload.batch} {why}", needs)
+
+
+def _repeated(workload: Workload, plan: Plan) -> int:
+    """How many devices do the same under a plan, throughout the network."""
+    layers = [(call.layer, call.op) for call in workload.graph.calls if call.op in COMPUTE]
+    over = zip(*(plan.strategy(*layer) for layer in layers), strict=True)
+    same = [set(strategies) == {"replicate"} for strategies in over]
+    axes = zip(plan.mesh.names, plan.mesh.sizes, same, strict=False)
+    return math.prod(size for name, size, repeats in axes if repeats and name != STAGE)
 
 
 def times_on(device: Device, precision: str, software: Software) -> LayerTimes:
