@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 from convoy.comm import collectives
 from convoy.engine import recorded
 from convoy.script import recorded as script
-from convoy.training import build, session, set_up
+from convoy.training import build, session
 
 
 class ReplayedGraph(TorchDispatchMode):
@@ -74,7 +74,7 @@ def _storage(x: Tensor) -> int:
 def recording(graph: type[ReplayedGraph] = ReplayedGraph) -> Iterator[None]:
     """Let CPUs record updates, and ranks exchange by operations that can be noted."""
     with ExitStack() as stack:
-        for module in (recorded, build, session, set_up, script):
+        for module in (recorded, build, session, script):
             stack.enter_context(mock.patch.object(module, "graph_on", lambda device: graph))
         stack.enter_context(mock.patch.object(collectives, "_channel", lambda x, group: None))
         yield

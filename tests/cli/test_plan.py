@@ -66,5 +66,5 @@ def test_profile_lists_what_is_kept_and_forgets_it(tmp_path: Path, call: Call, m
     assert "from runs" in text and "just now" in text
     pieces = call("profile 1 --json").document
     assert [(piece["source"], piece["forward_s"]) for piece in pieces] == [("run", 3e-3), ("profiling", 2e-3)]
-    assert pieces == call(f"profile {row['key']} --json").document and "a run" in call("profile 1").out
+    assert pieces == call(f"profile {row['key']} --json").document and "run " in call("profile 1").out
     assert "forgot 1 device" in call("profile --clear 1").out and "forgot 0 devices" in call("profile --clear").out

@@ -174,7 +174,7 @@ def test_what_was_killed_is_not_tried_again_with_as_little_memory(tmp_path: Path
 @pytest.mark.slow
 def test_times_of_a_busy_machine_are_not_kept_and_those_of_another_pace_are_forgotten(tmp_path: Path) -> None:
     store = ProfileStore(tmp_path)
-    load = HostLoad(1.0, 1.0, 2, None, None, (), 1.5, 0.0, 0, None, None, None)
+    load = HostLoad(1.0, 1.0, 2, None, None, (), 1.5, 0.0, 0, None, None)
     with (
         patch.object(HostLoad, "is_disturbed", PropertyMock(return_value=True)),
         patch("convoy.launch.host.HostWatch.read", lambda watch: load),

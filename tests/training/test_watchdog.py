@@ -145,7 +145,7 @@ def test_who_keeps_a_slow_rank_from_its_cores_is_named(monkeypatch: pytest.Monke
     of_parts = [(0, "a"), (1, "b")]
     monkeypatch.setattr(ranks := Ranks(), "gather", lambda x: of_parts if isinstance(x, tuple) else [x, None])
     stress, halves = (OtherProcess("stress", 4711, 1.5),), divide((1, 1), 2)
-    load = HostLoad(1.0, 1.0, 2, None, None, stress, 1.5, 0.0, 0, None, None, None)
+    load = HostLoad(1.0, 1.0, 2, None, None, stress, 1.5, 0.0, 0, None, None)
     monkeypatch.setattr(HostWatch, "read", lambda watch: load)
     judge, said = SlowRanks(ranks), ""
     for _ in range(3):

@@ -43,6 +43,8 @@ _SPENT_WELL = 0.9  # efficiency from which on computing itself is what takes the
 _FASTER_BATCH = 1.05  # gain of twice the batch from which on the batch is too small
 _WORTH_SAYING = 1.02  # gain from which on a change is advised
 _TOO_GOOD = 1.5  # efficiency beyond what caches explain
+_TOO_SLOW = 1.5  # a device's computing beside all of it on one device, beyond what a plan explains
+_AGAIN = "the machine was busy while times were measured; measure again when it is quiet (convoy profile --clear)"
 _COMPUTING = ("forward", "backward", "loss and the rest of a pass")
 _SENDING = ("packing for messages", "exposed communication")
 
@@ -133,9 +135,11 @@ class Explanation:
         recomputed = what_is_recomputed(self.scored.placement, None if staging is None else staging.staged, passes)
         sentences += [] if recomputed is None else [recomputed]
         if self.efficiency > _TOO_GOOD:
+            sentences.append(f"{planned.speedup:.1f} × on {planned.devices} devices is more than can be: {_AGAIN}")
+        if self.is_too_slow:
             sentences.append(
-                f"{planned.speedup:.1f} × on {planned.devices} devices is more than can be: the machine was busy while "
-                "times were measured; measure again when it is quiet (convoy profile --clear)"
+                f"each device computes {self.computing_ratio(planned.devices)} times as long as one that does all "
+                f"alone, which no plan explains: {_AGAIN}"
             )
         return tuple(sentences)
 
@@ -147,10 +151,16 @@ class Explanation:
         """Seconds by which some parts take longer than their even share."""
         return sum(part.seconds - part.even_share_s for part in self.parts if part.part in names)
 
-    def computing_ratio(self) -> str:
-        """How many times its even share computing takes."""
+    def computing_ratio(self, devices: int = 1) -> str:
+        """How many times its even share computing takes, or how many times as long as on one of some devices."""
         even_share_s = self.spent(*_COMPUTING) - self.lost(*_COMPUTING)
-        return f"{self.spent(*_COMPUTING) / even_share_s:.2f}" if even_share_s else "many"
+        return f"{self.spent(*_COMPUTING) / devices / even_share_s:.2f}" if even_share_s else "many"
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether each device computes longer than one that does all alone."""
+        spent, devices = self.spent(*_COMPUTING), self.planned.devices
+        return devices > 1 and spent > _TOO_SLOW * devices * (spent - self.lost(*_COMPUTING)) > 0
 
     def document(self) -> dict[str, Any]:
         """Everything as JSON has it, in seconds and bytes; lists stand in the order of the network."""
@@ -279,6 +289,8 @@ def _kind(answer: Explanation) -> tuple[Bottleneck, Layer | None]:
     slower = max(layers, key=beyond_share, default=None)
     if slower is not None and set(scored.placement.mesh.beside_stages(slower.strategy)) == {"replicate"}:
         return "repeated", slower
+    if answer.is_too_slow:
+        return "division", slower
     larger = any(change.kind == "batch" and change.gain >= _FASTER_BATCH for change in answer.changes)
     return ("batch" if larger or lost(ENGINE) > losses["compute"] / 2 else "division"), slower
 

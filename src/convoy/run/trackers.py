@@ -128,6 +128,8 @@ class _TensorBoard:
             self._file.write_event(Event(wall_time=time.time(), step=step, summary=summary))
             self._file.flush()
         except OSError:
+            with suppress(OSError):
+                self._file._py_recordio_writer.close()  # its own `close` gives up where it cannot flush
             self._file = None  # nobody reads what comes after half an event
             raise
 

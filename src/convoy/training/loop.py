@@ -182,6 +182,7 @@ class Loop:
             self._log = Log(self.session, self.progress, self._sums, metrics, self.reporter, self.tell)
             self.reporter.begin(self.done, self.total)
             self._interrupt, self._asking = interrupt, Asking(ranks, interrupt)
+            self._line_at = self._next_line()
             try:
                 if self.progress.to_evaluate and not self.is_over:
                     self._evaluate()
@@ -262,8 +263,9 @@ class Loop:
 
     def _after_update(self) -> None:
         """What is due now: a line of metrics, an evaluation, a checkpoint."""
-        if self.session.quantities.logged(self.done):
+        if self.done == self._line_at:
             self._write_line()
+            self._line_at = self._next_line()
         elif time.perf_counter() > self._log.shown + SHOW_EVERY_S:
             self._log.show(self.done)
         if self.recorder.done:
@@ -281,6 +283,10 @@ class Loop:
             self._check_loss(self._log.sums.mean_loss)
         if self._log.sums.num_updates or self._log.sums.left_out:
             self._log.train(self.done)
+
+    def _next_line(self) -> int:
+        """The update after which the next line of metrics comes; 0 after the last."""
+        return next(filter(self.session.quantities.logged, range(self.done + 1, self.total + 1)), 0)
 
     def tell(self, sentence: str) -> None:
         """Say something that stays with the run; of what is decided again and again, the last word alone stays."""
