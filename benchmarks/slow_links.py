@@ -29,10 +29,11 @@ from typing import Any
 import numpy as np
 from measuring import harness
 
+from convoy.bench.course import add_evaluations
 from convoy.bench.emulated import Cluster, ClusterDevice, emulate
 from convoy.bench.namespaces import INTERFACE
 from convoy.bench.processes import Places, Say, run_ranks
-from convoy.bench.results import evaluations_of
+from convoy.bench.records import Training
 from convoy.files import write_json
 from convoy.progress import Reporter
 from convoy.recipe.recipe import load_recipe
@@ -126,8 +127,9 @@ def do(job: Job, options: argparse.Namespace) -> dict[str, Any]:
         cores = nullcontext(Places(1).of(HOSTS))
         with emulate(Cluster(devices, job.link)) if job.link else cores as places:
             sent = sum(run_ranks(train_rank, places, job, done.parent, seconds=86400.0, quiet=True))
-        _, tests = evaluations_of(done.parent, options.batch)
-        rows = [dict(zip(("step", "train_s", "error", "loss"), test, strict=True)) for test in tests]
+        training = Training()
+        add_evaluations(training, done.parent, options.batch)
+        rows = [evaluation.model_dump() for evaluation in training.evaluations]
         write_json(done, {"evaluations": rows, "sent": sent})
         harness.say(f"{job.name}: {rows[-1]['error']:.1%} wrong after {rows[-1]['step']:,} updates")
     result: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))

@@ -9,7 +9,7 @@ CODE = ("**/*.py", "**/*.css", "**/*.js", "**/*.jinja")
 SLACK = 50
 LINES = {
     "src/convoy": 1873,
-    "src/convoy/bench": 4273,
+    "src/convoy/bench": 4310,
     "src/convoy/checkpoint": 448,
     "src/convoy/cli": 3348,
     "src/convoy/comm": 2581,
@@ -29,8 +29,8 @@ LINES = {
     "src/convoy/script": 1459,
     "src/convoy/tasks": 1027,
     "src/convoy/training": 6595,
-    "tests": 20857,
-    "benchmarks": 5993,
+    "tests": 20854,
+    "benchmarks": 5995,
     "docs": 3353,
 }
 """Lines by folder: of code with those below it, of `docs` the guides, of `src/convoy` what lies there itself."""

@@ -26,7 +26,7 @@ def test_a_study_has_a_page_tables_and_pictures_and_the_same_page_again(tmp_path
         study(work, write_files, tmp_path, False)
     report = tmp_path / "report.html"
     files = {"bench.json", *TABLES, *(f"{name}.{kind}" for name in PICTURES for kind in ("svg", "png"))}
-    assert {path.name for path in tmp_path.iterdir()} == files | {"report.html", "training"}
+    assert {path.name for path in tmp_path.iterdir()} == files | {"report.html"}
     with Image.open(tmp_path / "speed-up.png") as picture:
         assert picture.width > 1200
     html = report.read_text(encoding="utf-8")

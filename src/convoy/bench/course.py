@@ -2,12 +2,17 @@
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from convoy.bench.ask import Ask
 from convoy.bench.emulated import Cluster, emulate
@@ -18,18 +23,20 @@ from convoy.bench.records import (
     AUTO,
     CONVOY,
     Configuration,
+    Evaluation,
     Forecast,
     Measurement,
     RankTimes,
     Session,
     Store,
     TableOptions,
+    Training,
 )
 from convoy.bench.study import opened, prepare, recipe_for
 from convoy.errors import ConvoyError
 from convoy.recipe.recipe import Recipe
 from convoy.recipe.schema import Duration
-from convoy.run.directory import RunDirectory
+from convoy.report.run import column, read_metrics
 from convoy.training.derived import resolve
 from convoy.units import plural
 
@@ -157,28 +164,38 @@ class Course:
         rows = [row for row in self.rows if row.kind == CONVOY and not row.place]
         updates = resolve(self.recipe, len(opened(self.recipe).train)).total_updates
         self.done, self.total = 0, len(rows) * updates
+        for row in rows:  # one that has failed is tried again
+            row.training = row.training or Training()
+            row.training.failed = None
         for row in rows:
-            row.untrained = None  # one that has failed is tried again
-            if RunDirectory(self.store.folder / row.run).summary().get("status") != "finished":
+            if row.training is not None and not row.training.finished:
                 with self._spending("training_s"):
-                    self._train(row, command)
+                    self._train(row, row.training, command)
             self.done += updates
         self._say("trained")
-        if rows and all(row.untrained for row in rows):
-            raise ConvoyError(str(rows[0].untrained))
+        failures = [row.training.failed for row in rows if row.training is not None]
+        if rows and all(failures):
+            raise ConvoyError(str(failures[0]))
 
-    def _train(self, row: Configuration, command: str) -> None:
-        out, before = self.store.folder / row.run, self.done
-        job = Job(out, self._task(row).recipe)
+    def _train(self, row: Configuration, training: Training, command: str) -> None:
+        name = re.sub(r"[^A-Za-z0-9=.,#-]+", "-", row.key)
+        if len(name) > 80 or "\n" in row.key:
+            name = f"{name[:30]}-{sha256(row.key.encode()).hexdigest()[:10]}"
+        out = self.store.folder / "training" / name
+        job, before = Job(out, self._task(row).recipe), self.done
 
         def say(_: Job, text: str, done: int, of: int) -> None:
             self.progress(f"training {row.where}: {text}", before + done, self.total)
 
-        device_type, is_machine = self.store.study.device_type, not self.store.study.cluster
-        jobs = Jobs(self.places, row.devices, device_type, command, is_machine, self.timeout, say)
-        failure = jobs.train(lambda _: [job])[out].failure
+        device_type, keeps_times = self.store.study.device_type, not self.store.study.cluster
+        jobs = Jobs(self.places, row.devices, device_type, command, keeps_times, self.timeout, say)
+        try:
+            failure = jobs.train(lambda _: [job])[out].failure
+        finally:
+            if (out / "metrics.jsonl").is_file():
+                add_evaluations(training, out, self.store.study.batch_on(row.devices))
         stopped = (failure or "").startswith(STOPPED)
-        row.untrained = None if stopped else failure
+        training.finished, training.failed = failure is None, None if stopped else failure
         if (out / "config.yaml").is_file():
             from convoy.report.report import write_report  # with matplotlib, for which no rank is to wait at its start
 
@@ -186,8 +203,8 @@ class Course:
                 write_report(out)
             except ConvoyError as error:
                 self.tell(str(error))
-        if row.untrained:
-            self.tell(f"{row.where} was not trained: {row.untrained}")
+        if training.failed:
+            self.tell(f"{row.where} was not trained: {training.failed}")
         elif stopped:
             self.tell(f"the training of {row.where} {failure}; the same command goes on")
 
@@ -202,6 +219,28 @@ def recipe_for_training(recipe: Recipe, epochs: float, is_asked: bool) -> Recipe
     if not is_asked and every.unit == "ep" and epochs / every.value < _FEW:
         changes["evaluate_every"] = _OFTEN
     return recipe.model_copy(update=changes)
+
+
+def add_evaluations(training: Training, run: Path, batch: int) -> None:
+    """Take over what a run in a folder has written so far; an update has `batch` images."""
+    metrics = read_metrics(run / "metrics.jsonl")
+    steps, rates = column(metrics.train, "step"), column(metrics.train, "images_per_s")
+    ends = np.cumsum(np.diff(steps, prepend=0) * batch / rates)
+    seconds = np.interp(column(metrics.test, "step"), [0, *steps], [0, *ends])
+    training.run = run.name
+    training.images = max((line.images or 0 for line in metrics.test), default=0)
+    training.evaluations = [
+        Evaluation(
+            step=line.step,
+            epoch=line.epoch,
+            error=None if line.top1 is None else round(1 - line.top1, 9),
+            loss=line.loss,
+            train_s=round(float(second), 3),
+        )
+        for line, second in zip(metrics.test, seconds, strict=True)
+    ]
+    weights = run / "weights.safetensors"
+    training.sha256 = sha256(weights.read_bytes()).hexdigest() if weights.is_file() else ""
 
 
 def measure(ask: Ask, progress: Say, tell: Callable[[str], None]) -> None:

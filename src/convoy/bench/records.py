@@ -4,10 +4,8 @@ Ranks return these records, and tables, sentences and pages are computed from th
 """
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -141,6 +139,27 @@ class Measurement(Record):
     ranks: list[RankTimes]
 
 
+class Evaluation(Record):
+    """A test within a training, after `step` updates and `train_s` seconds of training; the error is from 0 to 1."""
+
+    step: int
+    epoch: float | None
+    error: float | None
+    loss: float | None
+    train_s: float
+
+
+class Training(Record):
+    """A configuration's training, as far as it has come; `images` are those of the test split."""
+
+    run: str = ""
+    finished: bool = False
+    images: int = 0
+    sha256: str = ""
+    evaluations: list[Evaluation] = []
+    failed: str | None = None
+
+
 class Configuration(Record):
     """A row of the table: Convoy under a plan, or another tool, on some devices."""
 
@@ -154,14 +173,7 @@ class Configuration(Record):
     place: int = 0  # which device it is, from 0, where one is measured alone
     failed: str | None = None  # why it could not be measured
     visits: list[Measurement] = []
-    untrained: str | None = None  # why its training failed
-
-    @property
-    def run(self) -> str:
-        """The run directory of its training, below the folder of the study."""
-        name = re.sub(r"[^A-Za-z0-9=.,#-]+", "-", self.key)
-        is_short = len(name) <= 80 and "\n" not in self.key
-        return f"training/{name if is_short else f'{name[:30]}-{sha256(self.key.encode()).hexdigest()[:10]}'}"
+    training: Training | None = None
 
     @property
     def where(self) -> str:

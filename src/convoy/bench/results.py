@@ -8,8 +8,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,11 +24,10 @@ from convoy.bench.records import (
     Configuration,
     Measurement,
     Store,
+    Training,
     short,
 )
 from convoy.files import csv_of
-from convoy.report.run import column, read_metrics
-from convoy.run.directory import RunDirectory
 from convoy.terminal import printable
 from convoy.units import seconds as time_of
 from convoy.units import size, table
@@ -196,18 +193,6 @@ def _parts(row: Configuration, seconds: float) -> dict[str, float]:
     return {COMPUTE: max(0.0, seconds - sum(parts.values())), **parts}
 
 
-def evaluations_of(run: Path, batch: int) -> tuple[int, list[tuple[int, float, float, float]]]:
-    """The images of an evaluation, and of each one the updates, the seconds of training, the error from 0 to 1, and the
-    loss, as a run in a folder has written them so far; an update has `batch` images."""
-    metrics = read_metrics(run / "metrics.jsonl")
-    steps, rates = column(metrics.train, "step"), column(metrics.train, "images_per_s")
-    ends = np.cumsum(np.diff(steps, prepend=0) * batch / rates)
-    seconds = np.interp(column(metrics.test, "step"), [0, *steps], [0, *ends]).round(3).tolist()
-    pairs = list(zip(metrics.test, seconds, strict=True))
-    tests = [(x.step, s, round(1 - x.top1, 9), x.loss) for x, s in pairs if x.top1 is not None and x.loss is not None]
-    return max((line.images or 0 for line in metrics.test), default=0), tests
-
-
 class ErrorCurve(Named):
     """A configuration's training, as far as it has come, with a value for each evaluation. The largest distances from
     the reference are over all evaluations that both have, with the updates before them; None of itself."""
@@ -222,12 +207,14 @@ class ErrorCurve(Named):
     distance_loss: float | None = None
     distance_loss_at: int | None = None
 
-    def __init__(self, row: Configuration, run: Path, batch: int) -> None:
+    def __init__(self, row: Configuration, training: Training) -> None:
         super().__init__(row)
-        weights = run / "weights.safetensors"
-        self.finished = RunDirectory(run).summary().get("status") == "finished"
-        self.weights_sha256 = sha256(weights.read_bytes()).hexdigest() if weights.is_file() else ""
-        self.images, self.tests = evaluations_of(run, batch)
+        self.finished, self.weights_sha256 = training.finished, training.sha256
+        self.tests = [
+            (test.step, test.train_s, test.error, test.loss)
+            for test in training.evaluations
+            if test.error is not None and test.loss is not None
+        ]
         # Weight updates, seconds without evaluations and checkpoints, test error from 0 to 1, test loss
         self.steps, self.seconds, self.errors, self.losses = np.array(self.tests, np.float64).reshape(-1, 4).T
         last = self.tests[-1] if self.tests else (0, 0.0, 0.0, 0.0)
@@ -254,8 +241,8 @@ class Convergence:
     """All curves of a study."""
 
     def __init__(self, store: Store, epochs: float) -> None:
-        rows = [row for row in store.configurations if row.kind == CONVOY and not row.place]
-        curves = [ErrorCurve(row, store.folder / row.run, store.study.batch_on(row.devices)) for row in rows]
+        rows = [(row, row.training) for row in store.configurations if row.kind == CONVOY and row.training is not None]
+        curves = [ErrorCurve(row, training) for row, training in rows]
         self.epochs = epochs
         self.curves = [curve for curve in curves if curve.tests]
         # the serial run, or that on the fewest devices
@@ -264,10 +251,9 @@ class Convergence:
             if self.reference is not None and curve is not self.reference:
                 curve.compare(self.reference)
         self.compared = [curve for curve in self.curves if curve.compared]
-        self.images = max((curve.images for curve in curves), default=0)
-        self.failed = [(row.where, row.untrained) for row in rows if row.untrained]
-        pairs = zip(rows, curves, strict=True)
-        self.waiting = [row.where for row, curve in pairs if not (row.untrained or curve.finished)]
+        self.images = max((training.images for _, training in rows), default=0)
+        self.failed = [(row.where, training.failed) for row, training in rows if training.failed]
+        self.waiting = [row.where for row, training in rows if not training.failed and not training.finished]
 
     def same_weights(self, curve: ErrorCurve) -> bool:
         reference = self.reference
