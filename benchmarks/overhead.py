@@ -34,6 +34,7 @@ from measuring import harness, ranks
 
 from convoy import models
 from convoy.comm.joining import join
+from convoy.comm.ranks import Ranks
 from convoy.data.dataset import DataSet, open_data
 from convoy.data.pixels import PixelSource
 from convoy.engine.network import network_of
@@ -44,6 +45,7 @@ from convoy.recipe.recipe import Recipe, load_recipe
 from convoy.terminal import Console
 from convoy.training import Trainer
 from convoy.training.optimizer import create_optimizer
+from convoy.training.watchdog import Watchdog
 
 
 def bare_loop(recipe: Recipe, data: DataSet, updates: int) -> float:
@@ -74,8 +76,9 @@ def bare_loop(recipe: Recipe, data: DataSet, updates: int) -> float:
 
 def trainer(recipe: Recipe, folder: Path) -> float:
     """Seconds of the same number of updates in Convoy's trainer, by its own metrics."""
-    with Path(os.devnull).open("w") as nowhere:
-        Trainer(recipe, folder, device=torch.device("cpu"), reporter=ConsoleReporter(Console(file=nowhere))).run()
+    with Path(os.devnull).open("w") as nowhere, Watchdog(Ranks(), None) as watchdog:
+        reporter = ConsoleReporter(Console(file=nowhere))
+        Trainer(recipe, folder, device=torch.device("cpu"), reporter=reporter, watchdog=watchdog).run()
     return float(harness.lines_of(folder)[-1]["time_s"])
 
 

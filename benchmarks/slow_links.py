@@ -34,12 +34,14 @@ from convoy.bench.emulated import Cluster, ClusterDevice, emulate
 from convoy.bench.namespaces import INTERFACE
 from convoy.bench.processes import Places, Say, run_ranks
 from convoy.bench.records import Training
+from convoy.comm.joining import meeting_store
 from convoy.files import write_json
 from convoy.progress import Reporter
 from convoy.recipe.recipe import load_recipe
 from convoy.report import axes as ax
 from convoy.training import Trainer
 from convoy.training.environment import join_ranks
+from convoy.training.watchdog import Watchdog
 
 HOSTS = 4
 LOCAL, OUTER = "parallel.local_sgd", "parallel.averaging."
@@ -108,7 +110,9 @@ def train_rank(job: Job, folder: Path, say: Say) -> int:
     with ExitStack() as stack:
         if job.devices == "stutter" and ranks.rank == HOSTS - 1:
             stack.enter_context(harness.beside(STOP, os.getpid(), *STOPS_S, BETWEEN_S))
-        Trainer(recipe, folder, reporter=Reporter(), resume=True, device=device, ranks=ranks, keep=False).run()
+        here: dict[str, Any] = {"device": device, "ranks": ranks, "reporter": Reporter()}
+        here["watchdog"] = stack.enter_context(Watchdog(ranks, meeting_store()))
+        Trainer(recipe, folder, resume=True, keep=False, **here).run()
     return _sent_bytes() - before
 
 
@@ -201,10 +205,9 @@ def study(report: harness.Report, options: argparse.Namespace) -> None:
     for link, devices in itertools.product(options.links, options.devices):
         exact_s = None
         for method in options.methods:
-            settings = settings_of(method, options)
-            settings |= dict.fromkeys(("epochs", "evaluate_every", "log_every"), options.updates)
-            job = Job(f"time-{options.batch}-{options.updates}-{link}-{devices}-{method}", settings, link, devices)
-            result = do(job, options)
+            every = dict.fromkeys(("epochs", "evaluate_every", "log_every"), options.updates)
+            named = f"time-{options.batch}-{options.updates}-{link}-{devices}-{method}"
+            result = do(Job(named, settings_of(method, options) | every, link, devices), options)
             last = result["evaluations"][-1]
             update_s, sent = last["train_s"] / last["step"], result["sent"] / HOSTS / last["step"]
             times.setdefault(method, update_s)

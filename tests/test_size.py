@@ -30,7 +30,7 @@ LINES = {
     "src/convoy/tasks": 1027,
     "src/convoy/training": 6595,
     "tests": 20854,
-    "benchmarks": 5995,
+    "benchmarks": 5996,
     "docs": 3353,
 }
 """Lines by folder: of code with those below it, of `docs` the guides, of `src/convoy` what lies there itself."""

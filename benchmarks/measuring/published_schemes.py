@@ -37,7 +37,8 @@ def several(one: Times, row: Row, given: Mapping[str, Coefficients], count: int 
                 exposed += scheme.cycle + starting(messages, factor)
     if count > 1:
         slower = lateness(alone, row.precision, row.software.framework, count, row.site, factor)
-        if scheme.kind == "replicated" and _is_slow_at_norms(row):
+        is_old = row.software.framework == "tensorflow" and row.software.cudnn == 7 and not row.software.compiled
+        if scheme.kind == "replicated" and is_old and row.precision == "fp16" and row.device.tensor_cores:
             # TensorFlow 1.15 to 2.3 on several GPUs; where it compiles, or has cuDNN 8, it does not happen
             normalized = float((one.forward + one.backward)[work(row.network).rows.kind == KINDS.index("norm")].sum())
             slower += 0.3 * factor("norms") * normalized * min(3.0, math.log2(count)) / 3
@@ -57,12 +58,6 @@ def _feed(row: Row, count: int, factor: Factor) -> float:
         rate = 250.0 * local * row.device.fp32**0.5 * factor("feed by gpu") * factor(f"feed {software}")
     rows = work(row.network).rows  # of which the first layer reads the image
     return float(local * row.images / rate * rows.read[rows.first > 0].max() / 150528)
-
-
-def _is_slow_at_norms(row: Row) -> bool:
-    software = row.software
-    old = software.framework == "tensorflow" and software.cudnn == 7 and not software.compiled
-    return old and row.precision == "fp16" and row.device.tensor_cores
 
 
 def _exchange(row: Row, count: int, messages: float, factor: Factor) -> tuple[float, float]:
