@@ -8,11 +8,11 @@ Three sorts of jobs, kept in --folder one by one, so that the same command goes 
 - `rate`: a short training on nine tenths of the training pictures with each learning rate; the rest of them decide.
 - `curve`: a whole training with that rate and each seed. What it learns does not depend on how fast links and devices
   are (tests/training/test_averaging.py), so these run on this machine's cores as they are.
-- `time`: updates on four emulated hosts of half a core (Linux, root), with links of 100 Mbit/s and 1 Gbit/s, and
-  devices that are equal, one of half the speed, or one that stops for seconds at random; and what each host sends.
+- `time`: updates on four emulated hosts of half a core (Linux, root), with links of 25 and 100 Mbit/s and 1 Gbit/s,
+  and devices that are equal, one of half the speed, or one that stops for seconds at random; and what each host sends.
 
 Seconds to an error are updates to it by `curve`, times the seconds of an update by `time`, evaluations left out. Beside
---out lie pictures of the error over samples and over time, of equal devices on the slower link.
+--out lie pictures of the error over samples and over time, of equal devices on the slowest link.
 """
 
 import argparse
@@ -61,7 +61,7 @@ METHODS: dict[str, dict[str, str]] = {
     "4 late rounds of 16": ROUND | {f"{OUTER}staleness": "4"},
 }
 CURVE_OF = {"auto": "sample"}  # exact plans have one curve
-LINKS = ("100mbit", "1gbit")
+LINKS = ("25mbit", "100mbit", "1gbit")
 DEVICES = ("equal", "half", "stutter")
 STOPS_S, BETWEEN_S = (1.0, 3.0), 20.0  # how long the last device stops, and for how long it runs before, on average
 RECIPE = {
@@ -72,8 +72,8 @@ RECIPE = {
     "clip_norm": "null",
     "checkpoint.every": "1ep",
 }
-WHOLE: dict[str, Any] = {"rates": (0.0025, 0.005, 0.01, 0.02, 0.05, 0.1), "tuning": "0.5ep", "every": "0.5ep"}
-WHOLE |= {"target": 0.3}
+WHOLE: dict[str, Any] = {"rates": (0.00125, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1), "tuning": "0.5ep"}
+WHOLE |= {"every": "0.5ep", "target": 0.3}
 SMALL: dict[str, Any] = {"rates": (0.05,), "tuning": "16ba", "every": "32ba", "updates": "64ba", "target": 0.85}
 SMALL |= {"methods": ["sample", "local SGD 16", "8 late rounds of 4"], "links": ["100mbit"], "devices": ["equal"]}
 SMALL |= {"seeds": [0], "epochs": "64ba"}
